@@ -1,0 +1,95 @@
+"""Where an image sits in a sample: which image, how it is cut into patches, which tokens stand for it.
+
+A sample carries references, never pixels. The span is in the sample's own token space.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidInput
+
+_TEXTS = (
+    ("hash", re.compile(r"[0-9a-f]{64}"), "the 64 hex digits of a sha256"),
+    ("media_type", re.compile(r"[!-~]{0,127}"), "like image/png"),
+)
+_COUNTS = ("offset", "length", "merge", "width", "height", "num_bytes")
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    hash: str
+    """sha256 of the original bytes, 64 hex digits: the image's identity."""
+    grid: tuple[int, int, int]
+    """(time, height, width) in patches."""
+    offset: int
+    """First placeholder token in the sample."""
+    length: int
+    """Number of placeholder tokens: the grid's product over merge squared."""
+    merge: int = 2
+    """Patches per token along each side."""
+    media_type: str = ""
+    width: int = 0
+    height: int = 0
+    num_bytes: int = 0
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.uint8] | None, where: str) -> None:
+    """Raise unless the spans lie inside the sample, in order, apart, on image tokens, and match their grids."""
+    end = 0
+    for i, span in enumerate(spans):
+        at = f"{where}.images[{i}]"
+        _check_fields(span, at)
+        if min(span.grid) < 1 or span.merge < 1 or span.num_patches != span.length * span.merge**2:
+            raise InvalidInput(
+                f"{at}: {span.length} placeholder tokens for grid {span.grid} with merge {span.merge}; "
+                f"must be {span.num_patches / max(span.merge, 1) ** 2:g}"
+            )
+        if span.offset < end or span.end > num_tokens:
+            raise InvalidInput(
+                f"{at}: tokens {span.offset}..{span.end} of {num_tokens}, previous image ends at {end}; "
+                "spans must be sorted, apart and inside the sample"
+            )
+        if types is not None and not (types[span.offset : span.end] == 1).all():
+            raise InvalidInput(
+                f"{at}: tokens {span.offset}..{span.end} are not all of image type 1 in mm_token_type_ids"
+            )
+        end = span.end
+    if types is not None:
+        placeholders = int(np.count_nonzero(types == 1))
+        covered = sum(span.length for span in spans)
+        if placeholders != covered:
+            raise InvalidInput(f"{where}.images: {covered} tokens covered by spans but {placeholders} image tokens")
+
+
+def _check_fields(span: object, at: str) -> None:
+    """Raise unless every field has its type and range: a record does not check what it is made of."""
+    if not isinstance(span, ImageSpan):
+        raise InvalidInput(f"{at}: a {type(span).__name__}; must be an ImageSpan")
+    for name, pattern, form in _TEXTS:
+        text: object = getattr(span, name)
+        if not isinstance(text, str) or not pattern.fullmatch(text):
+            raise InvalidInput(f"{at}.{name}: {str(text)[:80]!r}; must be {form}")
+    grid: object = span.grid
+    if not isinstance(grid, tuple) or len(grid) != 3 or not all(_is_count(n) for n in grid):
+        raise InvalidInput(f"{at}.grid: {str(grid)[:80]}; must be a tuple of three whole numbers")
+    for name in _COUNTS:
+        value: object = getattr(span, name)
+        if not _is_count(value):
+            raise InvalidInput(f"{at}.{name}: {str(value)[:80]}; must be a Python int from 0 to 2**63 - 1")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -1,0 +1,348 @@
+"""A sample: one flat token sequence with aligned columns, valid from the moment it exists.
+
+Columns may be given as numpy arrays or as lists; they are checked against the column table once, converted
+once to the declared dtype, and are read-only arrays from then on. An array that already has the right dtype
+is not copied: do not write to it afterwards.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS, MODES, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
+from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays.runs import bit_view
+from penstock.errors import InvalidInput, UnknownKey
+
+Values: TypeAlias = Array | Sequence[float] | Sequence[int] | Sequence[bool] | float
+MAX_TEXT = 512
+MAX_EXTENT = 1 << 20
+"""Bound on each dimension behind the token axis; a frame's reader holds its peers to the same."""
+
+
+class Sample:
+    """One flat token sequence with aligned columns.
+
+    >>> sample = Sample(id="17/0", token_ids=[5, 6, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], rewards=1.0)
+    >>> sample.num_tokens, sample.loss_tokens, float(sample["rewards"])
+    (3, 2, 1.0)
+    """
+
+    __slots__ = ("_columns", "env", "group", "id", "images", "mode", "policy_version", "run")
+
+    id: str
+    """Unique; generated when not given."""
+    group: str
+    env: str
+    run: str
+    mode: str
+    policy_version: int
+    images: tuple[ImageSpan, ...]
+    _columns: dict[str, Array]
+
+    def __init__(
+        self,
+        *,
+        token_ids: Values,
+        loss_mask: Values | None = None,
+        id: str | None = None,  # noqa: A002 - the field's own name
+        group: str = "",
+        env: str = "",
+        run: str = "",
+        mode: str = "rl",
+        policy_version: int | None = None,
+        images: Sequence[ImageSpan] = (),
+        **columns: Values | None,
+    ) -> None:
+        text = {
+            "id": uuid.uuid4().hex if id is None else id,
+            "group": group,
+            "env": env,
+            "run": run,
+            "mode": mode,
+        }
+        where = f"sample {text['id']!r:.80}"
+        check_text(text, where)
+        given = {"token_ids": token_ids, "loss_mask": loss_mask, **columns}
+        arrays = _coerce(given, where)
+        spans = tuple(images)
+        check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
+        versions = arrays.get("weight_versions")
+        if policy_version is None:
+            policy_version = 0 if versions is None else int(versions.min())
+        if not _is_version(policy_version):
+            raise InvalidInput(f"{where}.policy_version: {policy_version!r}; must be a whole number from 0 up")
+        self._set(arrays, text, int(policy_version), spans)
+
+    @classmethod
+    def trusted(
+        cls,
+        columns: dict[str, Array],
+        text: Mapping[str, str],
+        policy_version: int,
+        images: tuple[ImageSpan, ...],
+    ) -> Sample:
+        """A sample from columns that were already validated: nothing is checked or copied, but made read-only."""
+        sample = cls.__new__(cls)
+        for values in columns.values():
+            values.flags.writeable = False
+        sample._set(columns, text, policy_version, images)
+        return sample
+
+    def _set(
+        self,
+        columns: dict[str, Array],
+        text: Mapping[str, str],
+        policy_version: int,
+        images: tuple[ImageSpan, ...],
+    ) -> None:
+        put = object.__setattr__
+        put(self, "_columns", columns)
+        for name in TEXT_COLUMNS:
+            put(self, name, text[name])
+        put(self, "policy_version", policy_version)
+        put(self, "images", images)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `copy`, and for frameworks that ship objects between processes."""
+        text = {name: getattr(self, name) for name in TEXT_COLUMNS}
+        return type(self).trusted, (dict(self._columns), text, self.policy_version, self.images)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Sample is immutable; use sample.replace({name}=...)")
+
+    @classmethod
+    def from_prompt(
+        cls,
+        *,
+        prompt_ids: Values,
+        completion_ids: Values,
+        completion_mask: Values | None = None,
+        completion_logprobs: Values | None = None,
+        **rest: Any,
+    ) -> Sample:
+        """A sample from a prompt and its completion: the prompt is context, the completion is trained.
+
+        >>> s = Sample.from_prompt(prompt_ids=[1, 2], completion_ids=[3, 4], completion_logprobs=[-1.0, -2.0])
+        >>> s.loss_mask.tolist(), s["logprobs"].tolist()
+        ([False, False, True, True], [0.0, 0.0, -1.0, -2.0])
+        """
+        where = f"sample {rest.get('id')!r}"
+        prompt = coerce(COLUMNS["token_ids"], prompt_ids, f"{where}.prompt_ids")
+        completion = coerce(COLUMNS["token_ids"], completion_ids, f"{where}.completion_ids")
+
+        def behind_prompt(name: str, values: Values) -> Array:
+            tail = coerce(COLUMNS[name], values, f"{where}.completion_{name}")
+            if len(tail) != len(completion):
+                raise InvalidInput(f"{where}.completion_{name}: {len(tail)} values for {len(completion)} tokens")
+            return np.concatenate([np.zeros(len(prompt), tail.dtype), tail])
+
+        trained = np.ones(len(completion), np.bool_) if completion_mask is None else completion_mask
+        if completion_logprobs is not None:
+            rest["logprobs"] = behind_prompt("logprobs", completion_logprobs)
+        return cls(
+            token_ids=np.concatenate([prompt, completion]),
+            loss_mask=behind_prompt("loss_mask", trained),
+            **rest,
+        )
+
+    @property
+    def token_ids(self) -> NDArray[np.uint32]:
+        return self._columns["token_ids"]
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        return self._columns["loss_mask"]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._columns["token_ids"])
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(np.count_nonzero(self._columns["loss_mask"]))
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        """The columns present, by name: [T, ...] per token, or a scalar array for the whole sample."""
+        return self._columns
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            return self._columns[name]
+        except KeyError:
+            raise UnknownKey(f"sample {self.id!r} has no column {name!r}; it has {', '.join(self._columns)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def get(self, name: str) -> Array | None:
+        return self._columns.get(name)
+
+    def replace(self, **changes: Any) -> Sample:
+        """A copy with some columns or fields changed, validated anew; `None` removes a column."""
+        fields = {name: getattr(self, name) for name in (*TEXT_COLUMNS, "policy_version", "images")}
+        return Sample(**{**fields, **self._columns, **changes})
+
+    def __eq__(self, other: object) -> bool:
+        """Equal fields and columns, the floats bit for bit (so NaN equals the same NaN)."""
+        if not isinstance(other, Sample):
+            return NotImplemented
+        fields = (*TEXT_COLUMNS, "policy_version", "images")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in fields)
+            and self._columns.keys() == other._columns.keys()
+            and all(_same_bits(values, other._columns[name]) for name, values in self._columns.items())
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        extra = [name for name in self._columns if name not in ("token_ids", "loss_mask")]
+        return f"Sample(id={self.id!r}, tokens={self.num_tokens}, loss_tokens={self.loss_tokens}, columns={extra})"
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.dtype.kind == "f" and a.dtype == b.dtype:
+        return bool(np.array_equal(bit_view(np.atleast_1d(a)), bit_view(np.atleast_1d(b))))
+    return bool(np.array_equal(a, b))
+
+
+def check_text(text: Mapping[str, object], where: str) -> None:
+    """Raise unless every text field is a short string without control characters and the mode is known."""
+    for name, value in text.items():
+        if not isinstance(value, str) or len(value) > MAX_TEXT or (name == "id" and not value):
+            raise InvalidInput(f"{where}.{name}: {str(value)[:40]!r}; must be a string of 1 to {MAX_TEXT} characters")
+        if value and not (value.isascii() and value.isprintable()):
+            _check_unicode(value, f"{where}.{name}")
+    if text["mode"] not in MODES:
+        raise InvalidInput(f"{where}.mode: {text['mode']!r}; must be one of {', '.join(MODES)}")
+
+
+def _check_unicode(value: str, where: str) -> None:
+    bad = next((c for c in value if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000), None)
+    if bad is not None:
+        raise InvalidInput(f"{where}: holds the control character U+{ord(bad):04X}; remove it")
+
+
+def _coerce(given: Mapping[str, Values | None], where: str) -> dict[str, Array]:
+    """Columns as validated read-only arrays, in table order."""
+    unknown = given.keys() - TOKEN_COLUMNS.keys()
+    if unknown:
+        raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}")
+    arrays: dict[str, Array] = {}
+    for name, column in TOKEN_COLUMNS.items():
+        value = given.get(name)
+        if value is not None:
+            arrays[name] = coerce(column, value, f"{where}.{name}")
+    count = len(arrays["token_ids"]) if "token_ids" in arrays else 0
+    if count == 0:
+        raise InvalidInput(f"{where}.token_ids: empty; a sample has at least one token")
+    mask = arrays.get("loss_mask")
+    if mask is None:
+        mask = arrays["loss_mask"] = coerce(COLUMNS["loss_mask"], np.zeros(count, np.bool_), where)
+        arrays = {name: arrays[name] for name in TOKEN_COLUMNS if name in arrays}
+    for name, values in arrays.items():
+        _check_column(TOKEN_COLUMNS[name], values, count, mask, where)
+        if values.ndim == 1 and count == 1 and TOKEN_COLUMNS[name].per == "either":
+            arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
+    if mask[0]:
+        raise InvalidInput(f"{where}.loss_mask[0]: True; nothing predicts a first token, so it cannot be trained")
+    return arrays
+
+
+def _check_column(column: Column, values: Array, count: int, mask: NDArray[np.bool_], where: str) -> None:
+    scalar = column.per == "either" and values.ndim == 0
+    if not scalar and len(values) != count:
+        form = "one per token" if column.per == "token" else "one per token or a single number"
+        raise InvalidInput(f"{where}.{column.name}: {len(values)} values for {count} tokens; give {form}, or omit it")
+    where_trained = column.nan == "untrained" and not mask.all()
+    bad = first_bad(column, values[mask] if where_trained else np.atleast_1d(values))
+    if bad is not None:
+        index = int(np.flatnonzero(mask)[bad[0]]) if where_trained else bad[0]
+        raise InvalidInput(f"{where}.{column.name}{'' if scalar else f'[{index}]'}: {bad[1]}")
+
+
+def coerce(column: Column, value: Values, where: str) -> Array:
+    """The value as a read-only array of the column's dtype and rank; raises rather than change a value."""
+    try:
+        raw = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
+    _check_rank(column, raw, where)
+    kind = column.dtype.kind
+    if raw.size == 0:
+        raw = raw.astype(column.dtype)
+    if kind == "b":
+        raw = _as_bool(raw, where)
+    elif kind in "ui":
+        raw = _as_int(column, raw, where)
+    elif raw.dtype.kind not in "fiu":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give floats")
+    elif raw.dtype != column.dtype:
+        raw = _as_float32(raw, where)
+    view = np.ascontiguousarray(raw).reshape(raw.shape).view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_rank(column: Column, raw: Array, where: str) -> None:
+    rank = 1 + column.trailing
+    if raw.dtype.kind not in "buif":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give numbers (mixed or too large values become objects)")
+    if raw.ndim != rank and not (column.per == "either" and raw.ndim == 0):
+        raise InvalidInput(f"{where}: {raw.ndim} dimensions; must have {rank}")
+    if not all(0 < size < MAX_EXTENT for size in raw.shape[1:]):
+        raise InvalidInput(f"{where}: shape {raw.shape}; must have from 1 to {MAX_EXTENT - 1} values along each axis")
+
+
+def _as_bool(raw: Array, where: str) -> Array:
+    if raw.dtype.kind == "b":
+        return raw
+    if raw.dtype.kind == "f":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; a mask is boolean, or whole numbers 0 and 1")
+    bad = (raw != 0) & (raw != 1)
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidInput(f"{where}[{at}]: {raw[at]}; a mask holds only 0 and 1")
+    return raw.astype(np.bool_)
+
+
+def _as_int(column: Column, raw: Array, where: str) -> Array:
+    if raw.dtype.kind not in "ui":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give whole numbers")
+    if raw.dtype in [np.dtype(d) for d in column.dtypes]:
+        return raw
+    low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
+    for dtype in column.dtypes:
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return raw.astype(dtype)
+    limits = np.iinfo(column.dtypes[-1])
+    bad = low if low < limits.min else high
+    at = int(np.flatnonzero(raw.reshape(-1) == bad)[0])
+    raise InvalidInput(f"{where}[{at}]: {bad}; must be from {limits.min} to {limits.max}")
+
+
+def _as_float32(raw: Array, where: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is no reason for a warning
+        narrow = raw.astype(np.float32)
+    if raw.dtype.kind == "f" and (np.isinf(narrow) & ~np.isinf(raw)).any():
+        at = int(np.flatnonzero(np.isinf(narrow) & ~np.isinf(raw))[0])
+        raise InvalidInput(f"{where}[{at}]: {float(raw.reshape(-1)[at]):g} is too large for float32")
+    return narrow
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**63)

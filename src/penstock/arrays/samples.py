@@ -1,0 +1,210 @@
+"""Many samples as columns: one ragged array per column instead of one object per sample.
+
+This is the form that is encoded, decoded, planned and packed. It behaves as a sequence of `Sample`, whose
+arrays are views into the columns. Which samples have a column, and whether per token or as one number, is in
+the lengths of that column's rows: 0 absent, 1 a number, T per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.ragged import Offsets, Ragged, offsets_of
+from penstock.arrays.runs import MaskRuns
+from penstock.arrays.sample import Sample
+from penstock.errors import InvalidInput, UnknownKey
+
+
+class Samples(Sequence[Sample]):
+    """A batch of samples in columns.
+
+    >>> batch = Samples.of([Sample(id="a", token_ids=[1, 2], rewards=1.0), Sample(id="b", token_ids=[3])])
+    >>> batch.lengths.tolist(), batch["token_ids"].values.tolist(), batch["rewards"].lengths.tolist()
+    ([2, 1], [1, 2, 3], [1, 0])
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: dict[str, Ragged],
+        text: dict[str, tuple[str, ...]],
+        policy_versions: NDArray[np.int64],
+        images: tuple[tuple[ImageSpan, ...], ...] | None = None,
+    ) -> None:
+        self.columns = columns
+        """Ragged columns by name, in table order; token_ids and loss_mask are always there."""
+        self.text = text
+        """id, group, env, run and mode of each sample."""
+        self.policy_versions = policy_versions
+        """[n] the oldest policy version of each sample."""
+        self.images = images
+        """Image spans of each sample; None when no sample has any."""
+
+    @staticmethod
+    def of(samples: Iterable[Sample]) -> Samples:
+        """Join samples into columns. A `Samples` is returned as it is."""
+        if isinstance(samples, Samples):
+            return samples
+        rows = list(samples)
+        offsets = offsets_of([row.num_tokens for row in rows])
+        present = {name for row in rows for name in row.columns}
+        columns = {name: _join(name, rows, offsets) for name in TOKEN_COLUMNS if name in present or name in _ALWAYS}
+        return Samples(
+            columns=columns,
+            text={name: tuple(getattr(row, name) for row in rows) for name in TEXT_COLUMNS},
+            policy_versions=np.array([row.policy_version for row in rows], np.int64),
+            images=_unless_none(tuple(row.images for row in rows)),
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[Samples]) -> Samples:
+        """The samples of several batches, one after the other."""
+        if len(batches) == 1:
+            return batches[0]
+        present = {name for batch in batches for name in batch.columns}
+        offsets = offsets_of(np.concatenate([batch.lengths for batch in batches])) if batches else offsets_of([])
+        return Samples(
+            columns={n: _stack(n, batches, offsets) for n in TOKEN_COLUMNS if n in present or n in _ALWAYS},
+            text={name: tuple(v for batch in batches for v in batch.text[name]) for name in TEXT_COLUMNS},
+            policy_versions=np.concatenate([np.zeros(0, np.int64), *(batch.policy_versions for batch in batches)]),
+            images=_join_images(batches),
+        )
+
+    @property
+    def offsets(self) -> Offsets:
+        """[n + 1] where each sample's tokens start in the per-token columns that all samples have."""
+        return self.columns["token_ids"].offsets
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] tokens of each sample."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def loss_tokens(self) -> NDArray[np.int64]:
+        """[n] trained tokens of each sample."""
+        return np.diff(self.trained.count_before(self.offsets))
+
+    @cached_property
+    def trained(self) -> MaskRuns:
+        """The loss mask of all samples end to end, as runs."""
+        return MaskRuns.of(self.columns["loss_mask"].values)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.text["id"]
+
+    def __len__(self) -> int:
+        return len(self.policy_versions)
+
+    @overload
+    def __getitem__(self, index: str) -> Ragged: ...
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Samples: ...
+    def __getitem__(self, index: str | int | slice) -> Ragged | Sample | Samples:
+        if isinstance(index, str):
+            try:
+                return self.columns[index]
+            except KeyError:
+                raise UnknownKey(f"no sample has column {index!r}; present: {', '.join(self.columns)}") from None
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        return self._row(range(len(self))[index])
+
+    def _row(self, i: int) -> Sample:
+        columns: dict[str, Array] = {}
+        count = int(self.lengths[i])
+        for name, column in self.columns.items():
+            row = column[i]
+            if len(row) == 0:
+                continue
+            scalar = TOKEN_COLUMNS[name].per == "either" and len(row) == 1
+            assert scalar or len(row) == count
+            columns[name] = row.reshape(()) if scalar else row
+        text = {name: values[i] for name, values in self.text.items()}
+        images = () if self.images is None else self.images[i]
+        return Sample.trusted(columns, text, int(self.policy_versions[i]), images)
+
+    def take(self, rows: NDArray[np.intp] | Sequence[int]) -> Samples:
+        """The chosen samples, in that order."""
+        rows = np.asarray(rows, np.intp)
+        offsets = offsets_of(self.lengths[rows])
+        columns = {
+            name: column.take(rows, offsets if column.offsets is self.offsets else None)
+            for name, column in self.columns.items()
+        }
+        order = rows.tolist()
+        return Samples(
+            columns={n: c for n, c in columns.items() if n in _ALWAYS or c.offsets[-1] > 0},
+            text={name: tuple(values[i] for i in order) for name, values in self.text.items()},
+            policy_versions=self.policy_versions[rows],
+            images=None if self.images is None else _unless_none(tuple(self.images[i] for i in order)),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Samples):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Samples({len(self)} samples, {self.num_tokens} tokens, columns={list(self.columns)})"
+
+
+_ALWAYS = ("token_ids", "loss_mask")
+
+
+def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[ImageSpan, ...], ...] | None:
+    """None stands for "no sample has any", the one form of it."""
+    return images if any(images) else None
+
+
+def _join(name: str, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
+    """One column of all samples; shares `offsets` when every sample has it per token."""
+    column = TOKEN_COLUMNS[name]
+    values = [row.get(name) for row in rows]
+    given = [v for v in values if v is not None]
+    if not given:
+        return Ragged(np.zeros(0, column.dtype), offsets)
+    shapes = {v.shape[1:] for v in given}
+    if len(shapes) > 1:
+        raise InvalidInput(f"{name}: samples of one batch have trailing shapes {sorted(shapes)}; give them one shape")
+    empty = np.zeros((0, *next(iter(shapes))), given[0].dtype)
+    parts = [empty if v is None else np.atleast_1d(v) for v in values]
+    full = all(v is not None and v.ndim == 1 + column.trailing for v in values)
+    return Ragged.of(parts, offsets if full else None)
+
+
+def _stack(name: str, batches: Sequence[Samples], offsets: Offsets) -> Ragged:
+    """One column of several batches; a batch without it counts as absent in all its samples."""
+    given = [batch.columns[name] for batch in batches if name in batch.columns]
+    if not given:
+        return Ragged(np.zeros(0, TOKEN_COLUMNS[name].dtype), offsets)
+    shapes = {column.values.shape[1:] for column in given}
+    if len(shapes) > 1:
+        raise InvalidInput(f"{name}: batches have trailing shapes {sorted(shapes)}; give them one shape")
+    values = np.concatenate([column.values for column in given])
+    if all(name in batch.columns and batch.columns[name].offsets is batch.offsets for batch in batches):
+        return Ragged(values, offsets)
+    lengths = [b.columns[name].lengths if name in b.columns else np.zeros(len(b), np.int64) for b in batches]
+    return Ragged(values, offsets_of(np.concatenate(lengths)))
+
+
+def _join_images(batches: Sequence[Samples]) -> tuple[tuple[ImageSpan, ...], ...] | None:
+    if all(batch.images is None for batch in batches):
+        return None
+    return tuple(spans for batch in batches for spans in (batch.images or ((),) * len(batch)))

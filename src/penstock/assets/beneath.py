@@ -1,0 +1,57 @@
+"""Open a file beneath a root and nowhere else: one component at a time, never through a symlink.
+
+`openat2(RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS)` says the same in one call but Python has no binding for it;
+walking with `dir_fd` gives the same guarantee, because each step is checked by the kernel at the moment it is
+taken. Comparing path strings does not: a symlink swapped in between check and open walks out of the root.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from penstock.errors import CorruptAsset
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO without a writer would otherwise hang before it can be refused.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextmanager
+def directory(root: str, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
+    """A descriptor of `root/parts...`; the root itself is trusted, nothing below it is."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            step = _enter(fd, part, create)
+            os.close(fd)
+            fd = step
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _enter(fd: int, part: str, create: bool) -> int:
+    if create:
+        # mkdir may race another writer or a lagging network filesystem: what counts is that open works.
+        with suppress(FileExistsError):
+            os.mkdir(part, 0o700, dir_fd=fd)
+            os.fsync(fd)
+    return os.open(part, _DIRECTORY, dir_fd=fd)
+
+
+def read_beneath(root: str, parts: Sequence[str], *, max_bytes: int) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`; OSError as the kernel gives it, `CorruptAsset` otherwise."""
+    with directory(root, parts[:-1]) as folder:
+        fd = os.open(parts[-1], _FILE, dir_fd=folder)
+    with open(fd, "rb", closefd=True) as file:  # noqa: PTH123 - a descriptor, not a path
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise CorruptAsset(f"{parts[-1]}: not a regular file; remove it from the store")
+        # One byte more than allowed: a file that grows while it is read is caught as well.
+        data = file.read(max_bytes + 1) if info.st_size <= max_bytes else b""
+        if info.st_size > max_bytes or len(data) > max_bytes:
+            raise CorruptAsset(f"{parts[-1]}: {max(info.st_size, len(data))} bytes; at most {max_bytes} are read")
+        return data

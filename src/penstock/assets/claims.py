@@ -1,0 +1,60 @@
+"""Which run may see which image: one empty marker blob per run and image.
+
+Several runs can share one store, where an image that both saw is kept once. A run reads only what it has
+claimed, so a reference from another run resolves to nothing, with the same error as an id that never existed.
+Claims are also the reference counts: when a run is deleted on request, its claims go, and then the images
+nobody else claims. Nothing else ever removes a source image, because nobody can make it again.
+
+Deleting races against another run that puts the same image at that moment. A writer claims first and looks
+for the image second; the remover moves images aside first and looks for claims second. In every interleaving
+either the writer finds the image gone and writes it, or the remover finds the claim and moves it back.
+"""
+
+from __future__ import annotations
+
+from penstock.assets.blobs import Blobs
+
+_CLAIMS = "claims"
+_TRASH = "trash"
+
+
+def claim_name(run: str, image: str) -> str:
+    return f"{_CLAIMS}/{run}/{image[:2]}/{image}"
+
+
+def claims(blobs: Blobs) -> dict[str, set[str]]:
+    """The runs that claim each image, by hash."""
+    runs: dict[str, set[str]] = {}
+    for info in blobs.list(_CLAIMS):
+        _, run, _, image = info.name.split("/")
+        runs.setdefault(image, set()).add(run)
+    return runs
+
+
+def remove_run(blobs: Blobs, run: str) -> list[str]:
+    """Remove a run's claims and every image that nobody claims then; returns the hashes of those images."""
+    held = claims(blobs)
+    mine = {image for image, runs in held.items() if run in runs}
+    for image in sorted(mine):
+        blobs.delete(claim_name(run, image))
+    alone = {image for image in mine if held[image] == {run}}
+    moved = {
+        info.name: f"{_TRASH}/{info.name.rsplit('/', 1)[1]}"
+        for info in blobs.list("images")
+        if hash_of(info.name) in alone
+    }
+    for name, aside in moved.items():
+        blobs.move(name, aside)
+    still = claims(blobs)
+    removed = []
+    for name, aside in moved.items():
+        if hash_of(name) in still:
+            blobs.move(aside, name)
+        elif blobs.delete(aside):
+            removed.append(hash_of(name))
+    return sorted(removed)
+
+
+def hash_of(name: str) -> str:
+    """The hash in an image blob's name."""
+    return name.rsplit("/", 1)[-1].split(".", 1)[0]

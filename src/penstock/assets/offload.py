@@ -1,0 +1,152 @@
+"""Take the images out of messages: what is buffered, logged and sent on carries URLs of the store.
+
+`offload_messages` runs where a message arrives, before anything keeps it, and over the live prompt and the
+history alike: if only one of them were rewritten, the same message would differ from itself and prefix rules
+would open a new branch every turn. `inline_messages` goes the other way, for logs that must stand alone.
+
+Parts are found in dicts and in objects with the same attribute names:
+
+    {"type": "image_url", "image_url": {"url": ...}}     (or the URL itself)
+    {"type": "input_image", "image_url": ...}
+    {"type": "image", "image": ...}                      (bytes, a Pillow image, a data: URI or a file: URL)
+    {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.arrays.images import ImageSpan
+from penstock.assets.image import Geometry, ImageRef, span
+from penstock.assets.store import AssetStore
+from penstock.errors import AssetError, ImageRefused, StorageError
+
+_TYPES = ("image_url", "input_image", "image")
+_MAX_DEPTH = 16
+INLINE_BYTES = 2 << 20
+
+Replace = Callable[[Any], Any]
+
+
+def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[Any], list[ImageRef]]:
+    """The messages with every image replaced by its URL in the store, and the images in reading order.
+
+    The input is not changed, what holds no image is shared with it, and a second pass changes nothing. An
+    image that cannot be stored raises, and names its message; images stored before it stay stored.
+
+    >>> import tempfile
+    >>> from penstock.testing.reference_images import as_data_uri, draw_screenshot
+    >>> store = AssetStore(tempfile.mkdtemp())
+    >>> part = {"type": "image_url", "image_url": {"url": as_data_uri(draw_screenshot(seed=1))}}
+    >>> messages, refs = offload_messages([{"role": "user", "content": [part]}], store)
+    >>> messages[0]["content"][0]["image_url"]["url"] == store.url(refs[0])
+    True
+    """
+    refs: list[ImageRef] = []
+
+    def to_url(source: Any) -> str:
+        refs.append(store.put(source))
+        return store.url(refs[-1])
+
+    return _each(messages, to_url), refs
+
+
+def image_lookup(store: AssetStore, layout: Geometry) -> Callable[[str], ImageSpan]:
+    """A function from an image's URL to its descriptor, for readers that place the placeholders themselves."""
+    return lambda url: span(store.put(url), layout, offset=0)
+
+
+def inline_messages(messages: Sequence[Any], store: AssetStore, *, max_bytes: int = INLINE_BYTES) -> list[Any]:
+    """The messages with the store's own images as data: URIs; larger or unreadable ones keep their URL."""
+    seen: dict[str, str] = {}
+
+    def to_data(source: Any) -> Any:
+        if not isinstance(source, str) or source[:5].lower() == "data:":
+            return source
+        if source not in seen:
+            seen[source] = _inlined(source, store, max_bytes)
+        return seen[source]
+
+    return _each(messages, to_data)
+
+
+def _inlined(url: str, store: AssetStore, max_bytes: int) -> str:
+    try:
+        image = store.own_hash(url)
+        ref = None if image is None else store.ref(image)
+        if ref is None or ref.num_bytes > max_bytes:
+            return url
+        return f"data:{ref.media_type};base64,{base64.b64encode(store.get(ref.hash)).decode()}"
+    except (AssetError, StorageError):
+        return url  # a log is better with a URL in it than not written
+
+
+def _each(messages: Sequence[Any], replace: Replace) -> list[Any]:
+    done = []
+    for i, message in enumerate(messages):
+        try:
+            done.append(_walk(message, replace, 0))
+        except AssetError as error:
+            missing = error.missing
+            raise type(error)(f"messages[{i}]: {error}", error_type=error.error_type, missing=missing) from error
+    return done
+
+
+def _walk(value: Any, replace: Replace, depth: int) -> Any:
+    """The value with its images replaced; the same object when nothing was."""
+    if depth > _MAX_DEPTH:
+        raise ImageRefused(f"message content is nested more than {_MAX_DEPTH} deep; flatten it")
+    if isinstance(value, (list, tuple)):
+        items = [_walk(item, replace, depth + 1) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    if isinstance(value, (str, bytes, int, float, type(None))):
+        return value
+    if _field(value, "type") in _TYPES:
+        return _image_part(value, replace)
+    content = _field(value, "content")
+    if isinstance(content, (list, tuple)):
+        return _with(value, "content", _walk(content, replace, depth + 1))
+    return value
+
+
+def _image_part(part: Any, replace: Replace) -> Any:
+    for name in ("image_url", "image", "url"):
+        holder = _field(part, name)
+        if holder is None:
+            continue
+        if isinstance(holder, (str, bytes, bytearray, memoryview)) or hasattr(holder, "getbands"):
+            return _with(part, name, replace(holder))
+        url = _field(holder, "url")
+        if url is not None:
+            return _with(part, name, _with(holder, "url", replace(url)))
+    source = _field(part, "source")
+    if _field(source, "type") == "base64":
+        uri = f"data:{_field(source, 'media_type')};base64,{_field(source, 'data')}"
+        new = replace(uri)
+        return part if new is uri else _with(part, "source", {"type": "url", "url": new})
+    if _field(source, "type") == "url":
+        return _with(part, "source", _with(source, "url", replace(_field(source, "url"))))
+    raise ImageRefused("an image part without an image; give image_url, image or source")
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _with(value: Any, name: str, new: Any) -> Any:
+    """A shallow copy of a dict or object with one field changed; the same object when it is not."""
+    if _field(value, name) is new or (isinstance(new, str) and _field(value, name) == new):
+        return value
+    if isinstance(value, Mapping):
+        return {**value, name: new}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{name: new})
+    if hasattr(value, "model_copy"):  # pydantic
+        return value.model_copy(update={name: new})
+    changed = copy.copy(value)
+    setattr(changed, name, new)
+    return changed

@@ -1,0 +1,187 @@
+"""The asset store: each image once, under the sha256 of its original bytes.
+
+    <root>/images/ab/abcd....png        source images, never removed by age
+    <root>/claims/<run>/ab/abcd...      which run may see which image
+    <root>/mm_features/v1/...           processed features, regenerable, swept by age
+    <root>/quarantine/...               bytes that were not what their name says
+
+Bytes are verified against their hash on every read, before anything looks into them: what a rank decodes is
+what the rollout saw, or an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.assets.blobs import BlobInfo, Blobs
+from penstock.assets.claims import claim_name, hash_of
+from penstock.assets.folder import LocalFolder
+from penstock.assets.header import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
+from penstock.assets.image import ImageRef
+from penstock.assets.sources import ImageSource, check_declared, read_source
+from penstock.errors import ConfigError, CorruptAsset, InvalidReference, MissingAsset
+
+SAFE_ID = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_REMEMBERED = 16_384
+_RETRY_S = 0.02
+
+
+class AssetStore:
+    """Images of one run, by content.
+
+    >>> import tempfile
+    >>> from penstock.testing.reference_images import draw_screenshot
+    >>> store = AssetStore(tempfile.mkdtemp(), run="demo")
+    >>> ref = store.put(draw_screenshot(seed=1, width=640, height=360))
+    >>> ref.width, ref.media_type, len(store.get(ref.hash)) == ref.num_bytes
+    (640, 'image/png', True)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Blobs,
+        *,
+        run: str = "local",
+        limits: Limits = DEFAULT_LIMITS,
+        files_from: Sequence[str | os.PathLike[str]] = (),
+        retries: int = 3,
+    ) -> None:
+        """A store in the folder `root` (or any `Blobs`) as seen by `run`.
+
+        `files_from` are folders whose files may be copied in by `file:` URL; none by default. `retries` is how
+        often a missing image is looked for again, 20 ms longer each time, for file systems that show a
+        neighbour's file late.
+        """
+        if not SAFE_ID.fullmatch(run):
+            raise ConfigError(f"run {run[:80]!r}: give 1 to 128 of A-Z a-z 0-9 _ . - that start with no dot")
+        self.blobs: Blobs = LocalFolder(root) if isinstance(root, (str, os.PathLike)) else root
+        self.run = run
+        self.limits = limits
+        self._files_from = tuple(str(Path(folder).absolute()) for folder in files_from)
+        self._retries = retries
+        # Remembered per process so that a history of n images costs n header reads, not n per turn.
+        self._known: OrderedDict[str, ImageRef] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"AssetStore({self.blobs!r}, run={self.run!r})"
+
+    def put(self, source: ImageSource) -> ImageRef:
+        """Store an image durably, once, and claim it for this run; the same image again only renews its time."""
+        own = self.own_hash(source) if isinstance(source, str) else None
+        if own is not None:
+            return self.ref(own)
+        data, declared = read_source(source, allowed=self._files_from, max_bytes=self.limits.max_bytes)
+        ref = self._describe(data, hashlib.sha256(data).hexdigest())
+        check_declared(declared, ref.media_type)
+        name, claim = image_name(ref), claim_name(self.run, ref.hash)
+        if self._recall(ref.hash) is not None and self.blobs.touch(claim) and self.blobs.touch(name):
+            return ref
+        # The claim comes first: see claims.py for why the order matters.
+        self.blobs.put_if_absent(claim, b"")
+        if not self.blobs.put_if_absent(name, data):
+            found = self.blobs.head(name)
+            if found is not None and found.size != len(data):
+                self._quarantine(name)
+            if not self.blobs.touch(name):
+                self.blobs.put_if_absent(name, data)
+        self._remember(ref)
+        return ref
+
+    def get(self, image: str) -> bytes:
+        """The original bytes of a hash, verified; `MissingAsset` or `CorruptAsset` otherwise."""
+        return self._read(image)[1]
+
+    def ref(self, image: str) -> ImageRef:
+        """What is known of a stored image, read from its header."""
+        known = self._recall(image)
+        if known is not None:
+            return known
+        name, data = self._read(image)
+        ref = self._describe(data, image)
+        if image_name(ref) != name:
+            raise CorruptAsset(f"{name}: the bytes are {ref.media_type}; store the image again")
+        self._remember(ref)
+        return ref
+
+    def __contains__(self, image: object) -> bool:
+        return isinstance(image, str) and bool(_HASH.fullmatch(image)) and self._find(image) is not None
+
+    def url(self, ref: ImageRef) -> str:
+        """The URL that stands for the image in messages; an inference server sharing the storage can open it."""
+        return self.blobs.url(image_name(ref))
+
+    def own_hash(self, text: str) -> str | None:
+        """The hash in one of this store's own URLs; None for any other text. Reads nothing."""
+        image = hash_of(text[-80:])
+        if not _HASH.fullmatch(image):
+            return None
+        names = (f"images/{image[:2]}/{image}.{extension}" for extension in EXTENSIONS.values())
+        return image if any(self.blobs.url(name) == text for name in names) else None
+
+    def list(self) -> Iterator[BlobInfo]:
+        """Every stored image, of all runs."""
+        return self.blobs.list("images")
+
+    def _describe(self, data: bytes, image: str) -> ImageRef:
+        header = probe(data, self.limits)
+        width, height = upright_size(header)
+        return ImageRef(hash=image, media_type=header.media_type, width=width, height=height, num_bytes=len(data))
+
+    def _find(self, image: str) -> str | None:
+        if self.blobs.head(claim_name(self.run, image)) is None:
+            return None
+        names = (f"images/{image[:2]}/{image}.{extension}" for extension in EXTENSIONS.values())
+        return next((name for name in names if self.blobs.head(name) is not None), None)
+
+    def _read(self, image: str) -> tuple[str, bytes]:
+        if not _HASH.fullmatch(image):
+            raise InvalidReference(f"image {image[:80]!r}: an id is the 64 lower-case hex digits of a sha256")
+        for attempt in range(self._retries + 1):
+            name = self._find(image)
+            if name is not None:
+                break
+            if attempt < self._retries:
+                time.sleep(_RETRY_S * (attempt + 1))
+        else:
+            raise MissingAsset(f"image {image}: not in this run's store; store it again or check the run id")
+        data = self.blobs.get(name, max_bytes=self.limits.max_bytes)
+        if hashlib.sha256(data).hexdigest() != image:
+            self._quarantine(name)
+            raise CorruptAsset(
+                f"image {image}: {len(data)} stored bytes have another hash; they are in quarantine, store it again",
+                error_type="raw_mm_hash_mismatch",
+            )
+        return name, data
+
+    def _quarantine(self, name: str) -> None:
+        """Move a blob that is not what its name says out of the way, unless someone repaired it meanwhile."""
+        aside = f"quarantine/{name.rsplit('/', 1)[-1]}.{secrets.token_hex(4)}"
+        if self.blobs.move(name, aside):
+            data = self.blobs.get(aside, max_bytes=self.limits.max_bytes)
+            if hashlib.sha256(data).hexdigest() == hash_of(name):
+                self.blobs.move(aside, name)
+
+    def _recall(self, image: str) -> ImageRef | None:
+        with self._lock:
+            return self._known.get(image)
+
+    def _remember(self, ref: ImageRef) -> None:
+        with self._lock:
+            self._known[ref.hash] = ref
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+
+
+def image_name(ref: ImageRef) -> str:
+    """Where the image is kept."""
+    return f"images/{ref.hash[:2]}/{ref.file_id}"

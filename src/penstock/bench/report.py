@@ -1,0 +1,181 @@
+"""One contract for every benchmark: rows of ours against a rival, with a target that can be missed.
+
+A benchmark module defines `run(full: bool) -> list[Row]`. Ours and every rival run interleaved on the same
+inputs, and what is compared is a ratio, because absolute times on a shared machine are colour only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    name: str
+    """What was measured."""
+    ours: float
+    """Our value, in `unit`."""
+    rival: float | None = None
+    """The rival's value in the same run and unit; None where the row is absolute."""
+    rival_name: str = ""
+    ratio: float | None = None
+    """How many times better ours is than the rival's: above 1 is better, whatever the unit."""
+    unit: str = ""
+    target: float | None = None
+    """What `ratio` must reach, or, when `bound` is "max" or "min", what `ours` must not pass."""
+    bound: Literal["ratio", "max", "min"] = "ratio"
+    note: str = ""
+
+    @property
+    def ok(self) -> bool | None:
+        if self.target is None:
+            return None
+        if self.bound == "max":
+            return self.ours <= self.target
+        value = self.ours if self.bound == "min" else self.ratio
+        return value is not None and value >= self.target
+
+
+def faster(
+    name: str, ours_s: float, rival_s: float, rival_name: str, *, target: float | None = None, note: str = ""
+) -> Row:
+    """A row of times in milliseconds; the ratio is how many times faster ours is."""
+    return Row(
+        name=name,
+        ours=ours_s * 1e3,
+        rival=rival_s * 1e3,
+        rival_name=rival_name,
+        ratio=rival_s / ours_s,
+        unit="ms",
+        target=target,
+        note=note,
+    )
+
+
+def smaller(
+    name: str, ours: float, rival: float, rival_name: str, *, unit: str = "B", at_most: float | None = None
+) -> Row:
+    """A row of sizes; the ratio is how many times smaller ours is, the target an upper bound on ours."""
+    return Row(
+        name=name,
+        ours=ours,
+        rival=rival,
+        rival_name=rival_name,
+        ratio=rival / ours,
+        unit=unit,
+        target=at_most,
+        bound="max",
+    )
+
+
+def interleave(*calls: Callable[[], object], repeats: int = 7, budget_s: float = 20.0) -> list[list[float]]:
+    """CPU seconds of each call in each round; rounds alternate between the calls so noise hits all alike.
+
+    CPU time rather than wall time: what else runs on the machine then matters less. Stops early when the
+    budget is spent, but never before two rounds.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    started = time.perf_counter()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for round_number in range(repeats):
+            if round_number >= 2 and time.perf_counter() - started > budget_s:
+                break
+            for call, sink in zip(calls, times, strict=True):
+                gc.collect()
+                begin = time.process_time()
+                call()
+                sink.append(max(time.process_time() - begin, 1e-9))
+    finally:
+        if enabled:
+            gc.enable()
+    return times
+
+
+def best(*calls: Callable[[], object], repeats: int = 7, budget_s: float = 20.0) -> list[float]:
+    """The minimum CPU seconds of each call over interleaved rounds."""
+    return [min(times) for times in interleave(*calls, repeats=repeats, budget_s=budget_s)]
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        model = platform.processor()
+    return {
+        "cpu": model or platform.machine(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in ("penstock", "numpy", "msgspec", "zstandard", "xxhash", *packages):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def as_json(bench: str, rows: Sequence[Row], *packages: str) -> dict[str, Any]:
+    """The machine-readable report: see `penstock bench --help`."""
+    return {
+        "bench": bench,
+        "machine": machine(),
+        "versions": versions(*packages),
+        "rows": [{**asdict(row), "ok": row.ok} for row in rows],
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value != value or abs(value) >= 1e15:
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def as_table(bench: str, rows: Sequence[Row]) -> str:
+    """The same report for people."""
+    head = ["", "ours", "rival", "", "ratio", "target", ""]
+    body = []
+    for row in rows:
+        sign = {"ratio": "≥ {}x", "max": "≤ {}", "min": "≥ {}"}[row.bound]
+        target = "" if row.target is None else sign.format(_number(row.target))
+        verdict = {None: "", True: "ok", False: "MISSED"}[row.ok]
+        ratio = "" if row.ratio is None else f"{_number(row.ratio)}x"
+        ours = f"{_number(row.ours)} {row.unit}".strip()
+        body.append([row.name, ours, _number(row.rival), row.rival_name, ratio, target, verdict])
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    left = {0, 3}
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [head, *body]
+    ]
+    where = machine()
+    lines.append("")
+    lines.append(
+        f"{bench}: {where['cpu']}, {where['cores']} cores, load {where['load']}, Python {sys.version.split()[0]}"
+    )
+    lines.extend(f"  {row.name}: {row.note}" for row in rows if row.note)
+    return "\n".join(lines)

@@ -1,0 +1,278 @@
+"""Reading verifiers episodes and traces: a graph of messages, each with the tokens it added.
+
+Takes the objects of the `verifiers` package (0.4), their `model_dump()`, what comes off its msgpack wire (arrays as
+`__nd__` mappings) and `to_record()` JSON. Prefer the objects or `model_dump(mode="python")`: a record rounds
+log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out routed experts.
+The package itself is not imported.
+
+One trace becomes one trajectory; a path through its graph becomes one sample. Of a compaction attempt the harness did
+not go on from, the tokens no other path shares are left out, as verifiers itself leaves that path out of training.
+Trainer annotations (`trainer_logprobs`, `entropies`) and sampling masks are not read: they are not inputs of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS, Array
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.sample import Values, coerce
+from penstock.capture.records import array_of, field_of, ids_of, list_of, number_of, optional_list, optional_mapping
+from penstock.capture.trajectory import Trajectory
+from penstock.capture.turn import TURN_COLUMNS, Turn
+from penstock.errors import InvalidInput
+
+ImageLookup = Callable[[str], ImageSpan]
+"""An image's URL -> its hash and grid; offset and length are set by the reader."""
+
+_LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+
+
+def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: Any) -> list[Trajectory]:
+    """One trajectory per trace of an episode whose agent is trained (or of the one trace given).
+
+    `images` looks an image up by the URL in its message; needed only where a trace holds image tokens. `fields`
+    overrides fields of `Trajectory`. The group, task and episode of a trace are in its `info`.
+    """
+    if field_of(record, "traces", None) is None:
+        return [_trajectory(record, images, fields)]
+    shared = {**_episode_fields(record), **fields}
+    traces = list_of(record, "traces", f"episode {field_of(record, 'id', '')!r}")
+    return [_trajectory(trace, images, shared) for trace in traces if _is_trained(trace)]
+
+
+def _is_trained(trace: Any) -> bool:
+    return bool(field_of(field_of(trace, "agent", None), "trainable", True))
+
+
+def _episode_fields(episode: Any) -> dict[str, Any]:
+    env, group, run = (field_of(episode, name, None) for name in ("env", "group", "run"))
+    policy = field_of(field_of(run, "work", None), "policy", None)
+    info = {"episode": field_of(episode, "id", ""), "group": field_of(group, "id", None)}
+    found: dict[str, Any] = {
+        "env": field_of(env, "name", None) or field_of(env, "id", ""),
+        "run": field_of(run, "id", None) or "",
+        "policy_version": field_of(policy, "start", None),
+        "info": {name: value for name, value in info.items() if value is not None},
+    }
+    errors = optional_list(episode, "errors", f"episode {field_of(episode, 'id', '')!r}")
+    if errors and not field_of(episode, "ok", False):
+        found["error"] = _message(errors[-1])
+    return found
+
+
+def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any]) -> Trajectory:
+    name = str(field_of(trace, "id", ""))
+    where = f"trace {name!r}"
+    nodes = list_of(trace, "nodes", where)
+    if not nodes:
+        raise InvalidInput(f"{where}.nodes: empty; a rollout without messages cannot be taken")
+    parents = _parents(nodes, where)
+    temperatures = _temperatures(trace, where)
+    types = _type_map(trace, where)
+    streams = {s for i, node in enumerate(nodes) for s in optional_mapping(node, "loss_weights", f"{where} nodes[{i}]")}
+    kept = _without_dangling_attempts(nodes, parents, where)
+    turns = [
+        _turn(nodes[i], temperatures.get(i, temperatures[-1]), types, streams, images, f"{where} nodes[{i}]")
+        for i in kept
+    ]
+    place = {node: turn for turn, node in enumerate(kept)}
+    task = field_of(field_of(trace, "task", None), "key", None)
+    info = {**fields.get("info", {}), **({} if task is None else {"task": task})}
+    read = {**_outcome(trace, where), "id": name, "agent": field_of(field_of(trace, "agent", None), "name", "") or ""}
+    return Trajectory(
+        turns=turns,
+        parents=[-1 if parents[i] < 0 else place[parents[i]] for i in kept],
+        **{**read, **fields, "info": info},
+    )
+
+
+def _parents(nodes: Sequence[Any], where: str) -> list[int]:
+    parents = []
+    for i, node in enumerate(nodes):
+        parent = field_of(node, "parent", None)
+        parent = -1 if parent is None else parent
+        if not isinstance(parent, int) or not -1 <= parent < i:
+            raise InvalidInput(f"{where} nodes[{i}].parent: {parent!r}; must be an earlier node")
+        parents.append(parent)
+    return parents
+
+
+def _type_map(trace: Any, where: str) -> dict[int, int]:
+    """Placeholder token -> 1 image, 2 video; the keys are text on the wire."""
+    found = optional_mapping(trace, "mm_token_type_id_map", where)
+    try:
+        return {int(token): int(kind) for token, kind in found.items()}
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{where}.mm_token_type_id_map: {found!r:.60}; must map token ids to 1 or 2") from None
+
+
+def _outcome(trace: Any, where: str) -> dict[str, Any]:
+    named = optional_mapping(trace, "rewards", where).items()
+    rewards = [(r, f"{where}.rewards[{name!r}]") for name, r in named if r is not None]
+    stop = str(field_of(trace, "stop_condition", None) or "")
+    finished = [c for c in optional_list(trace, "calls", where) if field_of(c, "error", None) is None]
+    cut = bool(finished) and field_of(finished[-1], "finish_reason", None) == "length"
+    metrics = optional_mapping(trace, "metrics", where)
+    outcome: dict[str, Any] = {
+        "reward": sum(number_of(r, "score", at) * number_of(r, "weight", at) for r, at in rewards) if rewards else None,
+        "stop_condition": stop,
+        "truncated": stop in _LIMITS or cut,
+        "metrics": {key: value for key, value in metrics.items() if value is not None},
+    }
+    if not field_of(trace, "ok", True):
+        errors = optional_list(trace, "errors", where)
+        outcome["error"] = _message(errors[-1]) if errors else f"not completed ({stop or 'no stop condition'})"
+    return outcome
+
+
+def _message(error: Any) -> str:
+    return f"{field_of(error, 'type', 'error')}: {field_of(error, 'message', '')}"[:500]
+
+
+def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
+    """Temperature by node, the agent's own under -1."""
+    agent = field_of(trace, "agent", None)
+    default = field_of(field_of(field_of(agent, "config", None), "sampling", None), "temperature", None)
+    found: dict[int, float | None] = {-1: default}
+    for call in optional_list(trace, "calls", where):
+        node, own = field_of(call, "node", None), field_of(field_of(call, "sampling", None), "temperature", None)
+        if isinstance(node, int) and own is not None:
+            found[node] = own
+    return found
+
+
+def _without_dangling_attempts(nodes: Sequence[Any], parents: Sequence[int], where: str) -> list[int]:
+    """The nodes on some path that is trained."""
+    links = [optional_list(node, "semantic_parents", f"{where} nodes[{i}]") for i, node in enumerate(nodes)]
+    accepted = [field_of(link, "node") for own in links for link in own if field_of(link, "type") == "compaction"]
+    children = np.bincount(np.asarray(parents) + 1, minlength=len(nodes) + 1)[1:].tolist()
+    dropped: set[int] = set()
+    for leaf in [i for i, count in enumerate(children) if count == 0]:
+        attempt = any(field_of(link, "type") == "compaction_attempt" for link in links[leaf])
+        node = leaf if attempt and leaf not in accepted else -1
+        while node >= 0 and children[node] == 0:
+            dropped.add(node)
+            node = parents[node]
+            if node >= 0:
+                children[node] -= 1
+    kept = [i for i in range(len(nodes)) if i not in dropped]
+    return kept or list(range(len(nodes)))
+
+
+def _turn(
+    node: Any,
+    temperature: float | None,
+    types: Mapping[int, int],
+    streams: set[str],
+    images: ImageLookup | None,
+    where: str,
+) -> Turn:
+    ids = ids_of(node, "token_ids", where)
+    sampled = bool(field_of(node, "sampled", False))
+    if sampled and len(ids) == 0:
+        raise InvalidInput(f"{where}.token_ids: empty for a sampled message; run with a client that records tokens")
+    given = field_of(node, "mask", None)
+    mask = coerce(COLUMNS["loss_mask"], np.zeros(len(ids), np.bool_) if given is None else given, f"{where}.mask")
+    if len(mask) != len(ids):
+        raise InvalidInput(f"{where}.mask: {len(mask)} values for {len(ids)} tokens; must be one per token")
+    logprobs = field_of(node, "logprobs", None)
+    columns: dict[str, Values | None] = {
+        "temperatures": temperature if sampled else None,
+        "routed_experts": array_of(field_of(node, "routed_experts", None), f"{where}.routed_experts"),
+        "advantages": _spread(node, "advantages", mask, where),
+        "teacher_logprobs": _spread(node, "reference_logprobs", mask, where),
+        "mm_token_type_ids": _types(ids, types),
+        **_loss_weights(node, streams, where),
+    }
+    return Turn(
+        ids,
+        sampled=sampled or bool(mask.any()),
+        mask=mask,
+        logprobs=None if isinstance(logprobs, list | tuple) and not logprobs else logprobs,
+        images=_images(node, ids, mask, types, images, where),
+        role=str(field_of(field_of(node, "message", None), "role", "") or ""),
+        where=where,
+        **columns,
+    )
+
+
+def _spread(node: Any, name: str, mask: NDArray[np.bool_], where: str) -> Array | None:
+    """Values recorded for the sampled tokens, one per token; 0.0 elsewhere."""
+    values = field_of(node, name, None)
+    if values is None or not mask.any():
+        return None
+    compact = coerce(TURN_COLUMNS["advantages"], values, f"{where}.{name}")
+    if compact.shape != (np.count_nonzero(mask),):
+        raise InvalidInput(f"{where}.{name}: {compact.size} values for {np.count_nonzero(mask)} sampled tokens")
+    full = np.zeros(len(mask), np.float32)
+    full[mask] = compact
+    return full
+
+
+def _loss_weights(node: Any, streams: set[str], where: str) -> dict[str, Values]:
+    """Streams named `rl`, `ce`, `ref_kl` (or by column); a node without one that other nodes have weighs nothing."""
+    own = optional_mapping(node, "loss_weights", where)
+    weights: dict[str, Values] = {}
+    for name in sorted(map(str, streams)):
+        column = name if name.endswith("_weights") else f"{name}_weights"
+        if column not in TURN_COLUMNS:
+            raise InvalidInput(f"{where}.loss_weights: unknown stream {name!r}; known are rl, ce and ref_kl")
+        weights[column] = own.get(name, 0.0)
+    return weights
+
+
+def _types(ids: NDArray[np.uint32], types: Mapping[int, int]) -> NDArray[np.uint8] | None:
+    if not types:
+        return None
+    marks = np.zeros(len(ids), np.uint8)
+    for token, kind in types.items():
+        marks[ids == token] = kind
+    return marks
+
+
+def _images(
+    node: Any,
+    ids: NDArray[np.uint32],
+    mask: NDArray[np.bool_],
+    types: Mapping[int, int],
+    lookup: ImageLookup | None,
+    where: str,
+) -> list[ImageSpan]:
+    """One span per image of the message, on the node's image tokens in order."""
+    marks = np.isin(ids, [token for token, kind in types.items() if kind == 1])
+    if (marks & mask).any():
+        at = int(np.argmax(marks & mask))
+        raise InvalidInput(
+            f"{where}.token_ids[{at}]: the model sampled the image placeholder {ids[at]}, to which no image belongs; "
+            "ban the id at sampling"
+        )
+    if not marks.any():
+        return []
+    urls = _image_urls(node)
+    if lookup is None:
+        raise InvalidInput(f"{where}: {np.count_nonzero(marks)} image tokens; pass `images` to look images up by URL")
+    places = np.flatnonzero(marks)
+    spans, used = [], 0
+    for url in urls:
+        span = lookup(url)
+        length = span.num_patches // span.merge**2
+        if used + length > len(places):
+            break
+        spans.append(msgspec.structs.replace(span, offset=int(places[used]), length=length))
+        used += length
+    if used != len(places) or len(spans) != len(urls):
+        raise InvalidInput(f"{where}: {len(places)} image tokens, but its {len(urls)} images take another number")
+    return spans
+
+
+def _image_urls(node: Any) -> list[str]:
+    content = field_of(field_of(node, "message", None), "content", None)
+    parts = content if isinstance(content, list | tuple) else ()
+    sources = [field_of(part, "image_url", None) for part in parts if field_of(part, "type", "") == "image_url"]
+    return [str(field_of(source, "url", source)) for source in sources]

@@ -1,0 +1,63 @@
+"""Reading plain arrays: one flat sequence and a mask of what the model sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.sample import Values
+from penstock.capture.fold import moved
+from penstock.capture.trajectory import Trajectory
+from penstock.capture.turn import Turn
+from penstock.errors import InvalidInput
+
+
+def from_arrays(
+    token_ids: Values,
+    mask: Values,
+    *,
+    logprobs: Values | None = None,
+    columns: Mapping[str, Values] | None = None,
+    images: Sequence[ImageSpan] = (),
+    **fields: Any,
+) -> Trajectory:
+    """The trajectory of one flat sequence; each run of sampled tokens becomes a turn. `fields` are `Trajectory`'s.
+
+    `logprobs` has one value per token or one per sampled token; `columns` holds other per-token columns, or one
+    number for all tokens.
+
+    >>> t = from_arrays([1, 2, 3, 4], [0, 1, 1, 0], logprobs=[0, -0.5, -0.25, 0], reward=1.0)
+    >>> [(turn.token_ids.tolist(), turn.sampled) for turn in t.turns]
+    [([1], False), ([2, 3], True), ([4], False)]
+    """
+    where = f"trajectory {fields['id']!r}" if fields.get("id") else "trajectory"
+    # One turn over everything checks all lengths and values before anything is cut.
+    others: dict[str, Any] = dict(columns or {})
+    whole = Turn(token_ids, sampled=True, mask=mask, logprobs=logprobs, images=images, where=where, **others)
+    marks = whole.sampled_mask
+    if whole.num_tokens == 0:
+        raise InvalidInput(f"{where}.token_ids: empty; a trajectory has at least one token")
+    edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), whole.num_tokens]
+    sampled_before = np.concatenate([[0], np.cumsum(marks)])
+    turns = [
+        _cut(whole, start, stop, bool(marks[start]), int(sampled_before[start]), where)
+        for start, stop in pairwise(edges)
+    ]
+    return Trajectory(turns=turns, **fields)
+
+
+def _cut(whole: Turn, start: int, stop: int, sampled: bool, before: int, where: str) -> Turn:
+    logprobs = whole.logprobs[before : before + stop - start] if sampled and whole.logprobs is not None else None
+    columns: dict[str, Any] = {n: v if v.ndim == 0 else v[start:stop] for n, v in whole.columns.items()}
+    return Turn(
+        whole.token_ids[start:stop],
+        sampled=sampled,
+        logprobs=logprobs,
+        images=[moved(span, -start) for span in whole.images if start <= span.offset < stop],
+        where=f"{where} tokens {start}..{stop}",
+        **columns,
+    )

@@ -1,0 +1,86 @@
+"""Reading what others recorded, whether it came as mappings (JSON, msgpack) or as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS, Array
+from penstock.arrays.sample import coerce
+from penstock.errors import InvalidInput
+
+
+class Absent:
+    """The type of `ABSENT`: a field that is not there, as opposed to one that is None."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+ABSENT: Final = Absent()
+
+
+def field_of(record: Any, name: str, default: Any = None) -> Any:
+    """A field of a mapping or an attribute of an object."""
+    if isinstance(record, Mapping):
+        return record.get(name, default)
+    return getattr(record, name, default)
+
+
+def required(record: Any, name: str, where: str) -> Any:
+    """A field that must be there and not None."""
+    value = field_of(record, name, ABSENT)
+    if value is None or value is ABSENT:
+        raise InvalidInput(f"{where}.{name}: {value}; a rollout with a turn that lacks it cannot be taken")
+    return value
+
+
+def list_of(record: Any, name: str, where: str) -> Sequence[Any]:
+    """A field that must be a list (or tuple)."""
+    value = required(record, name, where)
+    if not isinstance(value, list | tuple):
+        raise InvalidInput(f"{where}.{name}: a {type(value).__name__}; must be a list")
+    return value
+
+
+def optional_list(record: Any, name: str, where: str) -> Sequence[Any]:
+    """A list (or tuple) that may be absent."""
+    return () if field_of(record, name, None) is None else list_of(record, name, where)
+
+
+def optional_mapping(record: Any, name: str, where: str) -> Mapping[Any, Any]:
+    """A mapping that may be absent."""
+    value = field_of(record, name, None)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidInput(f"{where}.{name}: a {type(value).__name__}; must be a mapping")
+    return value
+
+
+def number_of(record: Any, name: str, where: str) -> float:
+    """A field that must be a number."""
+    value = required(record, name, where)
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise InvalidInput(f"{where}.{name}: {value!r:.40}; must be a number")
+    return float(value)
+
+
+def ids_of(record: Any, name: str, where: str) -> NDArray[np.uint32]:
+    """A field that must hold token ids."""
+    return coerce(COLUMNS["token_ids"], required(record, name, where), f"{where}.{name}")
+
+
+def array_of(value: Any, where: str) -> Array | None:
+    """An array, or one packed for msgpack as `{"__nd__": true, dtype, shape, data}`."""
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if not isinstance(value, Mapping) or not (value.get("__nd__") or value.get("__torch_tensor__")):
+        raise InvalidInput(f"{where}: a {type(value).__name__}; must be an array or a packed array")
+    try:
+        return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{where}: a packed array that cannot be read ({error})") from None

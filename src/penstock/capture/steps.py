@@ -1,0 +1,114 @@
+"""Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
+
+A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
+`mm_token_type_ids`, `images` and `temperature`; it may keep them under `tokens`. Mappings and objects are read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.sample import coerce
+from penstock.capture.fold import Step, fold
+from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
+from penstock.capture.routing import read_routing
+from penstock.capture.trajectory import Trajectory
+from penstock.errors import InvalidInput
+
+
+def from_steps(steps: Iterable[Any], *, temperature: float | None = None, **fields: Any) -> Trajectory:
+    """The trajectory of cumulative steps; `fields` are those of `Trajectory` (`id`, `reward`, `env`, ...).
+
+    >>> t = from_steps([
+    ...     {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]},
+    ...     {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5], "completion_logprobs": [-0.25]},
+    ... ], reward=1.0)
+    >>> [turn.token_ids.tolist() for turn in t.turns]
+    [[1, 2], [3], [4], [5]]
+    """
+    name = f"trajectory {fields['id']!r}" if fields.get("id") else "trajectory"
+    return fold((_step(step, f"{name} steps[{i}]", temperature) for i, step in enumerate(steps)), **fields)
+
+
+def from_rollout(output: Any, **fields: Any) -> Trajectory:
+    """The trajectory of a whole rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
+    `stop_condition`, `metrics` and `sampling_args`, as the first generation of verifiers returned it."""
+    name = str(field_of(output, "trajectory_id", None) or field_of(output, "example_id", ""))
+    where = f"rollout {name!r}"
+    error = field_of(output, "error", None)
+    sampling = field_of(output, "sampling_args", None) or {}
+    read = {
+        "id": name,
+        "reward": field_of(output, "reward", None),
+        "error": None if error is None else str(error)[:500],
+        "truncated": bool(field_of(output, "is_truncated", False)),
+        "stop_condition": str(field_of(output, "stop_condition", None) or ""),
+        "metrics": optional_mapping(output, "metrics", where),
+        "temperature": field_of(sampling, "temperature", None),
+    }
+    return from_steps(list_of(output, "trajectory", where), **{**read, **fields})
+
+
+def _step(step: Any, where: str, temperature: float | None) -> Step:
+    tokens = field_of(step, "tokens", ABSENT)
+    tokens = step if tokens is ABSENT else required(step, "tokens", where)
+    prompt, completion = ids_of(tokens, "prompt_ids", where), ids_of(tokens, "completion_ids", where)
+    _check_prompt_mask(field_of(tokens, "prompt_mask", None), len(prompt), f"{where}.prompt_mask")
+    own = field_of(tokens, "temperature", None)
+    columns = {"temperatures": temperature if own is None else own}
+    return Step(
+        where=where,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        mask=field_of(tokens, "completion_mask", None),
+        logprobs=field_of(tokens, "completion_logprobs", None),
+        columns={name: value for name, value in columns.items() if value is not None},
+        types=_types(field_of(tokens, "mm_token_type_ids", None), len(prompt) + len(completion), where),
+        routing=read_routing(field_of(tokens, "routed_experts", None), f"{where}.routed_experts"),
+        images=_images(tokens, where),
+    )
+
+
+def _check_prompt_mask(mask: Any, count: int, where: str) -> None:
+    if mask is None:
+        return
+    marks = coerce(COLUMNS["loss_mask"], mask, where)
+    if len(marks) != count:
+        raise InvalidInput(f"{where}: {len(marks)} values for {count} tokens; give one per token")
+    if marks.any():
+        at = int(np.argmax(marks))
+        raise InvalidInput(f"{where}[{at}]: True; a prompt was not sampled in its own step, so it has no logprobs")
+
+
+def _types(types: Any, count: int, where: str) -> NDArray[np.uint8] | None:
+    if types is None:
+        return None
+    values = coerce(COLUMNS["mm_token_type_ids"], types, f"{where}.mm_token_type_ids")
+    if len(values) != count:
+        raise InvalidInput(f"{where}.mm_token_type_ids: {len(values)} values for {count} tokens of prompt + completion")
+    return values
+
+
+def _images(tokens: Any, where: str) -> tuple[ImageSpan, ...]:
+    images = field_of(tokens, "images", None)
+    if images is None:
+        if field_of(tokens, "multi_modal_data", None):
+            raise InvalidInput(f"{where}.multi_modal_data: not taken, pixels do not travel; give `images` as spans")
+        return ()
+    return tuple(_image(image, f"{where}.images[{i}]") for i, image in enumerate(list_of(tokens, "images", where)))
+
+
+def _image(image: Any, where: str) -> ImageSpan:
+    try:
+        span = ImageSpan(**image) if isinstance(image, Mapping) else image
+        # Through plain values and back: this is where msgspec checks the types of the fields.
+        return msgspec.convert(msgspec.to_builtins(span), ImageSpan)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{where}: {error}; give an ImageSpan or its fields") from None

@@ -1,0 +1,190 @@
+"""A trajectory: the turns of one rollout as a tree of deltas, each token stored once.
+
+Usually the tree is a chain, and `turns` is all there is to say. When a harness rewrites its history (compaction,
+stripped thinking, a step back, a second agent), a turn continues an earlier one than its predecessor:
+
+    turns    0 system+user   1 reply   2 tool   3 reply   4 summary   5 reply
+    parents  -1              0         1        2         1           4         4 goes back to 1 ...
+    keeps     0              all       all      all       7           all       ... and keeps 7 of its tokens
+
+A path from a root to the end of a turn that nothing continues is one sequence the model saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.sample import check_text
+from penstock.capture.turn import Turn
+from penstock.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """The turns of one rollout and what became of it.
+
+    >>> t = Trajectory(turns=[Turn([5, 6, 7]), Turn([8, 9], logprobs=[-0.5, -0.25])], reward=1.0, env="math")
+    >>> t.num_turns, t.num_tokens, t.num_input_tokens, t.num_output_tokens
+    (1, 5, 3, 2)
+    """
+
+    turns: Sequence[Turn]
+    """At least one; a tuple once built."""
+    parents: Sequence[int] | None = None
+    """[turns] the turn each one continues, -1 for none; by default the previous one. A tuple once built."""
+    keeps: Sequence[int | None] | None = None
+    """[turns] how many of its parent's tokens each turn continues from; None = all. A tuple of numbers once built."""
+    reward: float | None = None
+    """None = not scored."""
+    id: str = ""
+    """Names the rollout in errors, and its samples unless a group names them."""
+    env: str = ""
+    run: str = ""
+    mode: str = "rl"
+    """rl, opd or sft."""
+    agent: str = ""
+    """Who acted, in episodes with several agents."""
+    policy_version: int | None = None
+    """Version the rollout was sampled from; turns may say more in `weight_versions`."""
+    error: str | None = None
+    """Why the rollout failed; its tokens are kept and train nothing."""
+    truncated: bool = False
+    """Ended by a limit rather than by the model."""
+    stop_condition: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Small numbers about the rollout; never in the path of the tokens."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Anything small the caller wants to find again; never read here."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "turns", tuple(self.turns))
+        where = self.where
+        names = ("env", "run", "mode", "agent", "stop_condition")
+        check_text({name: getattr(self, name) for name in names}, where)
+        _check_turns(self.turns, where)
+        parents = tuple(range(-1, len(self.turns) - 1)) if self.parents is None else tuple(self.parents)
+        keeps = (None,) * len(self.turns) if self.keeps is None else tuple(self.keeps)
+        put(self, "parents", parents)
+        put(self, "keeps", _checked_keeps(self.turns, parents, keeps, where))
+        put(self, "reward", _checked_reward(self.reward, where))
+        put(self, "metrics", _checked_mapping(self.metrics, f"{where}.metrics"))
+        put(self, "info", _checked_mapping(self.info, f"{where}.info"))
+        put(self, "policy_version", _checked_version(self.policy_version, where))
+
+    @property
+    def where(self) -> str:
+        """How errors name this trajectory."""
+        return f"trajectory {self.id!r}" if self.id else "trajectory"
+
+    @property
+    def num_turns(self) -> int:
+        """Model calls: turns that were sampled."""
+        return sum(turn.sampled for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held: each one once, however many turns saw it."""
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens the model sampled: the completion length."""
+        return sum(turn.num_sampled for turn in self.turns)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens the model did not sample."""
+        return self.num_tokens - self.num_output_tokens
+
+    @property
+    def num_env_tokens(self) -> int:
+        """Input tokens that came after the model first spoke: tool results, replies, rewritten history."""
+        first = next((i for i, turn in enumerate(self.turns) if turn.sampled), len(self.turns))
+        return sum(turn.num_tokens - turn.num_sampled for turn in self.turns[first + 1 :])
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.turns)} turns, {self.num_tokens} tokens, {self.num_output_tokens} sampled"
+        return f"Trajectory({counts}, reward={self.reward}, id={self.id!r}, env={self.env!r})"
+
+
+def _check_turns(turns: Sequence[Turn], where: str) -> None:
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, Turn):
+            raise InvalidInput(f"{where} turns[{i}]: a {type(turn).__name__}; give penstock.Turn objects")
+    if not any(turn.num_tokens for turn in turns):
+        raise InvalidInput(f"{where}.turns: {len(turns)} turns without a token; a trajectory has at least one token")
+    _check_agreement(turns, "logprobs", [turn.logprobs is not None for turn in turns], where)
+    _check_agreement(turns, "teacher_logprobs", ["teacher_logprobs" in turn.columns for turn in turns], where)
+    shapes = {turn.columns["routed_experts"].shape[1:]: i for i, turn in enumerate(turns) if _routes(turn)}
+    if len(shapes) > 1:
+        last = max(shapes.values())
+        raise InvalidInput(
+            f"{where} turns[{last}].routed_experts: [layers, top_k] is one of {sorted(shapes)}; one model has one shape"
+        )
+
+
+def _routes(turn: Turn) -> bool:
+    return "routed_experts" in turn.columns and turn.num_tokens > 0
+
+
+def _check_agreement(turns: Sequence[Turn], name: str, given: list[bool], where: str) -> None:
+    """A missing log-probability would silently read as 0.0, which is a probability of one: all turns or none."""
+    sampled = [i for i, turn in enumerate(turns) if turn.num_sampled]
+    with_it = [i for i in sampled if given[i]]
+    if with_it and len(with_it) != len(sampled):
+        missing = next(i for i in sampled if not given[i])
+        raise InvalidInput(
+            f"{where} turns[{missing}].{name}: missing for {turns[missing].num_sampled} sampled tokens, while "
+            f"turns[{with_it[0]}] has them; record them for every sampled turn or for none"
+        )
+
+
+def _checked_version(version: Any, where: str) -> int | None:
+    if version is None:
+        return None
+    if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
+        raise InvalidInput(f"{where}.policy_version: {version!r}; must be a whole number from 0 up, or None")
+    return int(version)
+
+
+def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequence[Any], where: str) -> tuple[int, ...]:
+    for name, given in (("parents", parents), ("keeps", keeps)):
+        if len(given) != len(turns):
+            raise InvalidInput(f"{where}.{name}: {len(given)} values for {len(turns)} turns; give one per turn")
+    checked: list[int] = []
+    for i, (parent, keep) in enumerate(zip(parents, keeps, strict=True)):
+        if not isinstance(parent, int) or not -1 <= parent < i:
+            raise InvalidInput(f"{where} turns[{i}].parent: {parent!r}; must be an earlier turn, or -1 for none")
+        size = 0 if parent < 0 else turns[parent].num_tokens
+        if keep is not None and not (isinstance(keep, int) and min(1, size) <= keep <= size):
+            raise InvalidInput(f"{where} turns[{i}].keep: {keep!r}; its parent turns[{parent}] has {size} tokens")
+        checked.append(size if keep is None else keep)
+        if parent >= 0 and any(span.offset < checked[i] < span.end for span in turns[parent].images):
+            raise InvalidInput(
+                f"{where} turns[{i}].keep: {keep} cuts an image of turns[{parent}] in two; branch before or behind it"
+            )
+    return tuple(checked)
+
+
+def _checked_mapping(mapping: Any, where: str) -> dict[str, Any]:
+    if not isinstance(mapping, Mapping):
+        raise InvalidInput(f"{where}: a {type(mapping).__name__}; must be a mapping")
+    return dict(mapping)
+
+
+def _checked_reward(reward: float | None, where: str) -> float | None:
+    if reward is None:
+        return None
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{where}.reward: {reward!r}; must be a number, or None") from None
+    if not math.isfinite(value):
+        raise InvalidInput(f"{where}.reward: {value}; must be finite, or None when the rollout was not scored")
+    return value

@@ -1,0 +1,189 @@
+"""A turn: the tokens one message added to a context, and what is known about each of them.
+
+A turn holds only what it adds, so a rollout of sixty turns holds each token once. Log-probabilities are kept
+for the sampled tokens alone; a column that is constant along the turn is kept as one number; the mask is kept
+only when the turn is sampled in part. Everything is copied once into read-only arrays of the declared dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
+from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays.runs import bit_view
+from penstock.arrays.sample import MAX_TEXT, Values, coerce
+from penstock.errors import InvalidInput
+
+TURN_COLUMNS: dict[str, Column] = {
+    name: column
+    for name, column in TOKEN_COLUMNS.items()
+    if name not in ("token_ids", "loss_mask", "logprobs", "rewards")
+}
+"""What a turn may carry beside its tokens: one value per token, or one number for the whole turn."""
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class Turn:
+    """Tokens added to a context by one message; sampled by the model, or not.
+
+    A turn is sampled when it has log-probabilities, a mask with a True in it, or `sampled=True`. `mask` says
+    which of its tokens the model sampled: a chat template often puts tokens around them. Log-probabilities may
+    be given for all tokens or for the sampled ones only. Other columns are given by name, as one value per
+    token or one number for the turn: `temperatures`, `weight_versions`, `routed_experts`, `ce_weights`, ...
+
+    >>> prompt = Turn([5, 6, 7])
+    >>> reply = Turn([1, 8, 9], mask=[False, True, True], logprobs=[-0.5, -0.25], temperatures=0.7)
+    >>> prompt.sampled, reply.num_tokens, reply.num_sampled, reply.sampled_mask.tolist()
+    (False, 3, 2, [False, True, True])
+    """
+
+    token_ids: NDArray[np.uint32]
+    """[T]"""
+    sampled: bool
+    """True when a model call produced this turn."""
+    mask: NDArray[np.bool_] | None
+    """[T] which tokens were sampled; None when all were (or, for a turn that is not sampled, none)."""
+    logprobs: NDArray[np.float32] | None
+    """[num_sampled] of the sampler, for the sampled tokens in order; None when not recorded."""
+    columns: Mapping[str, Array]
+    """Other columns: [T, ...], or a scalar array for the whole turn."""
+    images: tuple[ImageSpan, ...]
+    """Images this turn introduced; offsets count from the turn's first token."""
+    role: str
+    """system, user, assistant, tool, or empty."""
+
+    def __init__(
+        self,
+        token_ids: Values,
+        *,
+        logprobs: Values | None = None,
+        sampled: bool | None = None,
+        mask: Values | None = None,
+        images: Sequence[ImageSpan] = (),
+        role: str = "",
+        where: str = "turn",
+        **columns: Values | None,
+    ) -> None:
+        """`where` is how errors name this turn."""
+        ids = owned(coerce(COLUMNS["token_ids"], token_ids, f"{where}.token_ids"))
+        marks = None if mask is None else _mask(mask, len(ids), where)
+        if sampled is None:
+            sampled = logprobs is not None or (marks is not None and bool(marks.any()))
+        if not sampled and (logprobs is not None or (marks is not None and marks.any())):
+            raise InvalidInput(
+                f"{where}.sampled: False, yet logprobs or mask say some tokens were; drop one of the two"
+            )
+        if len(role) > MAX_TEXT:
+            raise InvalidInput(f"{where}.role: {role[:40]!r}...; must be at most {MAX_TEXT} characters")
+        keep_mask = sampled and marks is not None and not marks.all()
+        put = object.__setattr__
+        put(self, "token_ids", ids)
+        put(self, "sampled", bool(sampled))
+        put(self, "mask", marks if keep_mask else None)
+        put(self, "logprobs", None if logprobs is None else _logprobs(logprobs, ids, marks, where))
+        put(self, "columns", _columns(columns, ids, self.sampled_mask, images, where))
+        put(self, "images", tuple(images))
+        put(self, "role", role)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        if self.mask is not None:
+            return int(np.count_nonzero(self.mask))
+        return len(self.token_ids) if self.sampled else 0
+
+    @property
+    def sampled_mask(self) -> NDArray[np.bool_]:
+        """[T] True where the model sampled the token."""
+        return np.full(len(self.token_ids), self.sampled) if self.mask is None else self.mask
+
+    def __repr__(self) -> str:
+        extra = f", columns={list(self.columns)}" if self.columns else ""
+        return f"Turn({self.num_tokens} tokens, {self.num_sampled} sampled, role={self.role!r}{extra})"
+
+
+def owned(values: Array) -> Array:
+    """A read-only copy: what a turn holds is its own, and pins no larger array of the caller's."""
+    copy = np.array(values)
+    copy.flags.writeable = False
+    return copy
+
+
+def _mask(mask: Values, count: int, where: str) -> NDArray[np.bool_]:
+    marks = owned(coerce(COLUMNS["loss_mask"], mask, f"{where}.mask"))
+    if len(marks) != count:
+        raise InvalidInput(f"{where}.mask: {len(marks)} values for {count} tokens; give one per token")
+    return marks
+
+
+def _logprobs(logprobs: Values, ids: Array, marks: NDArray[np.bool_] | None, where: str) -> NDArray[np.float32]:
+    values = coerce(COLUMNS["logprobs"], logprobs, f"{where}.logprobs")
+    num_sampled = len(ids) if marks is None else int(np.count_nonzero(marks))
+    if len(values) == len(ids) and marks is not None:
+        values = values[marks]
+    elif len(values) != num_sampled:
+        raise InvalidInput(
+            f"{where}.logprobs: {len(values)} values for {num_sampled} sampled of {len(ids)} tokens; "
+            "record one per sampled token, or one per token"
+        )
+    bad = first_bad(COLUMNS["logprobs"], values)
+    if bad is not None:
+        raise InvalidInput(
+            f"{where}.logprobs: sampled token {bad[0]} {bad[1]}; leave a token the model did not sample out of the mask"
+        )
+    return owned(values)
+
+
+def _columns(
+    given: Mapping[str, Any], ids: Array, sampled: NDArray[np.bool_], images: Sequence[ImageSpan], where: str
+) -> dict[str, Array]:
+    unknown = given.keys() - TURN_COLUMNS.keys()
+    if unknown:
+        raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; a turn has {', '.join(TURN_COLUMNS)}")
+    arrays = {
+        name: _column(column, given[name], sampled, where)
+        for name, column in TURN_COLUMNS.items()
+        if given.get(name) is not None
+    }
+    if images and "mm_token_type_ids" not in arrays:
+        arrays["mm_token_type_ids"] = _types_of(images, len(ids))
+    types = arrays.get("mm_token_type_ids")
+    check_spans(images, len(ids), None if types is None else np.broadcast_to(types, len(ids)), where)
+    return {name: owned(_one_number(values)) for name, values in arrays.items()}
+
+
+def _column(column: Column, value: Any, sampled: NDArray[np.bool_], where: str) -> Array:
+    at = f"{where}.{column.name}"
+    scalar = column.trailing == 0 and np.ndim(value) == 0
+    values = coerce(column, [value] if scalar else value, at)
+    if not scalar and len(values) != len(sampled):
+        raise InvalidInput(f"{at}: {len(values)} values for {len(sampled)} tokens; give one per token, or one number")
+    checked = values[sampled] if column.nan == "untrained" and not scalar else values
+    bad = first_bad(column, checked)
+    if bad is not None:
+        raise InvalidInput(f"{at}[{bad[0]}]: {bad[1]}")
+    return values[0].reshape(()) if scalar else values
+
+
+def _types_of(images: Sequence[ImageSpan], count: int) -> NDArray[np.uint8]:
+    types = np.zeros(count, np.uint8)
+    for span in images:
+        types[max(span.offset, 0) : max(span.end, 0)] = 1
+    return types
+
+
+def _one_number(values: Array) -> Array:
+    """A constant column as a scalar array; bits are compared, so -0.0 and 0.0 stay apart."""
+    if values.ndim != 1 or len(values) == 0:
+        return values
+    bits = bit_view(values) if values.dtype.kind == "f" else values
+    return values[0].reshape(()) if bool((bits == bits[0]).all()) else values

@@ -1,0 +1,57 @@
+"""The command line: one small module per command, imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock.errors import PenstockError
+from penstock.version import __version__
+
+COMMANDS = {
+    "inspect": "show what a frame holds: samples, columns, codings, bytes",
+    "bench": "measure against rivals on this machine",
+}
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser; with `only`, just that command's module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
+        epilog="Each command explains itself and shows an example: penstock COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if only in (None, name):
+            module = importlib.import_module(f"penstock.commands.{name}")
+            sub.description = module.__doc__
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors of ours become one line on stderr and exit code 1."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
+    try:
+        code: int = args.run(args)
+    except (PenstockError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away: not an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"penstock {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

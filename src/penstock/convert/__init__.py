@@ -1,0 +1,44 @@
+"""From trajectories to samples: branches, advantages, filters, groups, and columns that come later."""
+
+from penstock.convert.advantages import (
+    Advantage,
+    Efficiency,
+    LengthPenalty,
+    RunningBaseline,
+    Std,
+    by_agent,
+    grpo,
+    leave_one_out,
+    max_rl,
+    raw_rewards,
+)
+from penstock.convert.attach import attach
+from penstock.convert.branches import to_samples
+from penstock.convert.filters import AnyErrored, Errored, Filter, TooLong, Truncated, ZeroVariance, apply_filters
+from penstock.convert.groups import Group, make_group
+from penstock.convert.rollouts import Rollouts
+
+__all__ = [
+    "Advantage",
+    "AnyErrored",
+    "Efficiency",
+    "Errored",
+    "Filter",
+    "Group",
+    "LengthPenalty",
+    "Rollouts",
+    "RunningBaseline",
+    "Std",
+    "TooLong",
+    "Truncated",
+    "ZeroVariance",
+    "apply_filters",
+    "attach",
+    "by_agent",
+    "grpo",
+    "leave_one_out",
+    "make_group",
+    "max_rl",
+    "raw_rewards",
+    "to_samples",
+]

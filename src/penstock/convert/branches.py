@@ -1,0 +1,206 @@
+"""From a trajectory to samples: one per branch, every sampled token trained exactly once.
+
+A branch runs from a root to the end of a turn that nothing continues. Its first turn not shared with an earlier branch
+opens it; of several turns that continue the same turn, the first stays on the branch and the others open new ones. A
+sampled span shared by several branches is trained in the first one and is context in the others: mask False,
+log-probability 0.0. Otherwise its gradient would count once per branch.
+
+    turns    A  b  C  d  |  E  f        (E goes back to b)
+    sample 0   A b C d      trains b d
+    sample 1   A b E f      trains f
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import TOKEN_COLUMNS, Array
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.sample import Sample
+from penstock.capture.trajectory import Trajectory
+from penstock.capture.turn import Turn
+
+_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens of one turn that lie on a branch: its first `keep`, of which `taken` belong to an earlier branch."""
+
+    turn: Turn
+    keep: int
+    taken: int
+
+    def fresh_mask(self) -> NDArray[np.bool_]:
+        """[keep] sampled, and not trained by an earlier branch."""
+        mask = self.turn.sampled_mask[: self.keep]
+        if self.taken:
+            mask = mask.copy()
+            mask[: self.taken] = False
+        return mask
+
+    def fresh_logprobs(self) -> Array:
+        """The log-probabilities of the tokens in `fresh_mask`."""
+        assert self.turn.logprobs is not None
+        if self.taken == 0 and self.keep == self.turn.num_tokens:
+            return self.turn.logprobs
+        mask = self.turn.sampled_mask
+        first, last = (int(np.count_nonzero(mask[:n])) for n in (self.taken, self.keep))
+        return self.turn.logprobs[first:last]
+
+
+def paths(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
+    """Every branch as (turn, tokens of it) from the root to the leaf, in the order the branches were opened."""
+    turns, parents, keeps = trajectory.turns, trajectory.parents, trajectory.keeps
+    assert parents is not None and keeps is not None
+    onward: dict[int, int] = {}  # turn -> the turn that continues it on the same branch
+    openers = []
+    for i, (parent, keep) in enumerate(zip(parents, keeps, strict=True)):
+        if parent >= 0 and keep == turns[parent].num_tokens and parent not in onward:
+            onward[parent] = i
+        else:
+            openers.append(i)
+    found = []
+    for leaf in openers:
+        while leaf in onward:
+            leaf = onward[leaf]
+        path, node, kept = [], leaf, turns[leaf].num_tokens
+        while node >= 0:
+            path.append((node, kept))
+            node, kept = parents[node], keeps[node] or 0
+        found.append(path[::-1])
+    return found
+
+
+def to_samples(
+    trajectory: Trajectory,
+    *,
+    group: str = "",
+    id: str = "",  # noqa: A002 - the field's own name
+    policy_version: int | None = None,
+    advantage: float | None = None,
+) -> list[Sample]:
+    """The samples of a trajectory, in the order its branches were opened.
+
+    The first branch is named `id` (else the trajectory's own), branch b of the rest `id.b`. A branch with nothing to
+    train is left out, unless the whole trajectory has nothing to train: then all stay, with every mask False, as for a
+    rollout that failed. A sequence's first token is never trained: nothing predicts it.
+
+    >>> from penstock.capture import Trajectory, Turn
+    >>> chain = Trajectory(turns=[Turn([1, 2]), Turn([3], logprobs=[-0.5])], reward=1.0)
+    >>> [sample] = to_samples(chain, id="17/0")
+    >>> sample.token_ids.tolist(), sample.loss_mask.tolist(), sample["logprobs"].tolist()
+    ([1, 2, 3], [False, False, True], [0.0, 0.0, -0.5])
+    """
+    name = id or trajectory.id
+    version = trajectory.policy_version if policy_version is None else policy_version
+    taken = [0] * len(trajectory.turns)
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, path in enumerate(paths(trajectory)):
+        if not any(keep for _, keep in path):
+            continue  # a model call without a token: nothing was seen and nothing said
+        columns = _row([Part(trajectory.turns[t], keep, taken[t]) for t, keep in path], trajectory, version)
+        rows.append((number, columns))
+        for turn, keep in path:
+            taken[turn] = max(taken[turn], keep)
+    if any(columns["loss_mask"].any() for _, columns in rows):
+        rows = [(number, columns) for number, columns in rows if columns["loss_mask"].any()]
+    shared: dict[str, Any] = {"group": group, "env": trajectory.env, "run": trajectory.run, "mode": trajectory.mode}
+    if trajectory.reward is not None:
+        shared["rewards"] = trajectory.reward
+    if advantage is not None:
+        shared["advantages"] = advantage
+    return [Sample(id=_name(name, number), **{**columns, **shared}) for number, columns in rows]
+
+
+def _name(name: str, number: int) -> str | None:
+    if not name:
+        return None  # the sample makes up a unique one
+    return f"{name}.{number}" if number else name
+
+
+def _row(parts: Sequence[Part], trajectory: Trajectory, version: int | None) -> dict[str, Any]:
+    """The columns of one branch."""
+    sampled = np.concatenate([part.fresh_mask() for part in parts])
+    row: dict[str, Any] = {"token_ids": np.concatenate([p.turn.token_ids[: p.keep] for p in parts])}
+    if any(part.turn.logprobs is not None for part in parts):
+        row["logprobs"] = np.zeros(len(sampled), np.float32)
+        row["logprobs"][sampled] = np.concatenate([p.fresh_logprobs() for p in parts if p.turn.logprobs is not None])
+    for name in TOKEN_COLUMNS:
+        if any(name in part.turn.columns for part in parts):
+            row.update(_joined(name, parts, sampled, version))
+    row["loss_mask"] = _trained(row, sampled, trajectory)
+    row["images"] = _images(parts)
+    row["policy_version"] = _oldest(row, sampled, version)
+    return row
+
+
+def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], version: int | None) -> dict[str, Any]:
+    """One column along the branch; nothing when it must be given whole and is not."""
+    if name == "routed_experts":
+        whole = all(name in part.turn.columns for part in parts if part.keep)
+        rows = [part.turn.columns[name][: part.keep] for part in parts if part.keep] if whole else []
+        return {name: np.concatenate(rows)} if rows else {}
+    column = TOKEN_COLUMNS[name]
+    fill = column.fill
+    if name == "weight_versions":  # a turn that does not say was sampled by the rollout's version
+        fill = (
+            min(int(p.turn.columns[name].min()) for p in parts if name in p.turn.columns)
+            if version is None
+            else version
+        )
+    values = np.concatenate([_piece(part, name, fill) for part in parts])
+    if name in ("temperatures", "weight_versions") and sampled.any():
+        # What was not sampled has no temperature and no version; taking a sampled token's keeps the column constant
+        # in the usual case, and then one number (or none) says it all.
+        values[~sampled] = values[sampled][0] if name == "temperatures" else values[sampled].min()
+        if (values == values[0]).all():
+            return {name: values[0]} if name == "temperatures" else {"policy_version": int(values[0])}
+    return {name: values}
+
+
+def _piece(part: Part, name: str, fill: Any) -> Array:
+    given = part.turn.columns.get(name)
+    if given is None:
+        return np.full(part.keep, fill, TOKEN_COLUMNS[name].dtype)
+    values = np.full(part.keep, given) if given.ndim == 0 else given[: part.keep].copy()
+    if name in _WEIGHTS:
+        values[: part.taken] = fill  # an earlier branch trains these
+    return values
+
+
+def _trained(row: dict[str, Any], sampled: NDArray[np.bool_], trajectory: Trajectory) -> NDArray[np.bool_]:
+    """What was sampled, and what a weight asks to train although it was not: observations under cross-entropy."""
+    trained = sampled.copy()
+    for name in ("ce_weights", "ref_kl_weights"):
+        if name in row:
+            trained |= row[name] != 0
+    extra = trained & ~sampled
+    if extra.any():
+        weights = row.setdefault("rl_weights", np.ones(len(sampled), np.float32))
+        weights[extra] = 0.0  # the policy gradient needs a log-probability of the sampler
+    trained[:1] = False
+    return np.zeros_like(trained) if trajectory.error is not None else trained
+
+
+def _images(parts: Sequence[Part]) -> list[ImageSpan]:
+    spans, offset = [], 0
+    for part in parts:
+        inside = [span for span in part.turn.images if span.end <= part.keep]
+        spans += [msgspec.structs.replace(span, offset=span.offset + offset) for span in inside]
+        offset += part.keep
+    return spans
+
+
+def _oldest(row: dict[str, Any], sampled: NDArray[np.bool_], version: int | None) -> int:
+    """The oldest version that sampled a token of the branch: the tokens' own word before the rollout's."""
+    if "weight_versions" in row:
+        own = row["weight_versions"]
+        return int((own[sampled] if sampled.any() else own).min())
+    return int(row.get("policy_version", version or 0))

@@ -1,0 +1,144 @@
+"""A group: the samples of one prompt's rollouts, with the rewards that say what each was worth.
+
+The unit of replay: accepted, held, sampled and dropped as one, so that a baseline stays the baseline of the rollouts
+it was made of. Everything per rollout is filtered together; the numbers of dropped rollouts stay in `rollouts`, their
+tokens do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.sample import Sample, Values, check_text
+from penstock.capture.trajectory import Trajectory
+from penstock.convert.advantages import Advantage, grpo
+from penstock.convert.attach import attach
+from penstock.convert.branches import to_samples
+from penstock.convert.filters import Filter, apply_filters
+from penstock.convert.rollouts import Rollouts
+from penstock.errors import Conflict, InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The samples of one prompt. Built by `make_group`; empty when filters dropped every rollout."""
+
+    id: str
+    samples: Sequence[Sample]
+    """In rollout order; a tuple once built."""
+    origins: NDArray[np.int64]
+    """[samples] index of the rollout each sample came from."""
+    rollouts: Rollouts
+    """Rewards and counts of all rollouts, those dropped included."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """How many rollouts each filter dropped."""
+
+    def __post_init__(self) -> None:
+        check_text({"id": self.id, "mode": "rl"}, "group")
+        object.__setattr__(self, "samples", tuple(self.samples))
+        ids = [sample.id for sample in self.samples]
+        if len(set(ids)) != len(ids):
+            twice = Counter(ids).most_common(1)[0][0]
+            raise Conflict(f"group {self.id!r}: two samples are named {twice!r}; ids must be unique")
+        if len(self.origins) != len(ids) or (len(ids) and not 0 <= self.origins.max() < len(self.rollouts)):
+            raise InvalidInput(
+                f"group {self.id!r}.origins: {len(self.origins)} for {len(ids)} samples of {len(self.rollouts)} "
+                "rollouts; must name the rollout of each sample"
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version any of its tokens was sampled from: what staleness counts from."""
+        return min((sample.policy_version for sample in self.samples), default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples: what travels, and what a token budget counts."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(sample.loss_tokens for sample in self.samples)
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[rollouts] NaN = not scored."""
+        return self.rollouts.rewards
+
+    def with_advantages(self, advantage: Advantage) -> Group:
+        """The group with advantages computed anew from its rewards: for replay under another rule."""
+        values = advantage(self.rollouts)
+        samples = [s.replace(advantages=float(values[i])) for s, i in zip(self.samples, self.origins, strict=True)]
+        return replace(self, samples=samples)
+
+    def attach(self, name: str, values: Mapping[str, Values]) -> Group:
+        """The group with one more column on its samples, by sample id."""
+        return replace(self, samples=attach(self.samples, name, values))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.rollouts)} rollouts, {len(self)} samples, {self.num_tokens} tokens"
+        return f"Group({self.id!r}, {counts}, dropped={dict(self.dropped)})"
+
+
+def make_group(
+    trajectories: Iterable[Trajectory],
+    *,
+    id: str,  # noqa: A002 - the field's own name
+    policy_version: int | None = None,
+    advantage: Advantage | None = grpo,
+    filters: Iterable[Filter] = (),
+) -> Group:
+    """The group of one prompt's rollouts.
+
+    Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same rollouts give
+    the same names. `advantage=None` leaves advantages as the turns have them (none, usually), as for sft and opd.
+    `policy_version` stands for every rollout that does not say its own.
+
+    >>> from penstock.capture import Turn
+    >>> def rollout(reward):
+    ...     return Trajectory(turns=[Turn([1, 2]), Turn([3, 4], logprobs=[-0.5, -0.25])], reward=reward)
+    >>> group = make_group([rollout(1.0), rollout(0.0)], id="prompt-17", policy_version=3)
+    >>> [(s.id, float(s["advantages"])) for s in group.samples]
+    [('prompt-17/0', 0.5), ('prompt-17/1', -0.5)]
+    """
+    rows = list(trajectories)
+    if not rows:
+        raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
+    rollouts = Rollouts.of(rows)
+    values = None if advantage is None else _advantages(advantage, rollouts, rows, id)
+    kept, reasons = apply_filters(rollouts, filters)
+    samples: list[Sample] = []
+    origins: list[int] = []
+    for i in np.flatnonzero(kept).tolist():
+        own = to_samples(
+            rows[i],
+            group=id,
+            id=f"{id}/{i}",
+            policy_version=policy_version if rows[i].policy_version is None else None,
+            advantage=None if values is None else float(values[i]),
+        )
+        samples += own
+        origins += [i] * len(own)
+    return Group(id=id, samples=samples, origins=np.array(origins, np.int64), rollouts=rollouts, dropped=dict(reasons))
+
+
+def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Trajectory], name: str) -> NDArray[np.float64]:
+    unscored = np.flatnonzero(~rollouts.scored & ~rollouts.errored)
+    if len(unscored):
+        i = int(unscored[0])
+        raise InvalidInput(
+            f"group {name!r} rollout {i} ({rows[i].where}).reward: none, and no error either; give a reward, an error, "
+            "or advantage=None"
+        )
+    values = advantage(rollouts)
+    if values.shape != (len(rollouts),):
+        raise InvalidInput(f"group {name!r}: advantages of shape {values.shape} for {len(rollouts)} rollouts")
+    return values

@@ -1,0 +1,103 @@
+"""The numbers of a group's rollouts, one array per number: all that advantages and filters look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.capture.trajectory import Trajectory
+from penstock.convert.branches import paths
+from penstock.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollouts:
+    """Rewards and counts of the rollouts of one group, in order.
+
+    >>> Rollouts.of([1.0, 0.0]).rewards.tolist()
+    [1.0, 0.0]
+    """
+
+    rewards: NDArray[np.float64]
+    """[n] NaN = not scored."""
+    errored: NDArray[np.bool_]
+    """[n]"""
+    truncated: NDArray[np.bool_]
+    """[n]"""
+    output_tokens: NDArray[np.int64]
+    """[n] sampled tokens."""
+    input_tokens: NDArray[np.int64]
+    """[n] all other tokens."""
+    env_tokens: NDArray[np.int64]
+    """[n] those of the input that came after the model first spoke."""
+    turns: NDArray[np.int64]
+    """[n] model calls."""
+    longest: NDArray[np.int64]
+    """[n] tokens of the longest sample."""
+    agents: tuple[str, ...]
+    """[n] who acted."""
+
+    @staticmethod
+    def of(source: Rollouts | Sequence[float] | NDArray[Any] | Iterable[Trajectory]) -> Rollouts:
+        """From trajectories, or from rewards alone (then every count is 0)."""
+        if isinstance(source, Rollouts):
+            return source
+        items = list(source)
+        if items and isinstance(items[0], Trajectory):
+            return _of_trajectories(items)
+        try:
+            rewards = np.asarray(items, np.float64)
+        except (TypeError, ValueError):
+            raise InvalidInput(f"rewards: {items!r:.80}; must be one finite number per rollout") from None
+        if rewards.ndim != 1 or not np.isfinite(rewards).all():
+            raise InvalidInput(f"rewards: {items!r:.80}; must be one finite number per rollout")
+        none, no = np.zeros(len(rewards), np.int64), np.zeros(len(rewards), np.bool_)
+        return Rollouts(
+            rewards=rewards,
+            errored=no,
+            truncated=no,
+            output_tokens=none,
+            input_tokens=none,
+            env_tokens=none,
+            turns=none,
+            longest=none,
+            agents=("",) * len(rewards),
+        )
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """[n] rollouts that finished and have a reward: the ones a baseline is made of."""
+        return ~self.errored & ~np.isnan(self.rewards)
+
+    def take(self, rows: NDArray[Any]) -> Rollouts:
+        """The chosen rollouts (indices or a mask), in that order."""
+        chosen = np.arange(len(self))[rows]
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "agents"}
+        return Rollouts(
+            **{name: array[chosen] for name, array in values.items()},
+            agents=tuple(self.agents[i] for i in chosen.tolist()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+
+def _of_trajectories(items: Sequence[Any]) -> Rollouts:
+    def each(number: Any, dtype: Any = np.int64) -> NDArray[Any]:
+        return np.array([number(t) for t in items], dtype)
+
+    return Rollouts(
+        rewards=each(lambda t: np.nan if t.reward is None else t.reward, np.float64),
+        errored=each(lambda t: t.error is not None, np.bool_),
+        truncated=each(lambda t: t.truncated, np.bool_),
+        output_tokens=each(lambda t: t.num_output_tokens),
+        input_tokens=each(lambda t: t.num_input_tokens),
+        env_tokens=each(lambda t: t.num_env_tokens),
+        turns=each(lambda t: t.num_turns),
+        longest=each(lambda t: max(sum(keep for _, keep in path) for path in paths(t))),
+        agents=tuple(t.agent for t in items),
+    )

@@ -1,0 +1,117 @@
+"""Bytes to samples, with nothing believed: every size is checked before it is used, every value after.
+
+The arrays of the samples are views of the frame where the coding allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.columns import TOKEN_COLUMNS, Array
+from penstock.arrays.images import check_spans
+from penstock.arrays.ragged import Offsets, Ragged, offsets_of
+from penstock.arrays.runs import MaskRuns
+from penstock.arrays.samples import Samples
+from penstock.encode.codings import Reader
+from penstock.encode.front import DEFAULT_LIMITS, Front, Limits, check_floats, parse_front, ragged
+from penstock.encode.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
+from penstock.encode.prefixes import restore
+from penstock.errors import CorruptFrame, InvalidInput
+
+
+def decode(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Samples:
+    """The samples of a frame, bit for bit as they were encoded; raises `CorruptFrame` for anything else."""
+    return describe(data, limits=limits)[1]
+
+
+def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Front, Samples, Counter[str]]:
+    """A frame's front, its samples, and how many bytes each part of it takes."""
+    sections = split(data)
+    front, used = parse_front(sections, limits)
+    check_body(sections)
+    reader = Reader(sections.body, align=True)
+    samples = _body(front, reader)
+    used["header"] = len(sections.header) + PREFIX_SIZE
+    return front, samples, used + reader.used
+
+
+def _body(front: Front, reader: Reader) -> Samples:
+    offsets = offsets_of(front.lengths)
+    columns: dict[str, Ragged] = dict(front.columns)
+    # The mask is read first in the file's own order, and before the columns that are sparse by it.
+    trained: MaskRuns | None = None
+    for spec in front.header.body_columns:
+        columns[spec.name] = _read_column(spec, front, offsets, reader, trained)
+        if spec.name == "loss_mask":
+            trained = MaskRuns.of(columns[spec.name].values)
+    reader.finish("frame body")
+    samples = Samples(
+        columns={name: columns[name] for name in TOKEN_COLUMNS if name in columns},
+        text=front.text,
+        policy_versions=front.policy_versions,
+        images=front.images,
+    )
+    _check_values(samples, front)
+    return samples
+
+
+def _read_column(spec: ColumnBlock, front: Front, offsets: Offsets, reader: Reader, trained: MaskRuns | None) -> Ragged:
+    dtype: np.dtype[Any] = np.dtype(spec.dtype)
+    if spec.rows is not None:
+        kinds = front.row_kinds[spec.name]
+        lengths = np.where(kinds == 2, front.lengths, kinds.astype(np.int64))
+        return ragged(spec, _read_values(spec, dtype, spec.num_values, reader, None), lengths)
+    count = front.header.num_tokens
+    if not spec.shares_prefixes:
+        return Ragged(_read_values(spec, dtype, count, reader, trained), offsets)
+    if front.prefixes is None:
+        raise CorruptFrame(f"{spec.name}: shares prefixes where there are none")
+    stored = _read_values(spec, dtype, count - front.header.num_shared, reader, None)
+    return Ragged(restore(stored, offsets, front.prefixes), offsets)
+
+
+def _read_values(
+    spec: ColumnBlock, dtype: np.dtype[Any], count: int, reader: Reader, trained: MaskRuns | None
+) -> Array:
+    if spec.trailing:
+        return reader.read_rows(spec.values, dtype, count, spec.trailing, spec.name)
+    return reader.read(spec.values, dtype, count, spec.name, trained)
+
+
+def _check_values(samples: Samples, front: Front) -> None:
+    """What a `Sample` guarantees of itself must also hold for samples that came as bytes."""
+    for name in ("token_ids", "loss_mask"):
+        if name not in samples.columns or samples.columns[name].offsets[-1] != samples.num_tokens:
+            raise CorruptFrame(f"frame: column {name} is missing or short")
+    mask = samples["loss_mask"].values
+    if len(samples) and mask[samples.offsets[:-1]].any():
+        raise CorruptFrame("frame: a sample's first token is marked as trained")
+    if not np.array_equal(samples.loss_tokens, front.loss_tokens):
+        raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
+    try:
+        for name, column in samples.columns.items():
+            _check_column(name, column, samples)
+        types = samples.columns.get("mm_token_type_ids")
+        if samples.images is None and types is not None and (types.values == 1).any():
+            raise CorruptFrame("mm_token_type_ids: image tokens in a frame without images")
+        for i, spans in enumerate(samples.images or ()):
+            row = None if types is None or not len(types[i]) else types[i]
+            check_spans(spans, int(samples.lengths[i]), row, f"sample {samples.ids[i]!r}")
+    except InvalidInput as error:
+        raise CorruptFrame(str(error)) from None
+
+
+def _check_column(name: str, column: Ragged, samples: Samples) -> None:
+    values = column.values
+    if values.dtype.kind != "f":
+        return
+    if TOKEN_COLUMNS[name].nan == "untrained":
+        if column.offsets is samples.offsets:
+            values = samples.trained.take(values) if samples.trained.off else values
+        else:
+            have = np.repeat(column.lengths > 0, samples.lengths)
+            values = values[samples.trained.mask[have]]
+    check_floats(name, values)

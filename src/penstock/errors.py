@@ -1,0 +1,183 @@
+"""Every error Penstock raises, in one tree that says whose fault it is.
+
+    PenstockError
+    ├── CallerError                 you passed something we cannot take
+    │   ├── InvalidInput            a value: which record, which field, what it was, what it should be (ValueError)
+    │   │   └── ConfigError         a setting, or two settings that cannot both hold (ValueError)
+    │   ├── UnknownKey              a key or name nobody knows (KeyError)
+    │   └── Conflict                same identity, other content (ValueError)
+    ├── PeerError                   the other side sent something we cannot take
+    │   ├── CorruptFrame            bytes that are truncated, altered, oversized or of an unknown version (ValueError)
+    │   ├── StepAborted             one rank or the plane failed, so every rank stops; `.step`, `.rank` (RuntimeError)
+    │   ├── Fenced                  this process belongs to a life that is over; restart it (RuntimeError)
+    │   └── PlaneLost               the plane did not answer in time (ConnectionError)
+    ├── StorageError                the disk refused or returned something else than was written (OSError)
+    │   ├── DiskFull                no room for what was put; nothing was kept, and it may be put again
+    │   └── CorruptFile             a file that is truncated, altered or of an unknown version
+    ├── AssetError                  an image, or what stands for it, cannot be used; `.status` and `.error_type`
+    │   ├── ImageRefused            bytes, a data: URI or a file that is not an image we take (CallerError, ValueError)
+    │   ├── InvalidReference        a reference that breaks the grammar or leads outside (PeerError, ValueError)
+    │   ├── IncompatibleAsset       made for another layout, grid or software version (PeerError, ValueError)
+    │   ├── MissingAsset            nothing under that id in this run (StorageError)
+    │   └── CorruptAsset            stored bytes that are not what their id says, or do not decode (CorruptFile)
+    └── FlowError                   nothing is wrong with the data; it cannot move now
+        ├── Overloaded              held bytes are at their limit; `.retry_after_s` (RuntimeError)
+        ├── Closed                  the table or connection was closed while you waited (RuntimeError)
+        └── WaitTimeout             the deadline passed; says what was waited for (TimeoutError)
+
+Each leaf is also the standard error a reader would expect, so `except ValueError` keeps working. Messages
+follow one form, `where: what was found; how to fix it`, and carry the values. Errors survive pickling by
+frameworks that ship exceptions between processes, because they hold nothing but their message.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose."""
+
+
+class CallerError(PenstockError):
+    """The caller passed something that cannot be taken; nothing of it was kept."""
+
+
+class InvalidInput(CallerError, ValueError):
+    """A value is wrong: names the record, the field, the value and the remedy."""
+
+
+class ConfigError(InvalidInput):
+    """A setting is wrong, or two settings cannot both hold."""
+
+
+class UnknownKey(CallerError, KeyError):
+    """A key or name that nobody knows."""
+
+    def __str__(self) -> str:
+        # KeyError shows repr(message); a sentence should read as a sentence.
+        return str(self.args[0]) if self.args else ""
+
+
+class Conflict(CallerError, ValueError):
+    """The same identity arrived with other content."""
+
+
+class PeerError(PenstockError):
+    """The other side sent something that cannot be taken."""
+
+
+class CorruptFrame(PeerError, ValueError):
+    """Bytes that are truncated, altered, larger than allowed or of an unknown version."""
+
+
+class StepAborted(PeerError, RuntimeError):
+    """One rank or the plane failed at a step, so every rank stops there."""
+
+    def __init__(self, message: str, step: int = 0, rank: int = -1) -> None:
+        super().__init__(message, step, rank)
+        self.step, self.rank = step, rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Fenced(PeerError, RuntimeError):
+    """This process belongs to a life of the run that is over."""
+
+
+class PlaneLost(PeerError, ConnectionError):
+    """The plane did not answer in time."""
+
+
+class StorageError(PenstockError, OSError):
+    """The disk refused, or returned something else than was written."""
+
+
+class DiskFull(StorageError):
+    """No room for what was put; nothing of it was kept, and it may be put again."""
+
+
+class CorruptFile(StorageError):
+    """A file that is truncated, altered or of an unknown version."""
+
+
+class AssetError(PenstockError):
+    """An image, or what stands for it, cannot be used; carries what an inference server answers with.
+
+    >>> error = InvalidReference("mmraw: 3 parts; must be 8", error_type="invalid_mm_raw_ref")
+    >>> error.status, error.answer()["error_type"]
+    (400, 'invalid_mm_raw_ref')
+    """
+
+    error_type = "invalid_mm_asset"
+    """The machine-readable name a client decides its retry on."""
+    missing: tuple[dict[str, str], ...] = ()
+    """What to send again in full: run_id, modality, mm_hash, fingerprint, and raw_image_id for source images."""
+
+    def __init__(self, message: str = "", *, error_type: str = "", missing: tuple[dict[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        if error_type:
+            self.error_type = error_type
+        if missing:
+            self.missing = missing
+
+    @property
+    def status(self) -> int:
+        """The HTTP status: 500 where our own storage failed, 400 where the request cannot be served as it is."""
+        return 500 if self.error_type.startswith(("missing_", "corrupt_")) else 400
+
+    def answer(self) -> dict[str, object]:
+        """The body of the answer: `{error_type, message, missing}`."""
+        return {"error_type": self.error_type, "message": str(self), "missing": list(self.missing)}
+
+
+class ImageRefused(AssetError, CallerError, ValueError):
+    """Bytes that are not an image we take: too large, cut short, of another type, or more than an image."""
+
+    error_type = "invalid_mm_image"
+
+
+class InvalidReference(AssetError, PeerError, ValueError):
+    """A reference that breaks the grammar, or a URL that leads outside the store."""
+
+    error_type = "invalid_mm_raw_ref"
+
+
+class IncompatibleAsset(AssetError, PeerError, ValueError):
+    """Made for another layout, grid or software version than the reader's."""
+
+    error_type = "incompatible_mm_raw_fingerprint"
+
+
+class MissingAsset(AssetError, StorageError):
+    """Nothing is stored under that id in this run."""
+
+    error_type = "missing_mm_raw_image"
+
+
+class CorruptAsset(AssetError, CorruptFile):
+    """Stored bytes that are not what their id says, or that do not decode."""
+
+    error_type = "corrupt_mm_raw_image"
+
+
+class FlowError(PenstockError):
+    """Nothing is wrong with the data; it cannot move now."""
+
+
+class Overloaded(FlowError, RuntimeError):
+    """Held bytes are at their limit: the trainer is slower than generation."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Closed(FlowError, RuntimeError):
+    """The table or connection was closed, possibly while the caller waited."""
+
+
+class WaitTimeout(FlowError, TimeoutError):
+    """The deadline passed; the message says what was waited for."""

@@ -1,0 +1,190 @@
+"""Limiters hold back inserts and samples so that generation and training keep pace.
+
+A limiter is a frozen rule over three numbers the table counts: items inserted, items sampled, items held.
+It owns no state, so there is nothing of it to save or to get out of step. `check` refuses, when the table is
+built, settings under which both sides would end up waiting for each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from penstock.errors import ConfigError
+
+_ROUNDING = 1e-6
+"""Bounds are compared with this slack, so that a ratio such as 0.1 cannot lock both sides by rounding."""
+
+
+@runtime_checkable
+class Limiter(Protocol):
+    """When an insert or a sample may go ahead."""
+
+    @property
+    def min_size(self) -> int:
+        """Items that must be held before anything is sampled."""
+
+    @property
+    def max_batch(self) -> int | None:
+        """The largest batch this rule can ever let pass; None: any."""
+
+    def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:
+        """Raise ConfigError for a table in which this rule would stop both sides.
+
+        `evicts`: a full table makes room by itself (it has a remover).
+        """
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:
+        """Whether one more item may come in."""
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:
+        """Whether `count` items may be sampled in one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinSize:
+    """Sampling waits until so many items are held; inserts never wait for sampling."""
+
+    min_size: int = 1
+
+    @property
+    def max_batch(self) -> int | None:
+        return None
+
+    def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:  # noqa: ARG002
+        _check_min_size(self, capacity)
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return True
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return held >= self.min_size
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """At most `size` items wait; an insert beyond that waits until one has left."""
+
+    size: int
+
+    @property
+    def min_size(self) -> int:
+        return 1
+
+    @property
+    def max_batch(self) -> int | None:
+        return self.size
+
+    def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:  # noqa: ARG002
+        if not 1 <= self.size <= capacity:
+            raise ConfigError(f"Queue: size {self.size} with capacity {capacity}; give 1 to capacity")
+        if max_times_sampled is None:
+            raise ConfigError(
+                f"Queue({self.size}): max_times_sampled is None, so items never leave and inserts would wait "
+                "for ever; give the number of uses"
+            )
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return held < self.size
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return held >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesPerInsert:
+    """Each item is sampled `ratio` times on average; whichever side runs ahead waits.
+
+    The balance is `inserted * ratio - sampled`. It may stray from `ratio * min_size` by `error_buffer` either
+    way: above, inserts wait; below, samples wait. While fewer than `min_size` items are held inserts always
+    pass, for nothing else can help.
+
+    >>> rule = SamplesPerInsert(ratio=2.0, min_size=4, error_buffer=4.0, batch_size=4)
+    >>> rule.may_insert(inserted=6, sampled=0, held=6)   # 7 * 2 - 0 = 14, over 8 + 4
+    False
+    """
+
+    ratio: float
+    """Samples per insert to aim at."""
+    min_size: int
+    """Items that must be held before anything is sampled."""
+    error_buffer: float
+    """How far the balance may stray, in samples."""
+    batch_size: int = 1
+    """The largest batch that will be asked for; batches are taken whole or not at all."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio < float("inf"):
+            raise ConfigError(f"SamplesPerInsert: ratio {self.ratio}; give a positive number")
+        if self.batch_size < 1:
+            raise ConfigError(f"SamplesPerInsert: batch_size {self.batch_size}; give 1 or more")
+        # A whole batch and one insert must fit between the bounds, or there is a balance at which neither
+        # does: with ratio 1, buffer 1 and batch 4 the balance stops at 2.
+        needed = max(1.0, self.ratio, (self.batch_size + self.ratio) / 2)
+        if not needed <= self.error_buffer < float("inf"):
+            raise ConfigError(
+                f"SamplesPerInsert: error_buffer {self.error_buffer} with ratio {self.ratio} and batch_size "
+                f"{self.batch_size}; give at least {needed}, or both sides would wait for each other"
+            )
+
+    @property
+    def max_batch(self) -> int | None:
+        return self.batch_size
+
+    def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:
+        _check_min_size(self, capacity)
+        if self.batch_size > capacity:
+            raise ConfigError(
+                f"SamplesPerInsert: batch_size {self.batch_size} with capacity {capacity}; such a "
+                "batch never comes together"
+            )
+        if self.min_size < self.batch_size:
+            raise ConfigError(
+                f"SamplesPerInsert: min_size {self.min_size} below batch_size {self.batch_size}; a table that "
+                "holds fewer items than a batch must still let inserts pass"
+            )
+        self._check_uses(capacity, max_times_sampled, evicts)
+
+    def _check_uses(self, capacity: int, uses: int | None, evicts: bool) -> None:
+        if uses is None:
+            return
+        if self.ratio > uses:
+            raise ConfigError(
+                f"SamplesPerInsert: ratio {self.ratio} above max_times_sampled {uses}; items leave before "
+                "they are sampled that often"
+            )
+        if evicts:
+            return
+        if self.ratio < uses:
+            raise ConfigError(
+                f"SamplesPerInsert: ratio {self.ratio} below max_times_sampled {uses} without a remover; the "
+                "table would fill and stop; give a remover or make the two equal"
+            )
+        # A full table has at least one use left per item, so the balance is at least the capacity.
+        lower = self.ratio * self.min_size - self.error_buffer
+        if capacity - self.batch_size < lower:
+            raise ConfigError(
+                f"SamplesPerInsert: a full table of {capacity} may still be held back (lower bound "
+                f"{lower}, batch_size {self.batch_size}) and has no remover; give a larger error_buffer or "
+                "capacity"
+            )
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:
+        if held < self.min_size:
+            return True
+        upper = self.ratio * self.min_size + self.error_buffer
+        return (inserted + 1) * self.ratio - sampled <= upper + _ROUNDING
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:
+        if held < self.min_size:
+            return False
+        lower = self.ratio * self.min_size - self.error_buffer
+        return inserted * self.ratio - sampled - count >= lower - _ROUNDING
+
+
+def _check_min_size(limiter: MinSize | SamplesPerInsert, capacity: int) -> None:
+    if not 1 <= limiter.min_size <= capacity:
+        raise ConfigError(
+            f"{type(limiter).__name__}: min_size {limiter.min_size} with capacity {capacity}; give 1 to "
+            "capacity, or nothing is ever sampled"
+        )

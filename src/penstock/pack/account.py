@@ -1,0 +1,197 @@
+"""The accounts of a step: every token, sample and micro-batch, counted from the plan that is carried out.
+
+Nothing here is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers
+must add up; the tests run it on every plan they make.
+
+    input = packed + truncated + dropped          for tokens and for trained tokens
+    computed = tokens + padding + dummies         for each rank, and in total
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.pack.bins import Items
+from penstock.pack.grid import Grid, Placed
+from penstock.pack.levels import Bound
+from penstock.pack.packing import Packing
+from penstock.pack.traits import Traits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What one rank computes in a step, or all of them together."""
+
+    tokens: int = 0
+    """Of samples."""
+    loss_tokens: int = 0
+    samples: int = 0
+    micro_batches: int = 0
+    """Dummies included."""
+    dummy_micro_batches: int = 0
+    max_micro_batch_tokens: int = 0
+    """Of the longest micro-batch, padding included."""
+    padding_tokens: int = 0
+    """Behind the samples of micro-batches that have samples."""
+    dummy_tokens: int = 0
+    """In micro-batches that have none."""
+    cost: float = 0.0
+    """Of everything computed, in the unit of the cost."""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.tokens + self.padding_tokens + self.dummy_tokens
+
+
+def add_counts(counts: Iterable[Counts]) -> Counts:
+    """Sums, and the maximum of the maxima."""
+    listed = list(counts)
+    sums = {name: sum(getattr(c, name) for c in listed) for name in Counts.__slots__}
+    sums["max_micro_batch_tokens"] = max((c.max_micro_batch_tokens for c in listed), default=0)
+    return Counts(**sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    num_ranks: int
+    rows: int
+    """Micro-batches per rank."""
+    micro_batch_max_tokens: int
+    """The cap as configured."""
+    total: Counts
+    ranks: dict[int, Counts]
+    """By rank: all of them in a plan, its own one in what a rank receives."""
+    input_samples: int
+    input_tokens: int
+    input_loss_tokens: int
+    truncated_samples: int
+    truncated_tokens: int
+    truncated_loss_tokens: int
+    dropped: dict[str, int]
+    """Samples not packed, by reason."""
+    dropped_tokens: int
+    dropped_loss_tokens: int
+    over_cap: int
+    """Samples beyond a cap, each alone in its micro-batch."""
+    sample_cost: float
+    """Of the samples alone, without padding, dummies and overhead."""
+    step_cost: float
+    """Sum over rows of the dearest micro-batch: what the step takes."""
+    lower_bound: float
+    """What no packing of these samples could go below."""
+    bound_by_longest_sample: bool
+    """True when single samples keep the other ranks waiting, however packed."""
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens of samples over the tokens that fit: ranks x rows x cap."""
+        room = self.num_ranks * self.rows * self.micro_batch_max_tokens
+        return self.total.tokens / room if room else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the ranks' time that goes into waiting, padding, dummies and overhead."""
+        return 1 - self.sample_cost / (self.num_ranks * self.step_cost) if self.step_cost else 0.0
+
+    @property
+    def least_waste(self) -> float:
+        """The same share at the lower bound."""
+        return 1 - self.sample_cost / (self.num_ranks * self.lower_bound) if self.lower_bound else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, with the derived numbers, as plain values."""
+        derived = {name: getattr(self, name) for name in ("efficiency", "waste", "least_waste")}
+        return {**asdict(self), **derived}
+
+    def metrics(self, rank: int) -> dict[str, float]:
+        """The numbers a training loop logs on one rank, flat."""
+        own = self.ranks[rank]
+        return {
+            "local_tokens": own.tokens,
+            "local_loss_tokens": own.loss_tokens,
+            "local_samples": own.samples,
+            "local_micro_batches": own.micro_batches,
+            "local_computed_tokens": own.computed_tokens,
+            "tokens": self.total.tokens,
+            "loss_tokens": self.total.loss_tokens,
+            "samples": self.total.samples,
+            "computed_tokens": self.total.computed_tokens,
+            "padding_tokens": self.total.padding_tokens,
+            "dummy_tokens": self.total.dummy_tokens,
+            "max_micro_batch_tokens": self.total.max_micro_batch_tokens,
+            "micro_batch_max_tokens": self.micro_batch_max_tokens,
+            "over_cap": self.over_cap,
+            "truncated_tokens": self.truncated_tokens,
+            "dropped_samples": sum(self.dropped.values()),
+            "efficiency": self.efficiency,
+            "waste": self.waste,
+            "least_waste": self.least_waste,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless the numbers add up; for tests, and cheap enough for every step."""
+        total = self.total
+        assert self.input_samples == total.samples + sum(self.dropped.values())
+        assert self.input_tokens == total.tokens + self.truncated_tokens + self.dropped_tokens
+        assert self.input_loss_tokens == total.loss_tokens + self.truncated_loss_tokens + self.dropped_loss_tokens
+        assert total.micro_batches == self.num_ranks * self.rows
+        assert total.loss_tokens <= total.tokens and total.dummy_micro_batches <= total.micro_batches
+        assert all(own.micro_batches == self.rows for own in self.ranks.values())
+        assert self.lower_bound <= self.step_cost * (1 + 1e-9) and self.efficiency >= 0 and -1e-9 <= self.waste < 1
+        if len(self.ranks) == self.num_ranks:
+            summed = add_counts(self.ranks[rank] for rank in sorted(self.ranks))
+            exact = [name for name in Counts.__slots__ if name != "cost"]
+            assert [getattr(summed, n) for n in exact] == [getattr(total, n) for n in exact]
+            assert abs(summed.cost - total.cost) <= 1e-9 * max(total.cost, 1.0)
+
+
+def account(
+    traits: Traits, items: Items, packing: Packing, grid: Grid, bounds: Sequence[Bound], dropped: Mapping[int, str]
+) -> Accounting:
+    """The accounts of a planned grid."""
+    lost = np.array(sorted(dropped), np.intp)
+    packed = np.setdiff1d(np.arange(len(traits)), lost)
+    trained = traits.kept_loss_tokens.tolist()
+    ranks = {rank: _count([row[rank] for row in grid], trained) for rank in range(packing.ranks)}
+    overhead = packing.cost.overhead
+    return Accounting(
+        num_ranks=packing.ranks,
+        rows=len(grid),
+        micro_batch_max_tokens=packing.cap,
+        total=add_counts(ranks.values()),
+        ranks=ranks,
+        input_samples=len(traits),
+        input_tokens=int(traits.lengths.sum()),
+        input_loss_tokens=int(traits.loss_tokens.sum()),
+        truncated_samples=int((traits.kept < traits.lengths)[packed].sum()),
+        truncated_tokens=int((traits.lengths - traits.kept)[packed].sum()),
+        truncated_loss_tokens=int((traits.loss_tokens - traits.kept_loss_tokens)[packed].sum()),
+        dropped=dict(Counter(dropped[i] for i in lost.tolist())),
+        dropped_tokens=int(traits.lengths[lost].sum()),
+        dropped_loss_tokens=int(traits.loss_tokens[lost].sum()),
+        over_cap=int(items.beyond_caps(packed).sum()),
+        sample_cost=float(items.cost_array[packed].sum()),
+        step_cost=sum(max(placed.cost for placed in row) for row in grid),
+        lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
+        bound_by_longest_sample=any(bound.by_longest for bound in bounds),
+    )
+
+
+def _count(column: Sequence[Placed], trained: Sequence[int]) -> Counts:
+    real = [placed for placed in column if not placed.dummy]
+    return Counts(
+        tokens=sum(placed.tokens for placed in real),
+        loss_tokens=sum(trained[i] for placed in real for i in placed.samples),
+        samples=sum(len(placed.samples) for placed in real),
+        micro_batches=len(column),
+        dummy_micro_batches=len(column) - len(real),
+        max_micro_batch_tokens=max((placed.padded for placed in column), default=0),
+        padding_tokens=sum(placed.padded - placed.tokens for placed in real),
+        dummy_tokens=sum(placed.padded for placed in column if placed.dummy),
+        cost=sum(placed.cost for placed in column),
+    )

@@ -1,0 +1,89 @@
+"""The grid of a step: for every row the micro-batch of every rank.
+
+Within a row the dearest micro-batch goes to the rank with the least to do so far, which evens out the ranks' totals
+as well. A rank left without one gets a dummy: a row of padding for text, and for images the shortest prefix of a
+sample that still holds an image, so that the vision tower runs on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.pack.bins import Bin, Items
+from penstock.pack.packing import Packing
+from penstock.pack.traits import TEXT, Traits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A micro-batch, planned."""
+
+    samples: Bin
+    """In input order; for a dummy at most the one it borrows from."""
+    tokens: int
+    """Of those samples."""
+    padded: int
+    """With padding."""
+    cost: float
+    dummy: bool
+    modality: int
+
+
+Grid: TypeAlias = list[list[Placed]]
+"""[rows][ranks]"""
+
+
+def planned(traits: Traits, items: Items, samples: Bin, packing: Packing) -> Placed:
+    """A micro-batch of these samples."""
+    tokens = sum(map(items.lengths.__getitem__, samples))
+    padded = packing.padded(tokens)
+    return Placed(
+        samples=sorted(samples),
+        tokens=tokens,
+        padded=padded,
+        cost=packing.cost.overhead + items.cost_of(samples) + _padding_cost(packing, padded - tokens),
+        dummy=False,
+        modality=int(traits.modality[samples].max()),
+    )
+
+
+def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> Placed:
+    """The cheapest micro-batch with which a rank can take part in rows of these samples."""
+    overhead = packing.cost.overhead
+    if traits.modality[ids].min() == TEXT:
+        # A class of text, or one that declared that its rows do not need images on every rank.
+        padded = packing.padded(0)
+        cost = overhead + _padding_cost(packing, padded)
+        return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
+    costs = packing.cost.of_samples(traits.stub[ids], traits.stub_patches[ids])
+    i = int(ids[np.argmin(costs)])
+    tokens = int(traits.stub[i])
+    padded = packing.padded(tokens)
+    return Placed(
+        samples=[i],
+        tokens=tokens,
+        padded=padded,
+        cost=overhead + float(costs.min()) + _padding_cost(packing, padded - tokens),
+        dummy=True,
+        modality=int(traits.modality[i]),
+    )
+
+
+def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Placed]:
+    """The row by rank; `loads` is what each rank has so far and is brought up to date."""
+    by_load = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
+    out = [dummy] * len(loads)
+    for rank, micro_batch in zip(by_load, sorted(row, key=lambda p: -p.cost), strict=False):
+        out[rank] = micro_batch
+    for rank, micro_batch in enumerate(out):
+        loads[rank] += micro_batch.cost
+    return out
+
+
+def _padding_cost(packing: Packing, padding: int) -> float:
+    return packing.cost.per_token * padding + packing.cost.per_token_squared * padding * padding

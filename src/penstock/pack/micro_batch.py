@@ -1,0 +1,122 @@
+"""A micro-batch: the columns of one forward pass, where its samples lie in it, and nothing inferred.
+
+token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding
+position_ids       0  1  2   0   0  1  0 1
+sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary
+sample_count       3                             the last segment is padding, not part of c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import Array
+from penstock.arrays.images import ImageSpan
+from penstock.errors import UnknownKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Which sample each segment is; padding and dummies are not in here. One entry per sample."""
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    envs: tuple[str, ...]
+    modes: tuple[str, ...]
+    policy_versions: NDArray[np.int64]
+    source_offsets: NDArray[np.int64]
+    """First token taken from the sample."""
+    offsets: NDArray[np.int64]
+    """Where it stands in the micro-batch."""
+    lengths: NDArray[np.int64]
+    """How many tokens were taken."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one rank computes at one micro-batch index."""
+
+    columns: dict[str, Array]
+    """[T, ...] by name, in table order, position_ids last; every column has all T tokens."""
+    sequence_lengths: NDArray[np.int32]
+    """[segments] the only boundaries; padding is a segment of its own, the last."""
+    segments: Segments
+    images: tuple[ImageSpan, ...]
+    """Images in token order, their spans in the micro-batch's token space."""
+    modality: str
+    """text, image or video: the same on every rank at this index, unless modalities were declared to mix."""
+    run: str
+    """The run or adapter; one per micro-batch."""
+    is_dummy: bool
+    """True when it only keeps the ranks in step: no sample, no loss."""
+
+    def __getitem__(self, name: str) -> Array:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise UnknownKey(f"micro-batch has no column {name!r}; it has {', '.join(self.columns)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of samples and padding."""
+        return len(self.columns["token_ids"])
+
+    @property
+    def sample_count(self) -> int:
+        return len(self.segments)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of samples: the first ones of the micro-batch."""
+        return int(self.segments.lengths.sum())
+
+    @property
+    def padding(self) -> int:
+        """Tokens of no sample: the last ones of the micro-batch, or all of a dummy."""
+        return self.num_tokens - self.sample_tokens
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.columns["loss_mask"]))
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """[segments + 1] where segments start, as variable-length attention takes it."""
+        out = np.zeros(len(self.sequence_lengths) + 1, np.int32)
+        np.cumsum(self.sequence_lengths, out=out[1:])
+        return out
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of all columns, boundaries and sample ids: equal digests, equal micro-batches."""
+        state = xxhash.xxh3_128()
+        arrays: Mapping[str, NDArray[Any]] = {
+            **self.columns,
+            "sequence_lengths": self.sequence_lengths,
+            "source_offsets": self.segments.source_offsets,
+        }
+        for name, array in arrays.items():
+            state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
+            state.update(np.ascontiguousarray(array).data)
+        facts = (self.segments.ids, self.run, self.modality, self.is_dummy, [(i.hash, i.offset) for i in self.images])
+        state.update(repr(facts).encode())
+        return state.hexdigest()
+
+    def __repr__(self) -> str:
+        what = "dummy" if self.is_dummy else f"{self.sample_count} samples"
+        return f"MicroBatch({what}, {self.num_tokens} tokens, {self.loss_tokens} trained, {self.modality})"

@@ -1,0 +1,164 @@
+"""Which sample goes into which micro-batch of which rank, from lengths and keys alone.
+
+Samples are sorted into classes of rows (one modality each) and, within a class, into keys (one run, with or without
+routed experts) that never share a micro-batch. Each class is packed into rows (`rows`), and each row is dealt to the
+ranks (`grid`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.errors import InvalidInput
+from penstock.pack.account import Accounting, account
+from penstock.pack.bins import Items
+from penstock.pack.grid import Grid, Placed, cheapest_dummy, place, planned
+from penstock.pack.levels import Bound, lower_bound
+from penstock.pack.packing import Packing
+from penstock.pack.rows import rows_of
+from penstock.pack.share import Plan, Share
+from penstock.pack.totals import Totals, count_totals
+from penstock.pack.traits import MODALITIES, TERMS, Traits
+
+UNPACKABLE = "unpackable"
+"""Reason of a sample that begins with an image longer than seq_len."""
+
+# Filling these with 0.0 would say "probability 1": a wrong gradient, and nobody would notice.
+ALL_OR_NONE = {"logprobs": ("rl", "opd"), "teacher_logprobs": ("opd",)}
+
+
+def plan(traits: Traits, packing: Packing) -> Plan:
+    """Plan a step. Deterministic: the same traits and settings give the same plan, in any process."""
+    dropped = {int(i): UNPACKABLE for i in np.flatnonzero(traits.kept == 0)}
+    packed = np.flatnonzero(traits.kept > 0)
+    if dropped and not len(packed):
+        _raise_nothing_left(traits, packing)
+    check_columns(traits)
+    costs = packing.cost.of_samples(traits.kept, traits.patches)
+    items = Items.of(traits.kept, costs, packing.caps, traits.patches)
+    if packing.over_cap == "strict":
+        _raise_over_cap(traits, items, packed, packing)
+    grid, bounds = _grid(traits, items, _classes(traits, packed, packing), packing)
+    totals = count_totals(traits, packed)
+    accounting = account(traits, items, packing, grid, bounds, dropped)
+    columns = _columns(traits, packed)
+    return Plan(
+        shares=tuple(
+            _share(rank, [row[rank] for row in grid], traits, columns, packing.pad_id, totals, accounting)
+            for rank in range(packing.ranks)
+        ),
+        dropped=dropped,
+        totals=totals,
+        accounting=accounting,
+    )
+
+
+def check_columns(traits: Traits) -> None:
+    """Raise when only some of the samples that need a column have it."""
+    trained = traits.kept_loss_tokens > 0
+    for name, modes in ALL_OR_NONE.items():
+        if name not in traits.has:
+            continue
+        asked = trained & np.fromiter((mode in modes for mode in traits.mode), np.bool_, len(traits))
+        missing = np.flatnonzero(asked & ~traits.has[name])
+        have = int(asked.sum()) - len(missing)
+        if len(missing) and have:
+            names = ", ".join(repr(traits.ids[i]) for i in missing[:5].tolist())
+            raise InvalidInput(
+                f"samples {names}{' and others' if len(missing) > 5 else ''}: no {name}, which {have} other trained "
+                f"samples of mode {' or '.join(modes)} have; record them for all of these, or for none"
+            )
+
+
+def _raise_nothing_left(traits: Traits, packing: Packing) -> None:
+    names = ", ".join(repr(name) for name in traits.ids[:3])
+    raise InvalidInput(
+        f"samples {names}: none of {len(traits)} can be packed, each begins with an image that does not fit "
+        f"seq_len {packing.seq_len}; raise seq_len or use smaller images"
+    )
+
+
+def _raise_over_cap(traits: Traits, items: Items, packed: NDArray[np.intp], packing: Packing) -> None:
+    beyond = packed[items.beyond_caps(packed)]
+    if len(beyond):
+        i = int(beyond[0])
+        raise InvalidInput(
+            f"sample {traits.ids[i]!r}: {traits.kept[i]} tokens and {traits.patches[i]} patches in a micro-batch of at "
+            f"most {packing.caps.tokens} tokens and {packing.max_patches or 'any number of'} patches; raise the cap, "
+            "lower seq_len, or pass over_cap='soft'"
+        )
+
+
+def _columns(traits: Traits, packed: NDArray[np.intp]) -> tuple[str, ...]:
+    """Columns of every micro-batch: those that any sample of the step has.
+
+    Of the step, not of the micro-batch: a training loop that asks whether a column is there must take the same
+    branch on every rank, or a collective in it hangs.
+    """
+    present = {name for name, has in traits.has.items() if has[packed].any()}
+    if {traits.mode[i] for i in packed.tolist()} - {"rl"}:
+        present |= set(TERMS)
+    return tuple(name for name in TOKEN_COLUMNS if name in present)
+
+
+def _classes(traits: Traits, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
+    """Samples by class of rows and, within it, by key; images before text, as the largest allocations."""
+    routed = traits.has.get("routed_experts", np.zeros(len(traits), np.bool_)).tolist()
+    class_of = [-packing.modalities.class_of(modality) for modality in range(len(MODALITIES))]
+    modality = traits.modality.tolist()
+    classes: dict[tuple[int, str], dict[tuple[str, bool], list[int]]] = {}
+    for i in packed.tolist():
+        run = traits.run[i]
+        row_key = (class_of[modality[i]], run if packing.rows_by == "run" else "")
+        classes.setdefault(row_key, {}).setdefault((run, routed[i]), []).append(i)
+    return [[np.array(classes[row][key], np.intp) for key in sorted(classes[row])] for row in sorted(classes)]
+
+
+def _grid(
+    traits: Traits, items: Items, classes: Sequence[Sequence[NDArray[np.intp]]], packing: Packing
+) -> tuple[Grid, list[Bound]]:
+    grid: Grid = []
+    bounds: list[Bound] = []
+    loads = [0.0] * packing.ranks
+    for keys in classes:
+        members = np.concatenate(keys)
+        bounds.append(lower_bound(items, members, packing.ranks))
+        dummy = cheapest_dummy(traits, members, packing)
+        for row in rows_of(items, keys, packing.ranks, packing.cost.overhead):
+            grid.append(place([planned(traits, items, b, packing) for b in row], dummy, loads))
+    return grid, bounds
+
+
+def _share(
+    rank: int,
+    column: Sequence[Placed],
+    traits: Traits,
+    columns: tuple[str, ...],
+    pad_id: int,
+    totals: Totals,
+    accounting: Accounting,
+) -> Share:
+    order = np.array([i for placed in column for i in placed.samples], np.int32)
+    cuts = traits.kept[order].astype(np.int32)
+    starts = np.zeros(len(column) + 1, np.int32)
+    np.cumsum([len(placed.samples) for placed in column], out=starts[1:])
+    for m, placed in enumerate(column):
+        if placed.dummy and placed.samples:
+            cuts[starts[m]] = placed.tokens
+    return Share(
+        rank=rank,
+        order=order,
+        cuts=cuts,
+        starts=starts,
+        padded=np.array([placed.padded for placed in column], np.int32),
+        dummy=np.array([placed.dummy for placed in column], np.bool_),
+        modality=np.array([placed.modality for placed in column], np.uint8),
+        columns=columns,
+        pad_id=pad_id,
+        totals=totals,
+        accounting=accounting,
+    )

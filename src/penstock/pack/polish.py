@@ -1,0 +1,58 @@
+"""Exchanges inside a row that lower its maximum.
+
+Longest-first leaves bins uneven by about one short sample. Where bins hold many samples, exchanging one between the
+dearest and the cheapest bin of a row brings that down to next to nothing; where they hold few, hardly anything is
+gained (0.1 %), and nothing is tried.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from penstock.pack.bins import Bin, Items
+
+ENOUGH_PER_BIN = 6
+CLOSE_ENOUGH = 5e-5
+
+
+def polish_row(items: Items, row: Sequence[Bin], keys: Sequence[int]) -> None:
+    """Lower the dearest bin of the row, in place, while an exchange with the cheapest bin of its key does that."""
+    costs = [items.cost_of(b) for b in row]
+    goal = sum(costs) / len(costs) * (1 + CLOSE_ENOUGH)
+    places: dict[int, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    for _ in range(4 * len(row)):
+        top = max(range(len(row)), key=costs.__getitem__)
+        low = min(places[keys[top]], key=costs.__getitem__)
+        moved = _exchange(items, row[top], row[low], costs[top] - costs[low]) if costs[top] > goal else 0.0
+        if moved == 0.0:
+            return
+        costs[top] -= moved
+        costs[low] += moved
+
+
+def _exchange(items: Items, dear: Bin, cheap: Bin, gap: float) -> float:
+    """Exchange the pair that comes closest to halving the gap; the cost that moved, 0 when no pair helps."""
+    costs, lengths, patches = items.costs, items.lengths, items.patches
+    rooms = [items.caps.tokens - sum(map(lengths.__getitem__, b)) for b in (dear, cheap)]
+    patch_rooms = [items.caps.patches - sum(map(patches.__getitem__, b)) for b in (dear, cheap)]
+    offers = sorted((costs[j], j) for j in cheap)
+    # A miss of half the gap would only swap the two bins' costs.
+    best, pair = gap / 2 * (1 - 1e-9), None
+    for i in dear:
+        at = bisect_left(offers, (costs[i] - gap / 2, -1))
+        for cost, j in offers[max(at - 1, 0) : at + 1]:
+            miss = abs(costs[i] - cost - gap / 2)
+            if (
+                miss < best
+                and -rooms[0] <= lengths[i] - lengths[j] <= rooms[1]
+                and -patch_rooms[0] <= patches[i] - patches[j] <= patch_rooms[1]
+            ):
+                best, pair = miss, (i, j)
+    if pair is None:
+        return 0.0
+    i, j = pair
+    dear[dear.index(i)], cheap[cheap.index(j)] = j, i
+    return costs[i] - costs[j]

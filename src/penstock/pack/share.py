@@ -1,0 +1,162 @@
+"""A plan, and each rank's share of it: which samples, in which order, cut where, in which micro-batch.
+
+A share holds indices and lengths, no tokens: about nine bytes per sample. It can be filled from all samples of the
+step, or, after `relative`, from only those the rank received; the micro-batches are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CorruptFrame
+from penstock.pack.account import Accounting
+from penstock.pack.totals import Totals
+from penstock.pack.traits import MODALITIES
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of a plan."""
+
+    rank: int
+    order: NDArray[np.int32]
+    """[segments] the sample of each segment, micro-batch after micro-batch."""
+    cuts: NDArray[np.int32]
+    """[segments] how many of its leading tokens are taken."""
+    starts: NDArray[np.int32]
+    """[micro_batches + 1] where each micro-batch starts in `order`."""
+    padded: NDArray[np.int32]
+    """[micro_batches] tokens with padding."""
+    dummy: NDArray[np.bool_]
+    """[micro_batches] True where the segments are borrowed to keep ranks in step, and nothing is trained."""
+    modality: NDArray[np.uint8]
+    """[micro_batches] index into MODALITIES."""
+    columns: tuple[str, ...]
+    """Columns of every micro-batch of the step, whichever samples are in it."""
+    pad_id: int
+    totals: Totals
+    accounting: Accounting
+
+    def __len__(self) -> int:
+        return len(self.padded)
+
+    @property
+    def needs(self) -> NDArray[np.intp]:
+        """The samples this rank needs, ascending: what to send it."""
+        return np.unique(self.order).astype(np.intp)
+
+    def relative(self) -> Share:
+        """The same share for a rank that holds `samples.take(share.needs)` only."""
+        return replace(self, order=np.searchsorted(self.needs, self.order).astype(np.int32))
+
+    def only(self, index: int) -> Share:
+        """The share with one micro-batch of it."""
+        a, b = int(self.starts[index]), int(self.starts[index + 1])
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            order=self.order[a:b],
+            cuts=self.cuts[a:b],
+            starts=np.array([0, b - a], np.int32),
+            padded=self.padded[one],
+            dummy=self.dummy[one],
+            modality=self.modality[one],
+        )
+
+    def to_bytes(self) -> bytes:
+        """The share as msgpack; `from_bytes` gives it back."""
+        own = replace(self.accounting, ranks={self.rank: self.accounting.ranks[self.rank]})
+        return msgspec.msgpack.encode(
+            _Wire(
+                version=VERSION,
+                rank=self.rank,
+                order=self.order.astype("<i4").tobytes(),
+                cuts=self.cuts.astype("<i4").tobytes(),
+                starts=self.starts.astype("<i4").tobytes(),
+                padded=self.padded.astype("<i4").tobytes(),
+                dummy=self.dummy.tobytes(),
+                modality=self.modality.tobytes(),
+                columns=self.columns,
+                pad_id=self.pad_id,
+                totals=self.totals,
+                accounting=own,
+            )
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> Share:
+        """A share from bytes; nothing larger than the bytes themselves is allocated."""
+        try:
+            wire = msgspec.msgpack.decode(data, type=_Wire)
+            share = Share(
+                rank=wire.rank,
+                order=np.frombuffer(wire.order, "<i4").astype(np.int32),
+                cuts=np.frombuffer(wire.cuts, "<i4").astype(np.int32),
+                starts=np.frombuffer(wire.starts, "<i4").astype(np.int32),
+                padded=np.frombuffer(wire.padded, "<i4").astype(np.int32),
+                dummy=np.frombuffer(wire.dummy, np.uint8) != 0,
+                modality=np.frombuffer(wire.modality, np.uint8),
+                columns=wire.columns,
+                pad_id=wire.pad_id,
+                totals=wire.totals,
+                accounting=wire.accounting,
+            )
+        except (msgspec.DecodeError, ValueError) as error:
+            raise CorruptFrame(f"share: {error}; the sender and this reader disagree, or bytes were lost") from None
+        _check(share, wire.version)
+        return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every sample of a step goes."""
+
+    shares: tuple[Share, ...]
+    """By rank."""
+    dropped: dict[int, str]
+    """Samples that cannot be packed, with the reason."""
+    totals: Totals
+    accounting: Accounting
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    version: int
+    rank: int
+    order: bytes
+    cuts: bytes
+    starts: bytes
+    padded: bytes
+    dummy: bytes
+    modality: bytes
+    columns: tuple[str, ...]
+    pad_id: int
+    totals: Totals
+    accounting: Accounting
+
+
+def _check(share: Share, version: int) -> None:
+    count, starts = len(share.padded), share.starts.astype(np.int64)
+    sound = (
+        len(share.order) == len(share.cuts)
+        and len(starts) == count + 1
+        and len(share.dummy) == len(share.modality) == count
+        and starts[0] == 0
+        and starts[-1] == len(share.order)
+        and bool((np.diff(starts) >= 0).all())
+        and bool((share.cuts > 0).all() and (share.order >= 0).all() and (share.padded > 0).all())
+        and bool((share.modality < len(MODALITIES)).all())
+    )
+    if version != VERSION or not sound:
+        raise CorruptFrame(
+            f"share: version {version}, {len(share.order)} segments in {count} micro-batches that do not add up; "
+            f"expected version {VERSION} and consistent arrays"
+        )
+    taken = np.concatenate(([0], np.cumsum(share.cuts, dtype=np.int64)))[starts]
+    if (np.diff(taken) > share.padded).any():
+        raise CorruptFrame("share: a micro-batch is shorter than its segments; bytes were altered")

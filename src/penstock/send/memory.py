@@ -1,0 +1,98 @@
+"""Messages within one process: the simplest carrier, and the one that reads as the specification."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+
+from penstock.errors import Closed
+from penstock.send.carrier import Envelope
+from penstock.send.coordinator import Peer
+from penstock.send.messages import Buffer, Frames
+
+
+class MemoryPlane:
+    """The plane's end; `connect` makes clients."""
+
+    poll_s: float | None = None
+
+    def __init__(self) -> None:
+        self._inbox: deque[tuple[Peer, Buffer, Frames]] = deque()
+        self._clients: dict[Peer, MemoryClient] = {}
+        self._numbers = itertools.count(1)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return "memory:"
+
+    def connect(self) -> MemoryClient:
+        client = MemoryClient(self, f"memory-{next(self._numbers)}")
+        self._clients[client.name] = client
+        return client
+
+    def pollable(self) -> int:
+        return self._event
+
+    def deliver(self, peer: Peer, header: bytes, frames: Frames) -> None:
+        """A client's message; called from the client's thread."""
+        if self._closed:
+            raise Closed("the plane in this process was closed")
+        self._inbox.append((peer, header, frames))
+        os.eventfd_write(self._event, 1)
+
+    def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            return []
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+        client = self._clients.get(peer)
+        if client is not None:
+            client.put(header, frames)
+
+    def forget(self, peer: Peer) -> None:
+        self._clients.pop(peer, None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._event)
+
+
+class MemoryClient:
+    """A client's end."""
+
+    def __init__(self, plane: MemoryPlane, name: str) -> None:
+        self.name = name
+        self._plane = plane
+        self._inbox: deque[Envelope] = deque()
+        self._ready = threading.Condition()
+        self._woken = False
+
+    def send(self, header: bytes, frames: Frames = ()) -> None:
+        self._plane.deliver(self.name, header, frames)
+
+    def put(self, header: bytes, frames: Frames) -> None:
+        with self._ready:
+            self._inbox.append((header, frames))
+            self._ready.notify()
+
+    def receive(self, timeout_s: float) -> Envelope | None:
+        with self._ready:
+            self._ready.wait_for(lambda: self._inbox or self._woken, timeout_s)
+            self._woken = False
+            return self._inbox.popleft() if self._inbox else None
+
+    def wake(self) -> None:
+        with self._ready:
+            self._woken = True
+            self._ready.notify()
+
+    def close(self) -> None:
+        self._plane.forget(self.name)

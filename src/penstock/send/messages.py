@@ -1,0 +1,241 @@
+"""What the plane, the ranks and the producers say to each other: small typed records, payloads beside them.
+
+A message is a msgpack header and a list of payload buffers. Payloads are frames (penstock.encode) and are
+never copied into the header. Fields are only ever appended; readers ignore what they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import xxhash
+
+from penstock.errors import CorruptFrame
+
+SCHEMA = 1
+MAX_HEADER = 1 << 24
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Frames: TypeAlias = Sequence[Buffer]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    pass
+
+
+# ------------------------------------------------------------------ from a rank
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """A process of the trainer joins, or comes back after the connection or the plane was lost."""
+
+    run: str
+    rank: int
+    world: int
+    """Number of data ranks."""
+    replica: int
+    """Which of the processes that share this data rank (tensor or context parallel)."""
+    replicas: int
+    incarnation: str
+    """New for every start of the process: tells a restart from a reconnect."""
+    session: int
+    """0 for a process that just started; else the session it belongs to."""
+    step: int
+    """The first step it wants."""
+    schema: int = SCHEMA
+
+
+class Request(_Message, frozen=True, tag="request"):
+    session: int
+    step: int
+
+
+class Received(_Message, frozen=True, tag="received"):
+    session: int
+    step: int
+    digest: str
+
+
+class Commit(_Message, frozen=True, tag="commit"):
+    session: int
+    step: int
+    policy_version: int | None = None
+
+
+class Report(_Message, frozen=True, tag="report"):
+    """Priorities of groups and numbers about samples, by id."""
+
+    session: int
+    step: int
+    priorities: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+
+
+class Fail(_Message, frozen=True, tag="fail"):
+    """Something went wrong on this rank: every rank must know."""
+
+    session: int
+    step: int
+    reason: str
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    session: int
+
+
+class Bye(_Message, frozen=True, tag="bye"):
+    """A clean end: this process wants nothing more."""
+
+    session: int
+
+
+# ------------------------------------------------------------------ from the plane to a rank
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    epoch: int
+    session: int
+    ready: bool
+    """Whether all processes of the session have joined."""
+    step: int
+    """The next step that is not committed."""
+
+
+class Deliver(_Message, frozen=True, tag="deliver"):
+    """A step for one rank; its payload is the rank's samples."""
+
+    run: str
+    epoch: int
+    session: int
+    step: int
+    rank: int
+    world: int
+    digest: str
+    """xxh3-128 of plan and payload."""
+    plan: bytes
+    """The rank's part of the plan, and the step's global numbers."""
+    schema: int = SCHEMA
+
+
+class Committed(_Message, frozen=True, tag="committed"):
+    epoch: int
+    session: int
+    step: int
+
+
+class Aborted(_Message, frozen=True, tag="aborted"):
+    """The session is over for everybody: which rank, at which step, why."""
+
+    epoch: int
+    session: int
+    step: int
+    rank: int
+    reason: str
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """This peer cannot take part: says what does not match, with both values."""
+
+    epoch: int
+    reason: str
+
+
+class Unknown(_Message, frozen=True, tag="unknown"):
+    """The plane does not know this process (any more): it should say hello."""
+
+    epoch: int
+
+
+class Pulse(_Message, frozen=True, tag="pulse"):
+    """The plane lives, and says what it waits for."""
+
+    epoch: int
+    session: int
+    waiting_for: str
+
+
+# ------------------------------------------------------------------ producers and onlookers
+
+
+class Put(_Message, frozen=True, tag="put"):
+    """A group; its payload is one frame."""
+
+    ticket: int
+    """Chosen by the sender, returned with the answer."""
+    run: str
+    group: str
+    producer: str = ""
+
+
+class Discard(_Message, frozen=True, tag="discard"):
+    """Samples that were generated and filtered out before they became a group."""
+
+    ticket: int
+    reason: str
+    samples: int
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    ticket: int
+    duplicate: bool = False
+
+
+class Rejected(_Message, frozen=True, tag="rejected"):
+    ticket: int
+    kind: str
+    """The error's name: InvalidInput, Conflict, Overloaded, DiskFull, ..."""
+    reason: str
+    retry_after_s: float = 0.0
+
+
+class Ask(_Message, frozen=True, tag="ask"):
+    ticket: int
+
+
+class Status(_Message, frozen=True, tag="status"):
+    ticket: int
+    text: bytes
+    """JSON."""
+
+
+FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
+FromClient: TypeAlias = FromRank | Put | Discard | Ask
+FromPlane: TypeAlias = (
+    Welcome | Deliver | Committed | Aborted | Refused | Unknown | Pulse | Accepted | Rejected | Status
+)
+
+_PACK = msgspec.msgpack.Encoder()
+_TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPlane)
+
+
+def pack_message(message: FromClient | FromPlane) -> bytes:
+    """A checksum and the message: not every path between two hosts keeps bytes as they were."""
+    body = _PACK.encode(message)
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def read_from_client(header: Buffer) -> FromClient:
+    """The message a producer or rank sent; CorruptFrame for anything else."""
+    try:
+        return _TO_PLANE.decode(_checked(header))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptFrame(f"message: {error}") from None
+
+
+def read_from_plane(header: Buffer) -> FromPlane:
+    """The message the plane sent; CorruptFrame for anything else."""
+    try:
+        return _TO_CLIENT.decode(_checked(header))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptFrame(f"message: {error}") from None
+
+
+def _checked(header: Buffer) -> memoryview:
+    view = memoryview(header)
+    if not 8 < len(view) <= MAX_HEADER:
+        raise CorruptFrame(f"message: a header of {len(view)} bytes; from 9 to {MAX_HEADER} are allowed")
+    if xxhash.xxh3_64_digest(view[8:]) != view[:8]:
+        raise CorruptFrame("message: checksum does not match; the bytes were altered on the way")
+    return view[8:]

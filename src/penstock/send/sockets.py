@@ -1,0 +1,181 @@
+"""Messages over ZeroMQ: one point-to-point connection per process, over tcp or ipc.
+
+ROUTER on the plane, DEALER at each client. Never PUB/SUB: that drops without a word when a subscriber is slow
+or late. Payloads are handed to ZeroMQ without a copy. Beyond the loopback interface CURVE keys are required:
+see `keys.py` and docs/security.md.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+
+import zmq
+
+from penstock.errors import ConfigError
+from penstock.send.carrier import Envelope
+from penstock.send.coordinator import Peer
+from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.send.messages import Buffer, Frames
+
+MAX_MESSAGE = 2**31 - 1
+_NO_COPY_FROM = 1 << 16
+"""Below this, copying is cheaper than keeping track of the buffer."""
+_URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
+_QUEUE = 256
+
+
+def check_url(url: str, *, secured: bool) -> None:
+    """Refuse what is not an address, and addresses that other hosts can reach when there are no keys."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"address {url!r}: must be tcp://HOST:PORT or ipc://PATH")
+    host = match["host"]
+    if host is None or secured or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"address {url!r}: other hosts can reach it, and there are no keys; make some with "
+            "`penstock keys DIR` and pass keys=DIR, or use 127.0.0.1"
+        )
+
+
+class SocketPlane:
+    """The plane's end."""
+
+    poll_s: float | None = None
+
+    def __init__(self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None) -> None:
+        check_url(url, secured=keys is not None)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
+        self._guard = guard(self._context, self._socket, keys) if keys else None
+        try:
+            self._socket.bind(url)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"address {url!r}: {error}; is another plane running there?") from None
+        self._url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._url.startswith("ipc://"):
+            os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
+        if keys:
+            try:
+                refuse_strangers(self._url, keys)
+            except Exception:
+                self.close()
+                raise
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def pollable(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
+        got: list[tuple[Peer, Buffer, Frames]] = []
+        while len(got) < _QUEUE:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            if len(parts) >= 2:
+                got.append((parts[0].bytes, parts[1].buffer, [part.buffer for part in parts[2:]]))
+        return got
+
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+        assert isinstance(peer, bytes)
+        try:
+            _send(self._socket, [peer, header], frames)
+        except zmq.ZMQError as error:
+            # Gone, or so slow that its queue is full: it asks again when it can.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        self._socket.close(linger=200)
+        self._context.term()
+
+
+class SocketClient:
+    """A client's end."""
+
+    def __init__(self, url: str, *, keys: ClientKeys | None = None) -> None:
+        check_url(url, secured=keys is not None)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
+        if keys:
+            keys.apply(self._socket)
+        self._socket.connect(url)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._event, zmq.POLLIN)
+
+    def send(self, header: bytes, frames: Frames = ()) -> None:
+        try:
+            _send(self._socket, [header], frames)
+        except zmq.Again:
+            return  # the plane is away and the queue full; the protocol asks again
+
+    def receive(self, timeout_s: float) -> Envelope | None:
+        got = self._take()
+        if got is None and self._poller.poll(int(max(timeout_s, 0) * 1000)):
+            got = self._take()
+            if got is None:
+                try:
+                    os.eventfd_read(self._event)
+                except BlockingIOError:
+                    return None
+        return got
+
+    def _take(self) -> Envelope | None:
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return parts[0].buffer, [part.buffer for part in parts[1:]]
+
+    def wake(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def close(self) -> None:
+        self._socket.close(linger=500)
+        self._context.term()
+        os.close(self._event)
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _send(socket: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
+    if not frames:
+        socket.send_multipart(head, zmq.NOBLOCK)
+        return
+    for part in head:
+        socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+    for i, frame in enumerate(frames):
+        more = zmq.SNDMORE if i + 1 < len(frames) else 0
+        socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NO_COPY_FROM)

@@ -1,0 +1,248 @@
+"""The plane's loop: one thread that listens on all carriers and lets engine and coordinator do the work.
+
+Each turn takes everything that has arrived, writes all of it with one sync, answers, plans what was asked for, and
+looks at the clock. Nothing is done on a timer that a message could have announced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from penstock.errors import CorruptFrame, DiskFull, Overloaded, PenstockError
+from penstock.send.carrier import PlaneCarrier
+from penstock.send.coordinator import (
+    Coordinator,
+    Effect,
+    Peer,
+    Phase,
+    Reported,
+    Resume,
+    Send,
+    StepCommitted,
+    StepReceived,
+)
+from penstock.send.messages import (
+    Accepted,
+    Ask,
+    Buffer,
+    Discard,
+    Frames,
+    FromPlane,
+    Put,
+    Rejected,
+    Status,
+    pack_message,
+    read_from_client,
+)
+from penstock.serve.engine import Engine, Outcome
+from penstock.serve.log import Log
+from penstock.serve.settings import PlaneSettings
+
+logger = logging.getLogger("penstock.plane")
+_RETRY_S = 1.0
+
+
+class Server:
+    """A plane at work. `run` in a process or thread of its own; `stop` from anywhere."""
+
+    def __init__(
+        self,
+        settings: PlaneSettings,
+        log: Log,
+        carriers: Sequence[PlaneCarrier],
+        *,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings = settings
+        self.engine = Engine(settings, log)
+        self.coordinator = Coordinator(
+            run=settings.run,
+            ranks=settings.packing.ranks,
+            replicas=settings.replicas,
+            epoch=log.epoch,
+            session=log.meta("session", 0),
+            next_step=self.engine.next_step,
+            last_step=self.engine.last_step,
+            timeouts=settings.timeouts,
+        )
+        self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
+        self._poller = zmq.Poller()
+        for carrier in self._carriers:
+            pollable = carrier.pollable()
+            if pollable is not None:
+                self._poller.register(pollable, zmq.POLLIN)
+        self._stopping = threading.Event()
+        self._retry_at = 0.0
+        self._started = time.monotonic()
+        self.failure: BaseException | None = None
+        """What ended the loop, if anything did."""
+
+    @property
+    def urls(self) -> list[str]:
+        return [carrier.url for carrier in self._carriers]
+
+    def run(self) -> None:
+        """Work until `stop`; whatever goes wrong beyond repair ends the plane and is told to every rank."""
+        try:
+            while not self._stopping.is_set():
+                self._poller.poll(int(self._patience_s() * 1000))
+                self.turn(time.monotonic())
+        except BaseException as error:
+            self.failure = error
+            self._carry_out(self.coordinator.fail(f"the plane ended: {error}"))
+            raise
+        finally:
+            for carrier in self._carriers:
+                carrier.close()
+            self._log.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: until the next look at the clock, or at a carrier that cannot call."""
+        looks = [carrier.poll_s for carrier in self._carriers if carrier.poll_s is not None]
+        return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
+
+    def turn(self, now: float) -> None:
+        """One turn of the loop."""
+        for carrier in self._carriers:
+            for peer, header, frames in carrier.receive():
+                self._on_message((carrier, peer), header, frames, now)
+        for outcome in self.engine.flush():
+            self._answer(outcome)
+        self._plan(now)
+        self._carry_out(self.coordinator.on_tick(now))
+        self._on_turn()
+
+    # -------------------------------------------------------------- messages
+
+    def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
+        try:
+            message = read_from_client(header)
+        except CorruptFrame as error:
+            self.engine.counts["messages_corrupt"] += 1
+            logger.warning("dropped a message: %s", error)  # it is as if it had been lost: the sender asks again
+            return
+        if isinstance(message, Put):
+            self._on_put(peer, message, frames)
+        elif isinstance(message, Discard):
+            self.engine.discard(message.reason[:200], max(message.samples, 0))
+            self._send(peer, Accepted(ticket=message.ticket))
+        elif isinstance(message, Ask):
+            self._send(peer, Status(ticket=message.ticket, text=json.dumps(self.status()).encode()))
+        else:
+            self._carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _on_put(self, peer: Peer, message: Put, frames: Frames) -> None:
+        ticket = (peer, message.ticket)
+        if message.run and message.run != self.settings.run:
+            reason = f"run: this producer says {message.run!r}, the plane has {self.settings.run!r}"
+            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
+        elif len(frames) != 1:
+            reason = f"group {message.group!r}: {len(frames)} frames; a group is one"
+            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
+        else:
+            outcome = self.engine.put(ticket, message.group, frames[0])
+            if outcome is not None:
+                self._answer(outcome)
+
+    def _answer(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.ticket, tuple)
+        peer, ticket = outcome.ticket
+        error = outcome.error
+        if error is None:
+            self._send(peer, Accepted(ticket=ticket, duplicate=outcome.duplicate))
+            return
+        wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        self._send(peer, Rejected(ticket=ticket, kind=type(error).__name__, reason=str(error), retry_after_s=wait))
+
+    def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
+        assert isinstance(peer, tuple)  # as made in `turn`
+        carrier, address = peer
+        carrier.send(address, pack_message(message), frames)
+
+    # -------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect.peer, effect.message, effect.frames)
+            elif isinstance(effect, Resume):
+                self._resume(effect)
+            elif isinstance(effect, StepReceived):
+                self.engine.received(effect.step)
+            elif isinstance(effect, StepCommitted):
+                self.engine.commit(effect.step, effect.policy_version)
+            else:
+                self._report(effect)
+
+    def _resume(self, effect: Resume) -> None:
+        try:
+            self.engine.resume(effect.session, effect.step)
+        except PenstockError as error:
+            self._carry_out(self.coordinator.fail(str(error), step=effect.step))
+
+    def _report(self, effect: Reported) -> None:
+        try:
+            self.engine.report(effect.priorities)
+        except PenstockError as error:
+            logger.warning("step %d: priorities refused: %s", effect.step, error)
+            self.engine.counts["reports_refused"] += 1
+
+    # -------------------------------------------------------------- steps
+
+    def _plan(self, now: float) -> None:
+        """Plan, in order, the steps that ranks have asked for."""
+        coordinator = self.coordinator
+        if coordinator.phase is not Phase.RUNNING or now < self._retry_at:
+            return
+        for step in range(coordinator.next_step, coordinator.wanted + 1):
+            if coordinator.is_staged(step):
+                continue
+            try:
+                staged = self.engine.stage_again(step) if step <= self.engine.last_step else self.engine.plan_step(step)
+            except DiskFull as error:
+                coordinator.waiting_for = f"disk space: {error}"
+                self._retry_at = now + _RETRY_S
+                return
+            except PenstockError as error:
+                self._carry_out(coordinator.fail(f"cannot be packed: {error}", step=step))
+                return
+            if isinstance(staged, str):
+                coordinator.waiting_for = staged
+                return
+            self._carry_out(coordinator.stage(staged, now))
+            coordinator.waiting_for = "the trainer"
+
+    # -------------------------------------------------------------- looking
+
+    def status(self) -> dict[str, Any]:
+        """What `penstock top` shows."""
+        engine, coordinator = self.engine, self.coordinator
+        return {
+            "run": self.settings.run,
+            "ranks": self.settings.packing.ranks,
+            "epoch": coordinator.epoch,
+            "session": coordinator.session,
+            "phase": coordinator.phase.value,
+            "waiting_for": coordinator.waiting_for,
+            "missing": [list(place) for place in coordinator.missing],
+            "next_step": engine.next_step,
+            "last_step": engine.last_step,
+            "policy_version": engine.policy_version,
+            "held_groups": len(engine.table),
+            "held_bytes": engine.held_bytes,
+            "max_held_bytes": self.settings.max_held_bytes,
+            "uptime_s": time.monotonic() - self._started,
+            "ledger": engine.ledger.as_dict(),
+            "counts": dict(engine.counts),
+            "metrics": engine.table.metrics(),
+        }

@@ -1,0 +1,264 @@
+"""A rank's source of steps: asks for them ahead of time, checks them, fills them while the last one trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self, overload
+
+from penstock.arrays import Samples
+from penstock.encode import decode
+from penstock.errors import Closed, CorruptFrame, InvalidInput, PenstockError, WaitTimeout
+from penstock.pack import MicroBatch, RankStep, Share, fill
+from penstock.send.carrier import ClientCarrier
+from penstock.send.coordinator import Timeouts
+from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Ready, StepDone
+from penstock.send.messages import Deliver, Frames, FromPlane
+from penstock.serve.courier import Courier
+from penstock.serve.engine import digest_of
+
+
+class SourceStep(RankStep):
+    """One rank's micro-batches of one step, received, checked and filled.
+
+    Iterate it for the micro-batches; `loss_tokens` is the denominator over all ranks.
+    """
+
+    def __init__(self, number: int, digest: str, share: Share, batches: list[MicroBatch]) -> None:
+        super().__init__(Samples.of([]), share)  # the samples themselves lie in a buffer that is used again
+        self.number = number
+        """Steps are counted from 1."""
+        self.digest = digest
+        """Of plan and payload, as the plane sent them."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
+
+
+class Source:
+    """The steps of one rank, in order. Use it from one thread; a second one works behind it.
+
+    Any failure, here or on another rank, is raised by the next call, as `StepAborted` with the same words on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        carrier: ClientCarrier,
+        *,
+        rank: int,
+        world: int,
+        run: str = "",
+        replica: int = 0,
+        replicas: int = 1,
+        resume_step: int = 1,
+        prefetch: int = 1,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        if prefetch not in (0, 1, 2):
+            raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
+        self.rank, self.world = rank, world
+        self.timeouts = timeouts or Timeouts()
+        self._next, self._prefetch = resume_step, prefetch
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._follower = Follower(
+            run=run,
+            rank=rank,
+            world=world,
+            step=resume_step,
+            incarnation=uuid.uuid4().hex,
+            replica=replica,
+            replicas=replicas,
+            timeouts=self.timeouts,
+        )
+        self._arrived: dict[int, SourceStep] = {}
+        self._asked = resume_step - 1
+        self._committed = resume_step - 1
+        self._error: BaseException | None = None
+        self._courier = Courier(
+            carrier,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            on_end=self._on_end,
+            tick_s=min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5),
+            name=f"source-{rank}",
+        )
+        with self._lock:
+            self._handle(self._follower.start(time.monotonic()))
+        self._courier.start()
+
+    # -------------------------------------------------------------- the rank's side
+
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
+        """The next step (or step `number`, which must be the next one).
+
+        Waits for generation as long as the plane lives; raises `WaitTimeout` after `timeout` seconds, and
+        `StepAborted`, the same on every rank, as soon as one rank or the plane has failed.
+        """
+        with self._lock:
+            want = self._next
+            if number is not None and number != want:
+                raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
+            self._ask(want)
+            ready = self._changed.wait_for(lambda: want in self._arrived or self._error is not None, timeout)
+            self._raise_error()
+            if not ready:
+                raise WaitTimeout(
+                    f"step {want}: not here after {timeout:g} s; waited for: {self._follower.waiting_for}"
+                )
+            self._next = want + 1
+            got = self._arrived.pop(want)
+            for ahead in range(want + 1, want + 1 + self._prefetch):
+                self._ask(ahead)
+            return got
+
+    def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
+        """All steps from here on. Commit each one after its optimizer step."""
+        while True:
+            yield self.step(timeout=timeout)
+
+    def commit(self, step: SourceStep | int, *, policy_version: int | None = None) -> None:
+        """The step is trained. `policy_version` publishes the version of the weights that came out of it.
+
+        Does not wait: what is lost on the way is sent again. A checkpoint that carries the step number is the last
+        word: resume with `resume_step` one above it.
+        """
+        number = step if isinstance(step, int) else step.number
+        with self._lock:
+            self._raise_error()
+            if number != self._committed + 1 or number >= self._next:
+                raise InvalidInput(
+                    f"commit of step {number}: the last one committed is {self._committed}, the last one taken is "
+                    f"{self._next - 1}; commit each step once, in order, after training it"
+                )
+            self._committed = number
+            self._handle(self._follower.commit(number, policy_version, time.monotonic()))
+
+    def report(
+        self,
+        step: SourceStep | int,
+        *,
+        priorities: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
+        number = step if isinstance(step, int) else step.number
+        with self._lock:
+            self._raise_error()
+            self._handle(self._follower.report(number, dict(priorities or {}), dict(metrics or {})))
+
+    def fail(self, reason: str) -> None:
+        """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
+        with self._lock:
+            self._handle(self._follower.fail(self._next - 1, reason))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the plane waits for, in its own words."""
+        return self._follower.waiting_for
+
+    def flush(self, timeout: float = 30.0) -> None:
+        """Wait until the plane has confirmed every commit; needs all ranks to have committed."""
+        with self._lock:
+            done = self._changed.wait_for(lambda: not self._follower.uncommitted or self._error is not None, timeout)
+            self._raise_error()
+            if not done:
+                raise WaitTimeout(f"commits of steps {self._follower.uncommitted}: not confirmed after {timeout:g} s")
+
+    def close(self) -> None:
+        """Leave. What was committed is sent on first; steps taken and not committed will be served again."""
+        with self._lock:
+            self._handle(self._follower.leave())
+            if self._error is None:
+                self._error = Closed("this source was closed")
+            self._changed.notify_all()
+        self._courier.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PenstockError):
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # -------------------------------------------------------------- the courier's side
+
+    def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
+        with self._lock:
+            events = self._follower.on_message(message, frames, now)
+        for event in events:
+            if isinstance(event, Arrived):
+                self._receive(event)  # not under the lock: the rank's thread may be asking for something
+            else:
+                with self._lock:
+                    self._handle([event])
+
+    def _on_tick(self, now: float) -> None:
+        with self._lock:
+            self._handle(self._follower.on_tick(now))
+
+    def _on_end(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _receive(self, arrived: Arrived) -> None:
+        """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
+        message = arrived.deliver
+        try:
+            step = _unpack(message, arrived.frames)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            with self._lock:
+                self._handle(self._follower.fail(message.step, f"{type(error).__name__}: {error}"))
+            return
+        with self._lock:
+            self._arrived[message.step] = step
+            self._handle(self._follower.received(message.step, step.digest))
+            self._changed.notify_all()
+
+    def _ask(self, step: int) -> None:
+        if step > self._asked:
+            self._asked = step
+            self._handle(self._follower.request(step, time.monotonic()))
+
+    def _handle(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self._courier.send(event.message)
+            elif isinstance(event, Failed):
+                self._error = self._error or event.error
+                self._changed.notify_all()
+            elif isinstance(event, (Ready, StepDone)):
+                self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _unpack(message: Deliver, frames: Frames) -> SourceStep:
+    if len(frames) != 1:
+        raise CorruptFrame(f"step {message.step}: {len(frames)} payloads; a step is one frame")
+    digest = digest_of(message.plan, frames[0])
+    if digest != message.digest:
+        raise CorruptFrame(f"step {message.step}: digest {digest}, announced was {message.digest}")
+    share = Share.from_bytes(message.plan)
+    return SourceStep(message.step, digest, share, fill(decode(frames[0]), share))

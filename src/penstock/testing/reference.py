@@ -1,0 +1,112 @@
+"""Plain-Python references of what `arrays` and `encode` do with numpy: slow, and short enough to check by eye.
+
+Every fast path has a property test against its namesake here. They are shipped so that a reader or writer in
+another language can be checked against them as well.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from penstock.arrays import Sample
+from penstock.arrays.columns import Array
+
+Item = TypeVar("Item")
+
+
+def float_bits(value: float) -> int:
+    """The 32 bits of a number that is a float32 already.
+
+    >>> hex(float_bits(-0.0))
+    '0x80000000'
+    """
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
+
+
+def runs(values: Iterable[Item]) -> list[tuple[Item, int]]:
+    """(value, length) of each run of equal values.
+
+    >>> runs([7, 7, 7, 2])
+    [(7, 3), (2, 1)]
+    """
+    return [(value, len(list(group))) for value, group in groupby(values)]
+
+
+def pack_uints(values: Sequence[int], low_bits: int, high_bits: int) -> tuple[bytes, bytes]:
+    """(low plane, high plane): low bits byte by byte, high bits packed from the lowest bit of each byte up.
+
+    >>> pack_uints([0x10203, 0x20405], 16, 2)
+    (b'\\x03\\x02\\x05\\x04', b'\\t')
+    """
+    low = b"".join((value & ((1 << low_bits) - 1)).to_bytes(low_bits // 8, "little") for value in values)
+    packed = 0
+    for i, value in enumerate(values):
+        packed |= (value >> low_bits) << (i * high_bits)
+    return low, packed.to_bytes(-(-len(values) * high_bits // 8), "little")
+
+
+def byte_planes(values: Sequence[int], size: int) -> list[bytes]:
+    """All lowest bytes, then all second bytes, and so on, of unsigned integers of `size` bytes.
+
+    >>> byte_planes([0x0102, 0x0304], 2)
+    [b'\\x02\\x04', b'\\x01\\x03']
+    """
+    return [bytes((value >> (8 * i)) & 0xFF for value in values) for i in range(size)]
+
+
+def rotate_sign_down(bits: int) -> int:
+    """32 bits rotated left by one: the sign goes to the bottom and the exponent fills the top byte.
+
+    >>> hex(rotate_sign_down(0xC0000001))
+    '0x80000003'
+    """
+    return ((bits << 1) | (bits >> 31)) & 0xFFFF_FFFF
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many first items two sequences share.
+
+    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def unfold(stored: Sequence[Sequence[Item]], parents: Sequence[int], shared: Sequence[int]) -> list[list[Item]]:
+    """Whole rows from rows without the prefixes that earlier rows have.
+
+    >>> unfold([[1, 2, 3], [9]], parents=[-1, 0], shared=[0, 2])
+    [[1, 2, 3], [1, 2, 9]]
+    """
+    rows: list[list[Item]] = []
+    for own, parent, count in zip(stored, parents, shared, strict=True):
+        rows.append([*(rows[parent][:count] if count else []), *own])
+    return rows
+
+
+def record(sample: Sample) -> dict[str, Any]:
+    """All that a sample says, as plain data; floats as their bits, so that `==` means equal to the bit.
+
+    >>> record(Sample(id="a", token_ids=[5, 6], rewards=1.0))["columns"]["rewards"]
+    1065353216
+    """
+    return {
+        "text": [sample.id, sample.group, sample.env, sample.run, sample.mode],
+        "policy_version": sample.policy_version,
+        "images": [
+            [i.hash, list(i.grid), i.offset, i.length, i.merge, i.media_type, i.width, i.height, i.num_bytes]
+            for i in sample.images
+        ],
+        "columns": {name: _plain(values) for name, values in sample.columns.items()},
+    }
+
+
+def _plain(values: Array) -> Any:
+    if values.dtype.kind != "f":
+        return values.tolist()
+    bits = list(struct.unpack(f"<{values.size}I", values.tobytes()))
+    return bits if values.ndim else bits[0]

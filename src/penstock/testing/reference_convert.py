@@ -1,0 +1,137 @@
+"""Plain-Python references for turning rollouts into samples: lists and loops, short enough to check by eye.
+
+Each follows the written rule as directly as it can and knows nothing of the fast paths: sequences are compared token
+by token, every sample carries its own copy, advantages are written out term by term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class PlainSample:
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """Steps this sample was built from."""
+
+
+def interleave(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
+    """Samples of cumulative steps: continue the longest sample that is a prefix of the prompt, else start one."""
+    samples: list[PlainSample] = []
+    for number, step in enumerate(steps):
+        prompt, completion = list(step["prompt_ids"]), list(step["completion_ids"])
+        sampled = [bool(m) for m in step.get("completion_mask", [1] * len(completion))]
+        best: PlainSample | None = None
+        for sample in samples:
+            is_prefix = sample.token_ids == prompt[: len(sample.token_ids)]
+            if is_prefix and (best is None or len(sample.token_ids) > len(best.token_ids)):
+                best = sample
+        if best is None:
+            best = PlainSample()
+            samples.append(best)
+        context = prompt[len(best.token_ids) :]
+        best.token_ids += context + completion
+        best.mask += [False] * len(context) + sampled
+        logprobs = [lp if m else 0.0 for lp, m in zip(step["completion_logprobs"], sampled, strict=True)]
+        best.logprobs += [0.0] * len(context) + logprobs
+        best.steps.append(number)
+    return _trainable(samples)
+
+
+def branches(
+    turns: Sequence[Mapping[str, Any]], parents: Sequence[int], keeps: Sequence[int | None]
+) -> list[PlainSample]:
+    """Samples of a tree of turns: one per path that nothing continues, each sampled token trained by the first.
+
+    A turn is `{"token_ids", "mask", "logprobs"}` with one value per token.
+    """
+
+    def path_to(turn: int, count: int) -> list[tuple[int, int]]:
+        if turn < 0:
+            return []
+        keep = keeps[turn]
+        above = len(turns[parents[turn]]["token_ids"]) if keep is None and parents[turn] >= 0 else keep or 0
+        return path_to(parents[turn], above) + [(turn, i) for i in range(count)]
+
+    def continues(child: int, turn: int) -> bool:
+        return parents[child] == turn and keeps[child] in (None, len(turns[turn]["token_ids"]))
+
+    # A branch is named by the turn that opened it: a root, a turn that keeps part of its parent, or one that continues
+    # a turn another continued before.
+    opener: list[int] = []
+    ends: dict[int, int] = {}
+    for i, parent in enumerate(parents):
+        first = parent >= 0 and continues(i, parent) and not any(continues(j, parent) for j in range(i))
+        opener.append(opener[parent] if first else i)
+        ends[opener[i]] = i
+    samples, seen = [], set()
+    for leaf in ends.values():
+        sample = PlainSample()
+        for place in path_to(leaf, len(turns[leaf]["token_ids"])):
+            turn, i = place
+            trained = bool(turns[turn]["mask"][i]) and place not in seen
+            seen.add(place)
+            sample.token_ids.append(turns[turn]["token_ids"][i])
+            sample.mask.append(trained)
+            sample.logprobs.append(turns[turn]["logprobs"][i] if trained else 0.0)
+        samples.append(sample)
+    return _trainable(samples)
+
+
+def _trainable(samples: list[PlainSample]) -> list[PlainSample]:
+    """Without those that train nothing, unless none does; a first token is never trained."""
+    for sample in samples:
+        if sample.mask:
+            sample.mask[0] = False
+    if any(any(sample.mask) for sample in samples):
+        return [sample for sample in samples if any(sample.mask)]
+    return samples
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    return [r - mean for r in rewards] if len(rewards) > 1 else [0.0]
+
+
+def standardized(rewards: Sequence[float], eps: float) -> list[float]:
+    centered = grpo(rewards)
+    std = math.sqrt(math.fsum(c * c for c in centered) / len(rewards))
+    return [c / (std + eps) for c in centered]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    if len(rewards) == 1:
+        return [0.0]
+    total = math.fsum(rewards)
+    return [r - (total - r) / (len(rewards) - 1) for r in rewards]
+
+
+def max_rl(rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    return [(r - mean) / mean if mean > 0 and len(rewards) > 1 else 0.0 for r in rewards]
+
+
+def efficiency(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
+    """Shaped rewards: correct ones cheaper than the average correct one are raised."""
+    best = max(rewards)
+    correct_costs = [c for r, c in zip(rewards, costs, strict=True) if r >= best]
+    typical = math.fsum(correct_costs) / len(correct_costs)
+    if best <= 0 or typical <= 0:
+        return list(rewards)
+    bonuses = [min(max(1 - c / typical, 0.0), 1.0) for c in costs]
+    return [r * (1 + b) if r >= best else r for r, b in zip(rewards, bonuses, strict=True)]
+
+
+def length_penalty(rewards: Sequence[float], weighted: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
+    """Shaped rewards: lowered by the mean reward times each count's share of the largest."""
+    mean = math.fsum(rewards) / len(rewards)
+    return [
+        reward - mean * math.fsum(weight * counts[i] / max(max(counts), 1) for weight, counts in weighted)
+        for i, reward in enumerate(rewards)
+    ]

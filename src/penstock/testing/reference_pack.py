@@ -1,0 +1,122 @@
+"""Packing in plain Python, slow and short enough to check by eye: what `penstock.pack` must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.arrays import Sample
+from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.pack import Share, Step
+
+WEIGHTS = {
+    "rl": {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0},
+    "opd": {"rl_weights": 0.0, "ce_weights": 0.0, "ref_kl_weights": 1.0},
+    "sft": {"rl_weights": 0.0, "ce_weights": 1.0, "ref_kl_weights": 0.0},
+}
+
+
+def best_fit(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """Longest first, into the fullest bin with room; of equally full ones the oldest."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [cap - sum(lengths[j] for j in b) for b in bins]
+        fitting = [b for b in range(len(bins)) if room[b] >= lengths[i]]
+        if fitting:
+            bins[min(fitting, key=lambda b: (room[b], b))].append(i)
+        else:
+            bins.append([i])
+    return bins
+
+
+def spread(
+    lengths: Sequence[int], costs: Sequence[float], targets: Sequence[float], cap: int
+) -> list[list[int]] | None:
+    """Dearest first, into the bin furthest below its target that has room; of equals the first."""
+    bins: list[list[int]] = [[] for _ in targets]
+    above = [-target for target in targets]
+    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):
+        fitting = [b for b in range(len(bins)) if cap - sum(lengths[j] for j in bins[b]) >= lengths[i]]
+        if not fitting:
+            return None
+        b = min(fitting, key=lambda b: (above[b], b))
+        bins[b].append(i)
+        above[b] += costs[i]
+    return bins
+
+
+def cheapest_step(lengths: Sequence[int], costs: Sequence[float], ranks: int, cap: int) -> float:
+    """The lowest possible sum over rows of the dearest micro-batch, by trying every partition into bins."""
+    best = float("inf")
+
+    def put(i: int, bins: list[list[int]]) -> None:
+        nonlocal best
+        if i == len(lengths):
+            sums = sorted((sum(costs[j] for j in b) for b in bins), reverse=True)
+            best = min(best, sum(sums[::ranks]))
+            return
+        for b in bins:
+            if sum(lengths[j] for j in b) + lengths[i] <= cap:
+                b.append(i)
+                put(i + 1, bins)
+                b.pop()
+        bins.append([i])
+        put(i + 1, bins)
+        bins.pop()
+
+    put(0, [])
+    return best
+
+
+def token_rows(samples: Sequence[Sample], share: Share, m: int) -> list[dict[str, Any]]:
+    """Micro-batch `m` of a share as one record per token, column by column from the samples themselves."""
+    rows: list[dict[str, Any]] = []
+    dummy = bool(share.dummy[m])
+    for s in range(int(share.starts[m]), int(share.starts[m + 1])):
+        sample = samples[int(share.order[s])]
+        for t in range(int(share.cuts[s])):
+            row: dict[str, Any] = {"position_ids": t}
+            for name in share.columns:
+                row[name] = _borrowed(sample, name, t) if dummy else _value(sample, name, t)
+            rows.append(row)
+    padding = int(share.padded[m]) - len(rows)
+    for t in range(padding):
+        row = {"position_ids": t}
+        for name in share.columns:
+            row[name] = share.pad_id if name == "token_ids" else TOKEN_COLUMNS[name].pad
+        rows.append(row)
+    return rows
+
+
+def _value(sample: Sample, name: str, t: int) -> Any:
+    column = sample.get(name)
+    if column is None:
+        return WEIGHTS[sample.mode].get(name, TOKEN_COLUMNS[name].fill)
+    return column.tolist() if column.ndim == 0 else column[t].tolist()
+
+
+def _borrowed(sample: Sample, name: str, t: int) -> Any:
+    if name in ("token_ids", "mm_token_type_ids") and sample.get(name) is not None:
+        return sample[name][t].tolist()
+    return TOKEN_COLUMNS[name].pad
+
+
+def count_step(step: Step) -> dict[str, int]:
+    """What is in a step, counted in its filled micro-batches, token by token."""
+    counts = dict.fromkeys(
+        ("tokens", "loss_tokens", "samples", "micro_batches", "dummy_micro_batches", "padding_tokens", "dummy_tokens"),
+        0,
+    )
+    longest = 0
+    for rank in step.ranks:
+        for batch in rank:
+            own = [int(n) for n in batch.segments.lengths]
+            length = len(batch["token_ids"].tolist())
+            counts["tokens"] += sum(own)
+            counts["loss_tokens"] += sum(batch["loss_mask"].tolist())
+            counts["samples"] += len(own)
+            counts["micro_batches"] += 1
+            counts["dummy_micro_batches"] += batch.is_dummy
+            counts["dummy_tokens" if batch.is_dummy else "padding_tokens"] += length - sum(own)
+            longest = max(longest, length)
+    return {**counts, "max_micro_batch_tokens": longest}

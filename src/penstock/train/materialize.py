@@ -1,0 +1,245 @@
+"""Pixels on the rank that is about to train on them: each image decoded once, written straight into its slots.
+
+    spans of a row -> unique hashes -> read, verify, decode, resize (threads, cached) -> one [rows, size] array
+
+What is cached is the resized image in bytes, an eighth of its patches; the floats exist only in the array that
+is handed out, so dropping that array frees them. Before anything is written, the grid found is compared with
+the descriptor, so a wrong number of patches cannot reach a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.images import ImageSpan
+from penstock.assets.cache import ByteCache
+from penstock.assets.decode import decode_rgb
+from penstock.assets.processors import Processor
+from penstock.assets.store import AssetStore
+from penstock.errors import (
+    AssetError,
+    ConfigError,
+    CorruptAsset,
+    ImageRefused,
+    IncompatibleAsset,
+    InvalidInput,
+    MissingAsset,
+)
+from penstock.train.policies import Fail, Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What one call did; `sum_metrics` adds up a step."""
+
+    unique_images: int = 0
+    slots: int = 0
+    """Places images were written to; the same image twice is two."""
+    placeholders: int = 0
+    """Slots left zero because their image could not be read."""
+    masked_samples: int = 0
+    cache_hits: int = 0
+    """Unique images that were not decoded again."""
+    bytes_read: int = 0
+    """Of image files."""
+    bytes_out: int = 0
+    """Of the array handed out."""
+    decode_s: float = 0.0
+    """Seconds of reading, decoding and resizing, summed over threads."""
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materialized:
+    """The pixel input of one forward pass."""
+
+    pixel_values: NDArray[np.float32]
+    """[sum of t * h * w, row_size] in the order of the spans."""
+    image_grid_thw: NDArray[np.int64]
+    """[images, 3]"""
+    masked: tuple[int, ...]
+    """Segments with an unreadable image: give them no loss, see `mask_segments`."""
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    prepared: Any
+    bytes_read: int
+    seconds: float
+
+
+class Materializer:
+    """Turns the image spans of a row into patch rows. Keep one per rank; it may be called from many threads.
+
+    >>> import tempfile
+    >>> from penstock.assets import QWEN3_VL, AssetStore, span
+    >>> from penstock.testing.reference_images import draw_screenshot
+    >>> store = AssetStore(tempfile.mkdtemp())
+    >>> image = span(store.put(draw_screenshot(seed=1, width=320, height=320)), QWEN3_VL, offset=1)
+    >>> with Materializer(store, QWEN3_VL) as materializer:
+    ...     pixels = materializer.materialize([image], [image.length + 2])
+    >>> pixels.pixel_values.shape, pixels.image_grid_thw.tolist()
+    ((400, 1536), [[1, 20, 20]])
+    """
+
+    def __init__(
+        self,
+        store: AssetStore,
+        processor: Processor,
+        *,
+        policy: Policy | None = None,
+        workers: int = 4,
+        cache_bytes: int = 512 << 20,
+    ) -> None:
+        if workers < 1:
+            raise ConfigError(f"workers {workers}: must be at least 1")
+        self._store = store
+        self._processor = processor
+        self._policy = Fail() if policy is None else policy
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="penstock-pixels")
+        self._cache: ByteCache[str, Any] = ByteCache(max_bytes=cache_bytes, size_of=lambda made: int(made.nbytes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads and let go of every cached image."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._cache.clear()
+
+    def materialize(
+        self, images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDArray[np.integer]
+    ) -> Materialized:
+        """The patch rows of a row's images; spans in the row's token space, as a micro-batch carries them."""
+        began = time.perf_counter()
+        loaded, broken = self._load_all({image.hash for image in images})
+        segments = _segments(images, sequence_lengths)
+        errors = {s: broken[i.hash] for s, i in zip(segments, images, strict=True) if i.hash in broken}
+        masked = self._policy.judge(len(set(segments)), errors)
+        pixels = self._fill(images, loaded)
+        metrics = Metrics(
+            unique_images=len(loaded) + len(broken),
+            slots=len(images),
+            placeholders=sum(image.hash in broken for image in images),
+            masked_samples=len(masked),
+            cache_hits=sum(item.bytes_read == 0 for item in loaded.values()),
+            bytes_read=sum(item.bytes_read for item in loaded.values()),
+            bytes_out=pixels.nbytes,
+            decode_s=sum(item.seconds for item in loaded.values()),
+            wall_s=time.perf_counter() - began,
+        )
+        grids = np.array([image.grid for image in images], np.int64).reshape(-1, 3)
+        return Materialized(pixel_values=pixels, image_grid_thw=grids, masked=masked, metrics=metrics)
+
+    def _load_all(self, hashes: Iterable[str]) -> tuple[dict[str, _Loaded], dict[str, AssetError]]:
+        """What could be read, and why the rest could not; errors that are no image's fault are raised."""
+        jobs = {image: self._pool.submit(self._load, image) for image in sorted(hashes)}
+        loaded: dict[str, _Loaded] = {}
+        broken: dict[str, AssetError] = {}
+        try:
+            for image, job in jobs.items():
+                try:
+                    loaded[image] = job.result()
+                except (MissingAsset, CorruptAsset) as error:
+                    broken[image] = error
+        finally:
+            for job in jobs.values():
+                job.cancel()
+        return loaded, broken
+
+    def _load(self, image: str) -> _Loaded:
+        began = time.perf_counter()
+        read = 0
+
+        def make() -> Any:
+            nonlocal read
+            data = self._store.get(image)
+            read = len(data)
+            try:
+                return self._processor.prepare(decode_rgb(data, self._store.limits, where=f"image {image}"))
+            except ImageRefused as error:  # stored under other limits than this reader's
+                raise CorruptAsset(str(error)) from None
+
+        prepared = self._cache.get(image, make)
+        return _Loaded(prepared=prepared, bytes_read=read, seconds=time.perf_counter() - began if read else 0.0)
+
+    def _fill(self, images: Sequence[ImageSpan], loaded: Mapping[str, _Loaded]) -> NDArray[np.float32]:
+        for i, image in enumerate(images):
+            found = self._processor.grid_of(loaded[image.hash].prepared) if image.hash in loaded else image.grid
+            if found != image.grid or image.num_patches != image.length * image.merge**2:
+                raise IncompatibleAsset(
+                    f"images[{i}] ({image.hash}): grid {image.grid} and {image.length} tokens in the descriptor, "
+                    f"grid {found} by this rank's processor; give both sides one layout",
+                    error_type="raw_mm_grid_mismatch",
+                )
+        pixels = np.empty((sum(image.num_patches for image in images), self._processor.row_size), np.float32)
+        start = 0
+        for image in images:
+            rows = pixels[start : start + image.num_patches]
+            if image.hash in loaded:
+                self._processor.fill(loaded[image.hash].prepared, rows)
+            else:
+                rows[:] = 0
+            start += image.num_patches
+        return pixels
+
+
+def _segments(images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDArray[np.integer]) -> list[int]:
+    """Which segment each image lies in."""
+    ends = np.cumsum(np.asarray(sequence_lengths, np.int64))
+    total = int(ends[-1]) if len(ends) else 0
+    if images and max(image.end for image in images) > total:
+        raise InvalidInput(
+            f"images end at token {max(i.end for i in images)} of a row of {total}; pass its own lengths"
+        )
+    found: list[int] = np.searchsorted(ends, [image.offset for image in images], side="right").tolist()
+    return found
+
+
+def mask_segments(
+    loss_mask: NDArray[np.bool_], sequence_lengths: Sequence[int] | NDArray[np.integer], masked: Sequence[int]
+) -> NDArray[np.bool_]:
+    """The loss mask with the masked segments off, and nothing else changed.
+
+    >>> mask_segments(np.ones(5, np.bool_), [2, 3], [1]).tolist()
+    [True, True, False, False, False]
+    """
+    out = loss_mask.copy()
+    ends = np.cumsum(np.asarray(sequence_lengths, np.int64))
+    for segment in masked:
+        out[int(ends[segment]) - int(sequence_lengths[segment]) : int(ends[segment])] = False
+    return out
+
+
+def check_image_tokens(token_ids: NDArray[np.integer], image_token_id: int, pixels: Materialized, merge: int) -> None:
+    """Raise unless the row has exactly one image token per merged patch; call it before the forward pass."""
+    tokens = int(np.count_nonzero(token_ids == image_token_id))
+    features = len(pixels.pixel_values) // merge**2
+    if tokens != features:
+        raise InvalidInput(
+            f"image token {image_token_id}: {tokens} in the row for {features} image features "
+            f"(pixel_values {pixels.pixel_values.shape}, {len(pixels.image_grid_thw)} images, merge {merge}); "
+            "a sampled placeholder or another layout, drop the sample or align the layouts"
+        )
+
+
+def sum_metrics(parts: Iterable[Metrics]) -> Metrics:
+    """The metrics of a step."""
+    items = list(parts)
+    fields = [field.name for field in dataclasses.fields(Metrics)]
+    return Metrics(**{name: sum(getattr(item, name) for item in items) for name in fields})

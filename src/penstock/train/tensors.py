@@ -1,0 +1,76 @@
+"""Tensors from a micro-batch: shared memory where the dtype allows, one copy where it does not.
+
+    token_ids, position_ids, mm_token_type_ids     int64    [1, T]
+    loss_mask                                      bool     [1, T]
+    logprobs, advantages, weights and the like     float32  [1, T]
+    routed_experts                                 int32    [1, T, layers, top_k]
+    sequence_lengths                               int32    [segments]
+
+position_ids, masks and floats share the micro-batch's memory: a change in one shows in the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.arrays.columns import Array
+from penstock.pack import MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+# Torch can hardly compute with unsigned integers, and embedding lookups take int64.
+CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64, "routed_experts": np.int32}
+
+
+def to_torch(
+    batch: MicroBatch, *, device: str | torch.device | None = None, out: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """The micro-batch as tensors by column name.
+
+    With `device` they are copied there. `out` is a pool that the caller keeps between calls: tensors in it are
+    written over when they are large enough, and replaced by larger ones when not. Pass pinned tensors in it to have
+    the copies to the device overlap with computing. What was returned by the previous call with the same pool is
+    overwritten.
+
+    >>> from penstock import Sample
+    >>> from penstock.pack import pack
+    >>> step = pack([Sample(token_ids=[4, 5, 6], loss_mask=[0, 1, 1])], ranks=1, seq_len=8)
+    >>> tensors = to_torch(step.ranks[0][0])
+    >>> tensors["token_ids"].tolist(), tensors["position_ids"].shape
+    ([[4, 5, 6]], torch.Size([1, 3]))
+    """
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in batch.columns.items():
+        if out is None:
+            tensors[name] = torch.from_numpy(_converted(name, values)).unsqueeze(0)
+        else:
+            tensors[name] = _into_pool(out, name, values).unsqueeze(0)
+    tensors["sequence_lengths"] = torch.from_numpy(batch.sequence_lengths)
+    if device is None:
+        return tensors
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _converted(name: str, values: Array) -> Array:
+    dtype = CONVERTED.get(name)
+    return values if dtype is None else values.astype(dtype)
+
+
+def _into_pool(pool: dict[str, Any], name: str, values: Array) -> torch.Tensor:
+    """The values in the pool's tensor of that name, which grows when it is too small."""
+    import torch
+
+    dtype = np.dtype(CONVERTED.get(name, values.dtype))
+    wanted = torch.from_numpy(np.empty(0, dtype)).dtype
+    have = pool.get(name)
+    if have is None or have.dtype != wanted or have.shape[1:] != values.shape[1:] or len(have) < len(values):
+        pool[name] = have = torch.empty(values.shape, dtype=wanted)
+    view: torch.Tensor = have[: len(values)]
+    # numpy converts while copying, so this is one pass over the values.
+    np.copyto(view.numpy(), values, casting="unsafe")
+    return view

@@ -1,0 +1,40 @@
+"""Narrow integers against plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
+from penstock.testing import reference
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@given(data=st.data())
+def test_planes_equal_the_reference_and_unpack_to_the_values(width: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, 2**width - 1), max_size=40))
+    array = np.array(values, np.uint32)
+    low, high = pack_uints(array, width)
+    assert (low.tobytes(), high.tobytes()) == reference.pack_uints(values, *planes_of(width))
+    assert (low.nbytes, high.nbytes) == plane_bytes(width, len(values))
+    assert unpack_uints(low, high, width, len(values)).tolist() == values
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_planes_add_up_to_the_width_and_low_planes_are_whole_bytes(width: int) -> None:
+    low, high = planes_of(width)
+    assert low + high == width
+    assert low % 8 == 0
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_width_is_the_narrowest_that_holds_the_value(largest: int) -> None:
+    assert width_of(largest) == min(width for width in WIDTHS if largest < 2**width)
+
+
+def test_values_of_a_strided_array_are_packed_in_their_own_order() -> None:
+    strided = np.arange(20, dtype=np.uint32)[::2]
+    low, high = pack_uints(strided, 18)
+    assert unpack_uints(low, high, 18, 10).tolist() == strided.tolist()

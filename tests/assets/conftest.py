@@ -1,0 +1,56 @@
+"""An S3 endpoint on loopback, started once for the tests that need one, and a store in a fresh folder."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.assets import AssetStore, ObjectStore
+from penstock.testing.reference_images import draw_screenshot
+
+_KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+_COUNT = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_blobs(s3_endpoint: str) -> ObjectStore:
+    """An empty bucket."""
+    import boto3
+    from obstore.store import S3Store
+
+    bucket = f"penstock-{next(_COUNT)}"
+    client: Any = boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1", **_KEYS)
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    store = S3Store(
+        bucket,
+        config={**_KEYS, "endpoint": s3_endpoint, "region": "us-east-1", "allow_http": "true"},
+        client_options={"allow_http": True},
+    )
+    return ObjectStore(store, url=f"s3://{bucket}", touch_after_s=0.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AssetStore:
+    return AssetStore(tmp_path / "assets", run="demo", retries=0)
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[[int], bytes]:
+    """A small drawn PNG for each seed; the same seed is the same bytes."""
+    return lambda seed: draw_screenshot(seed=seed, width=97, height=61)
