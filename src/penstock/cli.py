@@ -12,7 +12,13 @@ from penstock.errors import PenstockError
 from penstock.version import __version__
 
 COMMANDS = {
-    "inspect": "show what a frame holds: samples, columns, codings, bytes",
+    "demo": "a complete RL run on this machine, in one command",
+    "train": "run a configuration file",
+    "serve": "run a plane: workers put groups in, ranks take steps out",
+    "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
+    "inspect": "show what a frame or a run's folder holds",
+    "keys": "make the keys that let other hosts connect to a plane",
+    "doctor": "check this installation and this machine, in plain words",
     "bench": "measure against rivals on this machine",
 }
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from penstock.assets import AssetStore, ImageRef, Limits, ObjectStore, remove_run
+from penstock.assets import AssetStore, ImageRef, Limits, ObjectStore, remove_run, sweep
+from penstock.assets.sources import ImageSource
 from penstock.assets.urls import file_url, path_of
 from penstock.errors import ConfigError, CorruptAsset, ImageRefused, InvalidReference, MissingAsset
 from penstock.testing.reference_images import as_data_uri
@@ -34,7 +35,7 @@ def test_bytes_a_data_uri_and_a_file_are_one_image(tmp_path: Path, picture: Pict
     inbox.mkdir()
     (inbox / "ü.png").write_bytes(picture(1))
     store = AssetStore(tmp_path / "assets", files_from=[inbox])
-    sources = [
+    sources: list[ImageSource] = [
         picture(1),
         bytearray(picture(1)),
         memoryview(picture(1)),
@@ -379,6 +380,18 @@ def test_removing_a_run_keeps_what_other_runs_claim(tmp_path: Path, picture: Pic
     assert remove_run(first.blobs, "second") == [shared.hash]
     assert remove_run(first.blobs, "nobody") == []
     assert [info.name for info in first.blobs.list("trash")] == []
+
+
+def test_a_killed_remover_is_finished_by_the_next_sweep(tmp_path: Path, picture: Picture) -> None:
+    store = AssetStore(tmp_path, run="mine", retries=0)
+    claimed, forgotten = store.put(picture(1)), store.put(picture(2))
+    for ref in (claimed, forgotten):
+        store.blobs.move(f"images/{ref.hash[:2]}/{ref.file_id}", f"trash/{ref.file_id}")
+    store.blobs.delete(f"claims/mine/{forgotten.hash[:2]}/{forgotten.hash}")
+    sweep(store)
+    assert store.get(claimed.hash) == picture(1)
+    assert len(files(store)) == 1
+    assert list(store.blobs.list("trash")) == []
 
 
 def test_an_image_claimed_while_its_run_is_removed_survives(tmp_path: Path, picture: Picture) -> None:

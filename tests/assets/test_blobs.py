@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from penstock.errors import ConfigError, CorruptAsset, StorageError
 from penstock.testing.stores import STORE_CHECKS
 
 by_name = pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+
+
+def unreachable() -> object:
+    from obstore.store import S3Store
+
+    retry = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    options = {"endpoint": "http://127.0.0.1:9", "region": "us-east-1", "skip_signature": True}
+    return S3Store("x", config=options, client_options={"allow_http": True}, retry_config=retry)
 
 
 @by_name
@@ -133,6 +142,18 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     assert blobs.put_if_absent("a/x", b"x" * 10_000)
 
 
+def test_a_file_system_without_hard_links_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    blobs = LocalFolder(tmp_path / "root")
+    assert blobs.put_if_absent("a/x", b"1")
+    assert not blobs.put_if_absent("a/x", b"2")
+    assert blobs.get("a/x", max_bytes=9) == b"1"
+    assert [path.name for path in (tmp_path / "root/a").iterdir()] == ["x"]
+
+
 def test_leftovers_of_killed_writers_are_never_seen_and_are_swept(tmp_path: Path) -> None:
     blobs = LocalFolder(tmp_path / "root")
     blobs.put_if_absent("a/x", b"1")
@@ -151,5 +172,7 @@ def test_a_root_that_cannot_be_is_refused(tmp_path: Path) -> None:
         LocalFolder(tmp_path / "file" / "below")
     with pytest.raises(ConfigError):
         LocalFolder("a\0b")
+    with pytest.raises(StorageError, match="see its own log"):
+        list(ObjectStore(unreachable(), url="s3://x").list(""))
     with pytest.raises(ConfigError, match="s3://"):
         ObjectStore(object(), url="bucket")

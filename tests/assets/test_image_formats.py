@@ -1,4 +1,4 @@
-"""Headers are read without decoding, agree with Pillow, and refuse whatever is cut short, too large or more than one."""
+"""Headers are read without decoding, agree with Pillow, and refuse what is cut short, too large or more than one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image
 
 from penstock.assets.decode import decode_rgb
 from penstock.assets.header import EXTENSIONS, Limits, probe, upright_size
-from penstock.errors import AssetError, CorruptAsset, ImageRefused
+from penstock.errors import CorruptAsset, ImageRefused
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
@@ -163,14 +163,15 @@ def test_a_damaged_file_decodes_to_its_size_or_raises_our_error(kind: str, edits
     for where, value in edits:
         data[min(int(where * len(data)), len(data) - 1)] = value
     limits = Limits(max_pixels=100_000, max_side=2000)
+    raised = ""
     try:
         header = probe(bytes(data), limits)
         width, height = upright_size(header)
         assert decode_rgb(bytes(data), limits).shape == (height, width, 3)
-    except AssetError as error:
-        assert isinstance(error, (ImageRefused, CorruptAsset))
-        assert len(str(error)) < 300
-        assert "object at 0x" not in str(error)
+    except (ImageRefused, CorruptAsset) as error:
+        raised = str(error)
+    assert len(raised) < 300
+    assert "object at 0x" not in raised
 
 
 @settings(max_examples=300)
@@ -183,16 +184,14 @@ def test_random_bytes_never_raise_anything_else(magic: bytes, tail: bytes) -> No
     assert header.media_type in EXTENSIONS
 
 
-def test_text_bombs_inside_a_png_are_harmless() -> None:
+def test_text_bombs_inside_a_png_are_not_inflated() -> None:
     bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(50_000_000), 9))
     profile = chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(50_000_000), 9))
     for extra in (bomb, profile):
         data = png(8, 8, pixels=bytes(2 * 8), extra=extra)
         tracemalloc.start()
-        try:
-            assert decode_rgb(data).shape == (8, 8, 3)
-        except CorruptAsset:
-            pass
+        with pytest.raises(CorruptAsset, match="does not open"):
+            decode_rgb(data)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8_000_000

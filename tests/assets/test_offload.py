@@ -39,7 +39,7 @@ def test_the_input_is_untouched_and_what_has_no_image_is_shared(store: AssetStor
     out, refs = offload_messages(messages, store)
     assert messages == before
     assert out[0] is text
-    assert out[1]["content"][0] is messages[1]["content"][0]  # type: ignore[index]
+    assert out[1]["content"][0] is messages[1]["content"][0]
     assert out[1]["content"][1] == {"type": "image_url", "image_url": {"url": store.url(refs[0]), "detail": "high"}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -105,15 +106,23 @@ def test_a_feature_reference_without_a_run_gets_the_readers_own() -> None:
 
 def test_a_reference_is_checked_when_it_is_made_too() -> None:
     good = parse_raw(GOOD_RAW)
-    for field, value in {"run": "..", "hash": "xyz", "grid": (1, 0, 2), "raw_image_id": "a/b"}.items():
+    bad: dict[str, Any] = {"run": "..", "hash": "xyz", "grid": (1, 0, 2), "raw_image_id": "a/b"}
+    for field, value in bad.items():
         with pytest.raises(InvalidReference):
             dataclasses.replace(good, **{field: value})
 
 
 def test_fingerprints_change_with_everything_that_matters() -> None:
-    layout_changes = {"family": "x", "patch": 7, "merge": 1, "temporal_patch": 1, "min_pixels": 9, "max_pixels": 10**6}
+    changes: dict[str, Any] = {
+        "family": "x",
+        "patch": 7,
+        "merge": 1,
+        "temporal_patch": 1,
+        "min_pixels": 9,
+        "max_pixels": 10**6,
+    }
     seen = {processor_fingerprint(QWEN2_5_VL), processor_fingerprint(QWEN2_5_VL, transformers="5.0")}
-    for field, value in layout_changes.items():
+    for field, value in changes.items():
         seen.add(processor_fingerprint(dataclasses.replace(QWEN2_5_VL, **{field: value})))
     assert len(seen) == 8
     features = {

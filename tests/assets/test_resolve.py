@@ -29,7 +29,7 @@ from penstock.assets import (
 from penstock.assets.decode import decode_rgb
 from penstock.assets.features import pack_patches, unpack_patches
 from penstock.assets.urls import path_of
-from penstock.errors import AssetError, CorruptAsset, ConfigError, IncompatibleAsset, InvalidReference, MissingAsset
+from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidReference, MissingAsset
 from penstock.testing.reference_images import reference_patches
 
 Picture = Callable[[int], bytes]
@@ -173,9 +173,7 @@ def test_each_wrong_feature_has_its_own_answer(store: AssetStore, picture: Pictu
     error = fails(store, text, slot, made_by)
     assert (error.error_type, error.status) == ("missing_mm_feature_artifact", 500)
     assert retry_in_full(error)
-    assert error.missing == (
-        {"run_id": "demo", "modality": "image", "mm_hash": ref.hash, "fingerprint": made_by},
-    )
+    assert error.missing == ({"run_id": "demo", "modality": "image", "mm_hash": ref.hash, "fingerprint": made_by},)
 
 
 def test_patch_payloads_that_do_not_add_up_are_refused() -> None:

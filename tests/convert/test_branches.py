@@ -40,7 +40,7 @@ def build(tree: tuple[list[dict[str, Any]], list[int], list[int | None]], **fiel
     return Trajectory(turns=made, parents=parents, keeps=keeps, **fields)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(trees())
 def test_samples_of_a_tree_equal_the_plain_reference(tree: Any) -> None:
     expected = [sample for sample in branches(*tree) if sample.token_ids]
@@ -52,7 +52,7 @@ def test_samples_of_a_tree_equal_the_plain_reference(tree: Any) -> None:
         assert (np.zeros(sample.num_tokens) if found is None else found).tolist() == plain.logprobs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees())
 def test_every_sampled_token_is_trained_once_unless_it_comes_first(tree: Any) -> None:
     rollout = build(tree)
@@ -72,7 +72,7 @@ def _starts(tree: Any, parent: int) -> bool:
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees())
 def test_a_failed_rollout_keeps_every_branch_and_trains_none(tree: Any) -> None:
     samples = to_samples(build(tree, error="timeout"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, InvalidInput, WaitTimeout
@@ -28,7 +28,7 @@ def may_sample(table: Table, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("limiter", "settings", "message"),
+    ("limiter", "others", "message"),
     [
         (MinSize(5), {"capacity": 4}, "min_size 5"),
         (MinSize(0), {"capacity": 4}, "min_size 0"),
@@ -45,10 +45,10 @@ def may_sample(table: Table, count: int) -> bool:
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )
 def test_settings_that_would_stop_both_sides_are_refused(
-    limiter: Limiter, settings: dict[str, object], message: str
+    limiter: Limiter, others: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Table(limiter=limiter, **settings)  # type: ignore[arg-type]
+        Table(limiter=limiter, **others)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -124,37 +124,33 @@ def test_balance_stays_within_its_bounds_and_reaches_the_ratio() -> None:
     assert counts["train/items"] / counts["gen/items"] == pytest.approx(3.0, rel=0.05)
 
 
-@given(
-    ratio=st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0]),
-    capacity=st.integers(1, 12),
-    min_size=st.integers(1, 12),
-    batch_size=st.integers(1, 12),
-    buffer=st.sampled_from([0.0, 0.2, 0.5, 1.0, 4.0]),
-    uses=st.sampled_from([None, 1, 2, 3]),
-    evicts=st.booleans(),
-    eagerness=st.sampled_from([0.1, 0.5, 0.9]),
-    seed=st.integers(0, 99),
-)
-def test_no_accepted_setting_can_stop_both_sides(
-    ratio: float,
-    capacity: int,
-    min_size: int,
-    batch_size: int,
-    buffer: float,
-    uses: int | None,
-    evicts: bool,
-    eagerness: float,
-    seed: int,
-) -> None:
-    smallest = max(1.0, ratio, (batch_size + ratio) / 2)
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Table, int]:
+    """A table near the edge of what is accepted, and the batch size its limiter was told."""
+    uses = draw(st.sampled_from([None, 1, 2, 3]))
+    evicts = uses is None or draw(st.booleans())
+    ratios = [r for r in (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0) if uses is None or r <= uses]
+    ratio = draw(st.sampled_from(ratios)) if evicts else float(uses or 1)
+    batch_size = draw(st.integers(1, 8))
+    min_size = batch_size + draw(st.integers(0, 4))
+    buffer = max(1.0, ratio, (batch_size + ratio) / 2) + draw(st.sampled_from([0.0, 0.2, 1.0, 4.0, 20.0]))
     try:
-        limiter = SamplesPerInsert(ratio, min_size, smallest + buffer, batch_size)
-        remover = Uniform() if evicts else None
         table = Table(
-            capacity=capacity, sampler=Uniform(), remover=remover, limiter=limiter, max_times_sampled=uses, seed=seed
+            capacity=min_size + draw(st.integers(0, 6)),
+            sampler=Uniform(),
+            remover=Uniform() if evicts else None,
+            limiter=SamplesPerInsert(ratio, min_size, buffer, batch_size),
+            max_times_sampled=uses,
         )
     except ConfigError:
         assume(False)
+    return table, batch_size
+
+
+@settings(max_examples=200)
+@given(tables(), st.sampled_from([0.1, 0.5, 0.9]), st.integers(0, 99))
+def test_no_accepted_setting_can_stop_both_sides(pair: tuple[Table, int], eagerness: float, seed: int) -> None:
+    table, batch_size = pair
     rng = np.random.default_rng(seed)
     for key in range(300):
         if rng.random() < 0.03:

@@ -106,19 +106,17 @@ def test_dummies_train_nothing_and_exist_only_when_no_bin_can_be_split(samples: 
     step = try_pack(packing, samples)
     if step is None:
         return
-    for row in zip(*[list(rank) for rank in step.ranks], strict=True):
-        for batch in row:
-            if batch.is_dummy:
-                assert batch.sample_count == batch.loss_tokens == 0
-                assert (
-                    batch.num_tokens <= min(packing.padded(b.sample_tokens) for b in row if not b.is_dummy)
-                    or batch.modality == "text"
-                )
-    used = [batch for batch in batches_of(step) if not batch.is_dummy]
-    by_class = {(b.modality, b.run if packing.rows_by == "run" else "") for b in used if b.sample_count > 1}
-    dummies = [b for b in batches_of(step) if b.is_dummy]
+    packed = batches_of(step)
+    dummies = [batch for batch in packed if batch.is_dummy]
+    for batch in dummies:
+        assert batch.sample_count == batch.loss_tokens == 0
+        if batch.modality == "text":
+            assert batch.num_tokens == packing.pad_to_multiple_of
+        else:
+            assert len(batch.images) == 1
     if packing.rows_by == "modality":
-        assert not {b.modality for b in dummies} & {modality for modality, _ in by_class}
+        splittable = {batch.modality for batch in packed if batch.sample_count > 1}
+        assert not splittable & {batch.modality for batch in dummies}
 
 
 @steps

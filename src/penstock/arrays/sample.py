@@ -277,7 +277,8 @@ def _check_column(column: Column, values: Array, count: int, mask: NDArray[np.bo
 def coerce(column: Column, value: Values, where: str) -> Array:
     """The value as a read-only array of the column's dtype and rank; raises rather than change a value."""
     try:
-        raw = np.asarray(value)
+        with np.errstate(invalid="ignore"):  # a signalling NaN among floats is no reason for a warning
+            raw = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
     _check_rank(column, raw, where)
@@ -336,7 +337,7 @@ def _as_int(column: Column, raw: Array, where: str) -> Array:
 
 
 def _as_float32(raw: Array, where: str) -> Array:
-    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is no reason for a warning
+    with np.errstate(over="ignore", invalid="ignore"):
         narrow = raw.astype(np.float32)
     if raw.dtype.kind == "f" and (np.isinf(narrow) & ~np.isinf(raw)).any():
         at = int(np.flatnonzero(np.isinf(narrow) & ~np.isinf(raw))[0])

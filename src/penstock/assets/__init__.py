@@ -4,6 +4,7 @@ from penstock.assets.claims import remove_run
 from penstock.assets.deltas import Branch, Delta, image_delta, longest_prefix
 from penstock.assets.features import FeatureStore, sweep
 from penstock.assets.fingerprints import feature_fingerprint, processor_fingerprint
+from penstock.assets.gate import PackedImages
 from penstock.assets.header import Limits, probe
 from penstock.assets.image import ImageRef, describe, span
 from penstock.assets.layouts import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Layout, layout_from_config
@@ -29,6 +30,7 @@ __all__ = [
     "Layout",
     "Limits",
     "ObjectStore",
+    "PackedImages",
     "Processor",
     "RawRef",
     "Resolved",

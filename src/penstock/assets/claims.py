@@ -38,20 +38,23 @@ def remove_run(blobs: Blobs, run: str) -> list[str]:
     for image in sorted(mine):
         blobs.delete(claim_name(run, image))
     alone = {image for image in mine if held[image] == {run}}
-    moved = {
-        info.name: f"{_TRASH}/{info.name.rsplit('/', 1)[1]}"
-        for info in blobs.list("images")
-        if hash_of(info.name) in alone
-    }
-    for name, aside in moved.items():
-        blobs.move(name, aside)
-    still = claims(blobs)
+    for info in list(blobs.list("images")):
+        if hash_of(info.name) in alone:
+            blobs.move(info.name, f"{_TRASH}/{info.name.rsplit('/', 1)[1]}")
+    return empty_trash(blobs)
+
+
+def empty_trash(blobs: Blobs) -> list[str]:
+    """Put back what is claimed, remove the rest; returns the hashes removed. Finishes what a killed remover began."""
+    aside = [info.name for info in blobs.list(_TRASH)]
+    still = claims(blobs) if aside else {}  # read after the trash: that order is the argument above
     removed = []
-    for name, aside in moved.items():
-        if hash_of(name) in still:
-            blobs.move(aside, name)
-        elif blobs.delete(aside):
-            removed.append(hash_of(name))
+    for name in aside:
+        image = hash_of(name)
+        if image in still:
+            blobs.move(name, f"images/{image[:2]}/{name.rsplit('/', 1)[1]}")
+        elif blobs.delete(name):
+            removed.append(image)
     return sorted(removed)
 
 

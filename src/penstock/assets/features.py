@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.assets.claims import empty_trash
 from penstock.assets.fingerprints import FEATURE_KIND
 from penstock.assets.folder import LocalFolder
 from penstock.assets.layouts import Grid
@@ -160,7 +161,7 @@ def unpack_patches(payload: bytes) -> tuple[NDArray[np.float32], Grid]:
 
 
 def sweep(assets: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None) -> int:
-    """Remove features nobody used for `ttl_s` seconds, and what killed writers left; returns how many."""
+    """Remove features nobody used for `ttl_s` seconds, and what killed processes left; returns how many files."""
     if not ttl_s > 0:
         raise ConfigError(f"ttl_s {ttl_s}: must be positive")
     at = time.time() if now is None else now
@@ -170,6 +171,7 @@ def sweep(assets: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None)
             count += info.modified < at - ttl_s and assets.blobs.delete(info.name)
         except StorageError:
             continue  # somebody else's file, or gone meanwhile: the next sweep will see
+    empty_trash(assets.blobs)
     if isinstance(assets.blobs, LocalFolder):
         count += assets.blobs.remove_temporaries(older_than_s=_TEMPORARY_S, now=at)
     return count

@@ -55,6 +55,7 @@ class LocalFolder:
         *folder, leaf = check_name(name)
         with _typed(name), directory(str(self.root), folder, create=True) as fd:
             if _exists(leaf, fd):
+                os.fsync(fd)  # whoever linked it may not have synced yet, and our answer means "durable"
                 return False
             temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
             try:

@@ -72,7 +72,8 @@ class ObjectStore:
 
         if prefix:
             check_name(prefix)
-        for page in obstore.list(self._store, prefix or None):
+        pages = iter(obstore.list(self._store, prefix or None))
+        while (page := _call(prefix, lambda: next(pages, None))) is not None:
             yield from map(_info, page)
 
     def touch(self, name: str) -> bool:

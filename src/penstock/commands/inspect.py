@@ -1,7 +1,9 @@
-"""Show what a frame holds: its samples, its columns, how each is coded and how many bytes it takes.
+"""Show what a frame or a run's folder holds, without changing either.
 
-penstock inspect group.frame
+penstock inspect group.frame                         samples, columns, how each is coded, bytes
 penstock inspect group.frame --json | jq .columns
+penstock inspect runs/demo                           ledger, steps, groups, sizes; also while a plane works on it
+penstock inspect runs/demo --json | jq .ledger
 """
 
 from __future__ import annotations
@@ -18,16 +20,22 @@ from penstock.encode.reading import describe
 from penstock.errors import InvalidInput
 
 _SHOWN = 20
+_NUMBERS = ("tokens", "loss_tokens", "policy_version")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="a frame, as written by penstock.encode")
+    parser.add_argument("file", type=Path, help="a frame, as written by penstock.encode, or a run's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.file.is_dir():
+        from penstock.commands import inspect_run  # frames are looked at without loading the plane
+
+        print(inspect_run.report(args.file, as_json=args.json))
+        return 0
     if not args.file.is_file():
-        raise InvalidInput(f"{args.file}: not a file; give a frame, as written by penstock.encode")
+        raise InvalidInput(f"{args.file}: not a file; give a frame, as written by penstock.encode, or a run's folder")
     report = inspect_frame(args.file.read_bytes())
     print(json.dumps(report, indent=1) if args.json else _text(report))
     return 0
@@ -40,7 +48,7 @@ def inspect_frame(data: bytes) -> dict[str, Any]:
     columns = [
         {
             "name": name,
-            "coding": codings.get(name, "raw"),
+            "coding": codings[name],
             "dtype": samples.columns[name].values.dtype.str if name in samples.columns else None,
             "bytes": size,
             "bytes_per_token": round(size / max(samples.num_tokens, 1), 4),
@@ -56,7 +64,7 @@ def inspect_frame(data: bytes) -> dict[str, Any]:
         samples.policy_versions.tolist(),
         strict=True,
     )
-    keys = ("id", "group", "env", "tokens", "loss_tokens", "policy_version")
+    keys = ("id", "group", "env", *_NUMBERS)
     return {
         "bytes": len(data),
         "samples": len(samples),
@@ -73,7 +81,9 @@ def _codings(front: Front) -> dict[str, str]:
     header = front.header
     named = {"lengths": header.lengths, "loss_tokens": header.loss_tokens, "policy_version": header.policy_versions}
     named |= {spec.name: spec.values for spec in (*header.head_columns, *header.body_columns)}
-    found = {name: _name(block) for name, block in named.items()}
+    if header.parents is not None and header.shared is not None:
+        named |= {"parents": header.parents, "shared": header.shared}
+    found = {"header": "msgpack"} | {name: _name(block) for name, block in named.items()}
     found |= {text.name: f"{text.num_distinct} distinct" for text in header.text}
     shared = {spec.name for spec in header.body_columns if spec.shares_prefixes}
     return {name: coding + (" + shared prefixes" if name in shared else "") for name, coding in found.items()}
@@ -88,19 +98,37 @@ def _name(block: Block) -> str:
 
 
 def _text(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['samples']} samples, {report['tokens']:,} tokens ({report['loss_tokens']:,} trained, "
-        f"{report['tokens_shared']:,} shared), {report['bytes']:,} bytes, {report['bytes_per_token']} B/token",
-        "",
-        f"{'column':<20}{'coding':<40}{'bytes':>12}{'B/token':>10}",
+    columns = [[c["name"], c["coding"], f"{c['bytes']:,}", f"{c['bytes_per_token']:g}"] for c in report["columns"]]
+    rows = [
+        [*(_printable(row[k]) for k in ("id", "group", "env")), *(f"{row[k]}" for k in _NUMBERS)]
+        for row in report["rows"][:_SHOWN]
     ]
-    lines += [f"{c['name']:<20}{c['coding']:<40}{c['bytes']:>12,}{c['bytes_per_token']:>10}" for c in report["columns"]]
-    lines += ["", f"{'sample':<28}{'group':<20}{'env':<14}{'tokens':>8}{'trained':>9}{'version':>9}"]
-    for row in report["rows"][:_SHOWN]:
-        cells = [row[k].encode("unicode_escape").decode() for k in ("id", "group", "env")]
-        lines.append(
-            f"{cells[0]:<28}{cells[1]:<20}{cells[2]:<14}{row['tokens']:>8}{row['loss_tokens']:>9}{row['policy_version']:>9}"
-        )
-    if len(report["rows"]) > _SHOWN:
-        lines.append(f"... and {len(report['rows']) - _SHOWN} more; --json lists all")
-    return "\n".join(lines)
+    hidden = len(report["rows"]) - len(rows)
+    return "\n".join(
+        [
+            f"{report['samples']} samples, {report['tokens']:,} tokens ({report['loss_tokens']:,} trained, "
+            f"{report['tokens_shared']:,} shared), {report['bytes']:,} bytes, {report['bytes_per_token']} B/token",
+            "",
+            *_aligned([["column", "coding", "bytes", "B/token"], *columns], left=2),
+            "",
+            *_aligned([["sample", "group", "env", "tokens", "trained", "version"], *rows], left=3),
+            *([f"... and {hidden} more; --json lists all"] if hidden else []),
+        ]
+    )
+
+
+def _aligned(rows: list[list[str]], *, left: int) -> list[str]:
+    """Lines of a table whose first `left` columns are text and whose others are numbers."""
+    widths = [max(len(cell) for cell in cells) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _printable(text: str) -> str:
+    """What may go to a terminal: a name from elsewhere could turn its writing direction, for one."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -279,6 +279,20 @@ class Table:
     def __contains__(self, key: object) -> bool:
         return key in self._slots.slot_of
 
+    def may_insert(self, *, ahead: int = 0) -> bool:
+        """Whether one more insert would pass without waiting, after `ahead` others that are still to come.
+
+        Of the limits it looks at the limiter and the number of items, not at bytes and tokens.
+        """
+        with self._lock:
+            store, settings = self._store, self._store.settings
+            held = len(self._slots) + ahead
+            if store.removing is not None:
+                held = min(held, settings.capacity)
+            elif held >= settings.capacity:
+                return False
+            return settings.limiter.may_insert(store.counters.inserted + ahead, store.counters.sampled, held)
+
     def keys(self) -> list[Key]:
         """The keys held, oldest item first."""
         with self._lock:

@@ -56,7 +56,7 @@ class Items:
         )
 
     def longest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:
-        return ids[np.lexsort((ids, -self.length_array[ids]))]
+        return ids[np.lexsort((ids, -self.cost_array[ids], -self.length_array[ids]))]
 
     def dearest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:
         return ids[np.lexsort((ids, -self.length_array[ids], -self.cost_array[ids]))]
@@ -99,7 +99,7 @@ def best_fit(items: Items, longest_first: NDArray[np.intp]) -> list[Bin]:
 
 def halve_dearest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
     """As many bins as asked for, by halving the dearest again and again, while one holds two samples."""
-    out = [list(b) for b in bins]
+    out = list(bins)
     heap = [(-items.cost_of(b), k) for k, b in enumerate(out) if len(b) > 1]
     heapify(heap)
     while len(out) < count and heap:

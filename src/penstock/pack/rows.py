@@ -69,14 +69,15 @@ def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead
     everything = np.concatenate(keys)
     price = overhead or ROW_OVERHEAD * float(items.cost_array[everything].sum()) / ranks / fewest
     fill = int(items.length_array[everything].sum()) / (fewest * ranks * items.caps.tokens)
+    key_of = _key_numbers(parts, len(items.lengths))
     # The more samples, the longer another attempt takes, and the less there is to gain.
     good_enough = max(1e-3, 5e-8 * len(items.lengths))
-    best = _attempt(items, parts, ranks, fewest)
+    best = _attempt(items, parts, key_of, ranks, fewest)
     for count in _more_rows(fewest):
         excess = best.cost - best.level
         if excess <= max(price, good_enough * best.level) or (best.fits and (fill < TIGHT or len(best.rows) > fewest)):
             break
-        other = _attempt(items, parts, ranks, count)
+        other = _attempt(items, parts, key_of, ranks, count)
         if other.cost + price * len(other.rows) < best.cost + price * len(best.rows):
             best = other
         elif other.fits:
@@ -101,30 +102,43 @@ def _key(items: Items, ids: NDArray[np.intp]) -> _Key:
     )
 
 
-def _attempt(items: Items, keys: Sequence[_Key], ranks: int, count: int) -> _Attempt:
+def _key_numbers(keys: Sequence[_Key], count: int) -> list[int]:
+    """[count] the key of each sample; -1 for those alone, so that nothing is exchanged with a bin beyond its caps."""
+    out = np.full(count, -1)
+    for k, key in enumerate(keys):
+        out[key.longest_first] = k
+    return out.tolist()
+
+
+def _attempt(items: Items, keys: Sequence[_Key], key_of: Sequence[int], ranks: int, count: int) -> _Attempt:
     numbers = _bin_counts(keys, count * ranks)
     targets, level = _targets(items, keys, numbers, ranks)
-    bins: list[tuple[float, int, int, Bin]] = []
+    bins = [[i] for key in keys for i in key.alone.tolist()]
     fits = True
-    for k, key in enumerate(keys):
-        made = spread(items, key.dearest_first, targets[k])
+    for key, target, number in zip(keys, targets, numbers, strict=True):
+        made = spread(items, key.dearest_first, target)
         if made is None:
             fits = False
-            made = halve_dearest(items, key.fewest_bins, numbers[k])
-        bins += [(-items.cost_of(b), min(b), k, b) for b in made if b]
-        # Keyed apart, so that nothing is exchanged with a bin that is over its caps already.
-        bins += [(-items.costs[i], i, -1, [i]) for i in key.alone.tolist()]
-    bins.sort()
+            made = halve_dearest(items, key.fewest_bins, number)
+        bins += [b for b in made if b]
+    # Where low targets left bins of the last row empty, splitting is still better than a dummy.
+    bins = _sorted(items, halve_dearest(items, bins, -(-len(bins) // ranks) * ranks))
     if len(bins) * ENOUGH_PER_BIN <= sum(len(key.longest_first) for key in keys):
         for at in range(0, len(bins), ranks):
-            polish_row(items, [b[3] for b in bins[at : at + ranks]], [b[2] for b in bins[at : at + ranks]])
-        bins = sorted((-items.cost_of(b), min(b), k, b) for _, _, k, b in bins)
+            row = bins[at : at + ranks]
+            polish_row(items, row, [key_of[b[0]] for b in row])
+        bins = _sorted(items, bins)
     return _Attempt(
-        rows=[[b[3] for b in bins[at : at + ranks]] for at in range(0, len(bins), ranks)],
-        cost=-sum(bins[at][0] for at in range(0, len(bins), ranks)),
+        rows=[bins[at : at + ranks] for at in range(0, len(bins), ranks)],
+        cost=sum(items.cost_of(bins[at]) for at in range(0, len(bins), ranks)),
         level=level,
         fits=fits,
     )
+
+
+def _sorted(items: Items, bins: Sequence[Bin]) -> list[Bin]:
+    """Dearest first; of equals the one with the first sample."""
+    return sorted(bins, key=lambda b: (-items.cost_of(b), min(b)))
 
 
 def _bin_counts(keys: Sequence[_Key], total: int) -> list[int]:

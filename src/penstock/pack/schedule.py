@@ -1,12 +1,13 @@
-"""Which samples of which runs go into the next plan: deficit round robin by tokens.
+"""Which samples of which runs go into the next plan: fair shares by tokens, kept in deficit counters.
 
-Several runs share one trainer. Each run offers whole steps; each draw takes about `budget` tokens, shared between the
-runs that have work in proportion to their weights. What a run could not use of its share because its next sample was
-too long is kept for the next draw (its deficit); a run without work keeps nothing. So over time every busy run gets
-its share of tokens, however long its samples are, and a run with one short sample does not wait behind a large one.
+Several runs share one trainer. Each run offers whole steps; each draw takes about `budget` tokens. The run that is owed
+most goes next, sample by sample: every sample is charged to its run, and what a draw took in total is credited to all
+runs that had work, in proportion to their weights. So over time every busy run gets its share of tokens to within a
+sample or two, however long its samples are, and room that a long sample leaves is used by the short ones of others. A
+run without work is owed nothing.
 
-A draw never holds two steps of one run; a step of a run may span several draws. Bad data costs the run that sent
-it: the run is evicted whole, with the reason, and the others go on.
+A draw never holds two steps of one run; a step of a run may span several draws. Bad data costs the run that sent it:
+the run is evicted whole, with the reason, and the others go on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class _Run(Generic[K]):
     steps: deque[tuple[int, deque[tuple[K, int]]]] = field(default_factory=deque)
     """Steps not yet drawn completely, each with its samples (key, tokens)."""
     last_step: int = -1
-    deficit: float = 0.0
+    owed: float = 0.0
+    """Tokens it is behind its share; negative when it is ahead."""
+
+    @property
+    def current(self) -> deque[tuple[K, int]]:
+        """What is left of the step it is at."""
+        return self.steps[0][1]
 
 
 class Schedule(Generic[K]):
@@ -58,7 +65,6 @@ class Schedule(Generic[K]):
     def __init__(self) -> None:
         self._runs: dict[str, _Run[K]] = {}
         self._weights: dict[str, float] = {}
-        self._turn = 0
         self.evicted: dict[str, str] = {}
         """Runs that take no part any more, with the reason."""
 
@@ -101,61 +107,31 @@ class Schedule(Generic[K]):
         """Samples for the next plan: at most `budget` tokens, unless a single sample is longer than that."""
         if budget < 1:
             raise ConfigError(f"budget: {budget}; must be a positive number of tokens")
-        names = sorted(run for run, state in self._runs.items() if state.steps)
-        if not names:
-            return []
-        first = self._turn % len(names)
-        self._turn += 1
-        order = names[first:] + names[:first]
-        taken: dict[str, list[tuple[K, int]]] = {run: [] for run in order}
-        self._take_shares(order, taken, budget)
-        if not any(taken.values()):
-            # Every first sample is longer than its run's share so far: the run that is owed most goes first.
-            run = max(order, key=lambda name: self._runs[name].deficit)
-            taken[run].append(self._pop(run))
-        return [self._piece(run, taken[run]) for run in order if taken[run]]
-
-    def _take_shares(self, order: Sequence[str], taken: dict[str, list[tuple[K, int]]], budget: int) -> None:
-        """Rounds of shares, each of what the one before left over, until nobody can use the rest."""
-        busy, left, spent = list(order), budget, -1
-        while busy and left > 0 and spent != 0:
-            spent = 0
-            weights = sum(self._runs[run].weight for run in busy)
-            for run in busy:
-                state = self._runs[run]
-                share = left * state.weight / weights
-                # Credit beyond the next sample and one share would let a run that waited crowd out the others.
-                state.deficit = min(state.deficit + share, state.steps[0][1][0][1] + share)
-                spent += self._take(run, taken, left - spent, is_first=not any(taken.values()))
-            left -= spent
-            for run in busy:
-                if not self._runs[run].steps[0][1]:
-                    self._runs[run].deficit = 0.0
-            busy = [run for run in busy if self._runs[run].steps[0][1]]
-
-    def _take(self, run: str, taken: dict[str, list[tuple[K, int]]], left: int, *, is_first: bool) -> int:
-        """Take samples of the run's current step while its deficit and the budget allow; the tokens taken."""
-        state, tokens = self._runs[run], 0
-        while state.steps[0][1]:
-            need = state.steps[0][1][0][1]
-            # The first sample of a draw may exceed the budget: one longer than any budget must go some time.
-            if need > state.deficit or (tokens + need > left and not (is_first and tokens == 0)):
+        busy = {run: state for run, state in sorted(self._runs.items()) if state.steps}
+        taken: dict[str, list[tuple[K, int]]] = {run: [] for run in busy}
+        left = budget
+        while left > 0:
+            # The first sample may exceed the budget: one longer than any budget must go some time.
+            able = [
+                run for run, state in busy.items() if state.current and (state.current[0][1] <= left or left == budget)
+            ]
+            if not able:
                 break
-            taken[run].append(self._pop(run))
-            tokens += need
-        return tokens
-
-    def _pop(self, run: str) -> tuple[K, int]:
-        state = self._runs[run]
-        sample = state.steps[0][1].popleft()
-        state.deficit = max(state.deficit - sample[1], 0.0)
-        return sample
+            run = max(able, key=lambda name: busy[name].owed / busy[name].weight)
+            sample = busy[run].current.popleft()
+            taken[run].append(sample)
+            busy[run].owed -= sample[1]
+            left -= sample[1]
+        _settle(list(busy.values()))
+        return [self._piece(run, samples) for run, samples in taken.items() if samples]
 
     def _piece(self, run: str, samples: Sequence[tuple[K, int]]) -> Piece[K]:
-        steps = self._runs[run].steps
-        step, queue = steps[0]
+        state = self._runs[run]
+        step, queue = state.steps[0]
         if not queue:
-            steps.popleft()
+            state.steps.popleft()
+        if not state.steps:
+            state.owed = 0.0
         return Piece(
             run=run,
             step=step,
@@ -163,6 +139,15 @@ class Schedule(Generic[K]):
             tokens=sum(tokens for _, tokens in samples),
             completes=not queue,
         )
+
+
+def _settle(busy: Sequence[_Run[K]]) -> None:
+    """Credit what was drawn, and keep the sum of what is owed at 0, so that a newcomer starts level with the rest."""
+    weights = sum(state.weight for state in busy)
+    # What they are owed sums to minus the tokens drawn, and to what runs that left took with them.
+    debt = -sum(state.owed for state in busy)
+    for state in busy:
+        state.owed += debt * state.weight / weights
 
 
 def _fault(step: int, last_step: int, samples: Sequence[tuple[object, int]]) -> str:

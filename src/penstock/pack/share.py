@@ -1,7 +1,7 @@
 """A plan, and each rank's share of it: which samples, in which order, cut where, in which micro-batch.
 
-A share holds indices and lengths, no tokens: about nine bytes per sample. It can be filled from all samples of the
-step, or, after `relative`, from only those the rank received; the micro-batches are the same.
+A share holds indices and lengths, no tokens: eight bytes per sample, ten per micro-batch. It can be filled from all
+samples of the step, or, after `relative`, from only those the rank received; the micro-batches are the same.
 """
 
 from __future__ import annotations

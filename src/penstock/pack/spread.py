@@ -24,6 +24,7 @@ def spread(items: Items, dearest_first: NDArray[np.intp], targets: Sequence[floa
     active = [(-target, b) for b, target in enumerate(targets)]
     parked: list[tuple[int, int, float]] = []
     heapify(active)
+    most = caps.samples
     for i in dearest_first.tolist():
         length, need = lengths[i], patches[i]
         while parked and parked[0][0] <= -length:
@@ -45,7 +46,7 @@ def spread(items: Items, dearest_first: NDArray[np.intp], targets: Sequence[floa
         bins[b].append(i)
         room[b] -= length
         patch_room[b] -= need
-        if len(bins[b]) < caps.samples:
+        if len(bins[b]) < most:
             heapreplace(active, (below + costs[i], b))
         else:
             heappop(active)

@@ -72,13 +72,13 @@ class ClientKeys:
         socket.curve_serverkey = self.plane
 
 
-def make_keys(folder: str | Path, clients: tuple[str, ...] = ("client",)) -> list[Path]:
-    """Make a key folder; existing keys are never overwritten. Returns the files made."""
+def make_keys(folder: str | Path, clients: tuple[str, ...] = ("client",), *, plane: bool = True) -> list[Path]:
+    """Make a key folder, or add clients to one; existing keys are never overwritten. Returns the files made."""
     root = Path(folder)
     (root / "allowed").mkdir(parents=True, exist_ok=True)
     root.chmod(0o700)
     made: list[Path] = []
-    for name in ("plane", *clients):
+    for name in (*(["plane"] if plane else []), *clients):
         if (root / f"{name}.secret").exists():
             raise ConfigError(f"{root / name}.secret: exists; remove it first if it is to be replaced")
         public, secret = zmq.curve_keypair()

@@ -108,6 +108,10 @@ class SharedPlane(SocketPlane):
         self._placed: dict[Peer, list[tuple[Frames, bytes]]] = {}
         super().__init__(url)
 
+    @property
+    def url(self) -> str:
+        return f"shm+{super().url}"
+
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         if sum(len(frame) for frame in frames) < _MIN_BYTES:
             super().send(peer, header, frames)

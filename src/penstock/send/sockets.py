@@ -65,7 +65,8 @@ class SocketPlane:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"address {url!r}: {error}; is another plane running there?") from None
-        self._url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
         if keys:

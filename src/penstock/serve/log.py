@@ -71,6 +71,7 @@ class Log:
     def __init__(self, folder: str | Path | None, *, max_disk_bytes: int | None = None) -> None:
         """`None` keeps the log in memory: the same code, nothing durable."""
         self.folder = None if folder is None else Path(folder).resolve()
+        self._max_bytes = max_disk_bytes
         self._lock = None if self.folder is None else _own(self.folder)
         path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
@@ -78,17 +79,34 @@ class Log:
             self._db.execute(f"PRAGMA page_size={_PAGE}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            if max_disk_bytes is not None:
-                self._db.execute(f"PRAGMA max_page_count={max(max_disk_bytes // _PAGE, 64)}")
             self._db.executescript(_SCHEMA)
             found = self.meta("format", FORMAT)
             if found != FORMAT:
                 raise CorruptFile(f"{path}: format {found}; this version reads format {FORMAT}; use a matching one")
-            self.epoch = self.meta("epoch", 0) + 1
-            self._db.execute("BEGIN IMMEDIATE")
-            self.set_meta("format", FORMAT)
-            self.set_meta("epoch", self.epoch)
-            self._db.execute("COMMIT")
+            self.take_over()
+
+    def take_over(self) -> None:
+        """Begin a new epoch: whoever wrote before may write no more."""
+        self.epoch = self.meta("epoch", 0) + 1
+        self._db.execute("BEGIN IMMEDIATE")
+        self.set_meta("format", FORMAT)
+        self.set_meta("epoch", self.epoch)
+        self._db.execute("COMMIT")
+
+    def check_room(self, size: int) -> None:
+        """Raise DiskFull if so many bytes of groups would exceed the quota.
+
+        The quota holds for what is put, not for the few bytes of a step or a commit: those free space in the end.
+        """
+        if self._max_bytes is None:
+            return
+        pages, free = (int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count"))
+        used = (pages - free) * _PAGE
+        if used + size > self._max_bytes:
+            raise DiskFull(
+                f"{self.folder or 'memory'}: {used:,} bytes are used and {size:,} more do not fit max_disk_bytes "
+                f"{self._max_bytes:,}; raise it, lower retain_steps, or wait until steps are committed"
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -164,6 +182,15 @@ class Log:
         query = "SELECT op, id, digest, policy_version, samples, tokens, size, state, reason FROM groups ORDER BY op"
         for op, name, digest, version, samples, tokens, size, state, reason in self._db.execute(query):
             yield GroupRow(op, name, digest, version, samples, tokens, size, b"", State(state), reason)
+
+    def with_frames(self) -> set[int]:
+        """The groups whose frames were not given back."""
+        return {op for (op,) in self._db.execute("SELECT op FROM groups WHERE frame IS NOT NULL")}
+
+    def totals(self) -> dict[tuple[State, str], int]:
+        """Samples by recorded state and reason."""
+        query = "SELECT state, reason, SUM(samples) FROM groups GROUP BY state, reason"
+        return {(State(state), reason): samples for state, reason, samples in self._db.execute(query)}
 
     def events(self) -> Iterator[EventRow]:
         for op, kind, data in self._db.execute("SELECT op, kind, data FROM events ORDER BY op"):

@@ -18,7 +18,7 @@ from penstock.send.coordinator import Timeouts
 from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Ready, StepDone
 from penstock.send.messages import Deliver, Frames, FromPlane
 from penstock.serve.courier import Courier
-from penstock.serve.engine import digest_of
+from penstock.serve.making import digest_of
 
 
 class SourceStep(RankStep):

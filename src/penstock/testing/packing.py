@@ -55,7 +55,8 @@ def _optional(name: str, rng: np.random.Generator, length: int) -> dict[str, Any
 
 def _images(rng: np.random.Generator, length: int) -> dict[str, Any]:
     """One or two images of four placeholders each, where they fit, and their token types."""
-    spans, at = [], int(rng.integers(0, 4))
+    spans: list[ImageSpan] = []
+    at = int(rng.integers(0, 4))
     types = np.zeros(length, np.uint8)
     while at + 4 <= length and len(spans) < 2:
         digest = f"{int(rng.integers(2**60)):064x}"

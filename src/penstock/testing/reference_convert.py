@@ -17,14 +17,17 @@ class PlainSample:
     token_ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    """Steps this sample was built from."""
 
 
 def interleave(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
-    """Samples of cumulative steps: continue the longest sample that is a prefix of the prompt, else start one."""
+    """Samples of cumulative steps, without those that train nothing."""
+    return _trainable(interleaved(steps))
+
+
+def interleaved(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
+    """All samples of cumulative steps: continue the longest one that is a prefix of the prompt, else start one."""
     samples: list[PlainSample] = []
-    for number, step in enumerate(steps):
+    for step in steps:
         prompt, completion = list(step["prompt_ids"]), list(step["completion_ids"])
         sampled = [bool(m) for m in step.get("completion_mask", [1] * len(completion))]
         best: PlainSample | None = None
@@ -40,8 +43,7 @@ def interleave(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
         best.mask += [False] * len(context) + sampled
         logprobs = [lp if m else 0.0 for lp, m in zip(step["completion_logprobs"], sampled, strict=True)]
         best.logprobs += [0.0] * len(context) + logprobs
-        best.steps.append(number)
-    return _trainable(samples)
+    return samples
 
 
 def branches(

@@ -25,7 +25,7 @@ def draw_screenshot(*, seed: int, width: int = 1280, height: int = 720) -> bytes
     draw = ImageDraw.Draw(image)
     for _ in range(6):
         x, y = rng.randrange(width), rng.randrange(height)
-        w, h = rng.randrange(20, 20 + width // 2), rng.randrange(20, 20 + height // 2)
+        w, h = rng.randrange(20, 21 + width // 2), rng.randrange(20, 21 + height // 2)
         draw.rectangle((x, y, x + w, y + h), fill=tuple(rng.randrange(256) for _ in range(3)), outline=(0, 0, 0))
         for line in range(y + 8, y + h - 8, 14):
             draw.text((x + 6, line), f"{rng.getrandbits(160):x}"[: max(1, w // 7)], fill=(10, 10, 10))

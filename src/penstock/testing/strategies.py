@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Sample
 from penstock.arrays.columns import Array
 
-_EDGES = {"token_ids": (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)}
+_LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _NANS = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF)
 _PLAIN_FLOATS = ("temperatures", "advantages", "rewards", "rl_weights", "ce_weights", "ref_kl_weights")
 _LOGPROBS = ("logprobs", "teacher_logprobs")
@@ -41,7 +41,7 @@ def lengths(most: int = 80) -> st.SearchStrategy[int]:
 @st.composite
 def token_ids(draw: st.DrawFn, count: int) -> NDArray[np.uint32]:
     """[count] ids of a vocabulary of any size, sometimes with long runs."""
-    top = draw(st.sampled_from(_EDGES["token_ids"]))
+    top = draw(st.sampled_from(_LARGEST_IDS))
     ids = _filler(draw).integers(0, top, count, np.uint32, endpoint=True)
     ids[draw(st.integers(0, count - 1))] = top
     if draw(st.booleans()):
@@ -155,7 +155,8 @@ def batches(draw: st.DrawFn, most: int = 5) -> list[Sample]:
     made: list[Sample] = []
     for i in range(draw(st.integers(0, most))):
         prefix = None
-        if made and draw(st.booleans()):
+        begins_alike: bool = draw(st.booleans())
+        if made and begins_alike:
             earlier = draw(st.sampled_from(made)).token_ids
             prefix = earlier[: draw(st.integers(0, len(earlier)))]
         made.append(draw(samples(prefix=prefix, name=f"{i}{draw(texts())}")))

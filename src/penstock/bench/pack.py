@@ -1,0 +1,316 @@
+"""Packing against how other trainers pack, on the same seeded lengths: waste, padding, rows, time.
+
+"Waste" is what the step takes beyond a lower bound: the sum over micro-batch indices of the dearest rank, over the
+larger of an even share of everything and the sum of the samples that no row can avoid. All packers are given the cost
+24,576 per token + 1 per token squared, and all micro-batches are padded to 64 tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays import Ragged, Samples, offsets_of
+from penstock.bench.lengths import DISTRIBUTIONS, draw
+from penstock.bench.packers import RIVALS, Grid, Packer, first_fit_plain, greedy_ffd, kk_kk
+from penstock.bench.report import Row, best
+from penstock.pack import Cost, Packing, RankStep, Traits, plan
+from penstock.pack.bins import Caps, Items
+from penstock.pack.levels import forced_costs, lower_bound
+from penstock.pack.packing import UNLIMITED
+
+COST = Cost()
+MULTIPLE = 64
+CAPS = (8_192, 32_768, 65_536)
+RANKS = {512: (8, 64), 4_096: (8, 64, 512), 32_768: (8, 64, 512), 102_400: (8, 64, 512)}
+WASTE_TARGETS = {512: 3.0, 4_096: 2.0}
+TIME_TARGETS_MS = {4_096: 30.0, 32_768: 300.0, 102_400: 1200.0}
+# Rivals above these sizes take minutes for the whole grid.
+SLOW_ABOVE = {"KK ranks, KK micro (verl strict)": 4_096, "FFD + stride (prime-rl compact)": 32_768}
+MOST_RIVAL_SAMPLES = 32_768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How one packing turned out."""
+
+    waste: float
+    """Above the simple lower bound, in percent."""
+    tight_waste: float
+    """Above the tighter bound that also knows what the cap lets a row hold, in percent."""
+    padding: float
+    """Padding and dummies, in percent of all tokens computed."""
+    bins: float
+    """Micro-batches with samples over tokens / cap."""
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    lengths: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    ranks: int
+    cap: int
+    simple_bound: float
+    tight_bound: float
+
+
+def traits_of(lengths: NDArray[np.int64]) -> Traits:
+    """Traits of plain text samples of these lengths, all but the first token trained."""
+    count = len(lengths)
+    zeros = np.zeros(count, np.int64)
+    return Traits(
+        lengths=lengths,
+        kept=lengths,
+        loss_tokens=lengths - 1,
+        kept_loss_tokens=lengths - 1,
+        term_tokens=np.stack([lengths - 1, zeros, zeros], axis=1),
+        patches=zeros,
+        modality=zeros.astype(np.uint8),
+        stub=zeros,
+        stub_patches=zeros,
+        has={},
+        ids=tuple(map(str, range(count))),
+        group=("",) * count,
+        run=("",) * count,
+        mode=("rl",) * count,
+    )
+
+
+def case(distribution: str, count: int, cap: int, ranks: int) -> Case:
+    lengths = np.minimum(draw(distribution, count), cap)
+    costs = COST.of_samples(lengths)
+    items = Items.of(lengths, costs, Caps(tokens=cap, samples=UNLIMITED, patches=UNLIMITED))
+    everything = np.arange(count)
+    forced = forced_costs(items, items.longest_first(everything), count)
+    return Case(
+        name=f"{distribution}, {count:,} samples, cap {cap:,}, {ranks} ranks",
+        lengths=lengths,
+        costs=costs,
+        ranks=ranks,
+        cap=cap,
+        simple_bound=max(float(costs.sum()) / ranks, float(forced[::ranks].sum())),
+        tight_bound=lower_bound(items, everything, ranks).cost,
+    )
+
+
+def ours(lengths: NDArray[np.int64], costs: NDArray[np.float64], ranks: int, cap: int) -> Grid:
+    """Our plan in the form of the rivals' grids."""
+    del costs
+    shares = plan(traits_of(lengths), Packing(ranks=ranks, seq_len=cap, pad_to_multiple_of=MULTIPLE)).shares
+    return [
+        [share.order[share.starts[m] : share.starts[m + 1]].tolist() for share in shares] for m in range(len(shares[0]))
+    ]
+
+
+def score(grid: Grid, given: Case) -> Score:
+    """Judge a grid; raises when a sample is missing or a cap broken."""
+    tokens = np.array([[int(given.lengths[b].sum()) for b in row] for row in grid])
+    costs = np.array([[float(given.costs[b].sum()) for b in row] for row in grid])
+    packed = {i for row in grid for b in row for i in b}
+    assert packed == set(range(len(given.lengths))) and int(tokens.max()) <= given.cap
+    padded = np.maximum(-(-tokens // MULTIPLE), 1) * MULTIPLE
+    padding = padded - tokens
+    step = float((costs + COST.of_samples(padding)).max(axis=1).sum())
+    real = int(given.lengths.sum())
+    return Score(
+        waste=100 * (step / given.simple_bound - 1),
+        tight_waste=100 * (step / given.tight_bound - 1),
+        # Copies of samples count as what they are: tokens computed for nothing.
+        padding=100 * (1 - real / float(padded.sum())),
+        bins=float(np.count_nonzero(tokens)) / -(-real // given.cap),
+        rows=len(grid),
+    )
+
+
+def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
+    """All rows: waste on the grid, planning time, and plan + fill + tensors against lists."""
+    sizes = tuple(RANKS) if full else (512, 4_096)
+    rows: list[Row] = []
+    for count in sizes:
+        rows += _waste_rows(count, full=full, progress=progress)
+    rows += _time_rows(full=full, progress=progress)
+    progress("2M tokens to tensors")
+    rows += _tensor_rows()
+    return rows
+
+
+def _waste_rows(count: int, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
+    packers: dict[str, Packer] = {"ours": ours}
+    for name, packer in RIVALS.items():
+        if count <= min(SLOW_ABOVE.get(name, count), MOST_RIVAL_SAMPLES if full else count):
+            packers[name] = packer
+    scores: dict[str, list[Score]] = {name: [] for name in packers}
+    for distribution in DISTRIBUTIONS:
+        for cap in CAPS:
+            for ranks in RANKS[count]:
+                given = case(distribution, count, cap, ranks)
+                progress(given.name)
+                for name, packer in packers.items():
+                    scores[name].append(score(packer(given.lengths, given.costs, ranks, cap), given))
+    return _summary(count, scores)
+
+
+def _mean(scores: Sequence[Score], field: str) -> float:
+    return float(np.mean([getattr(s, field) for s in scores]))
+
+
+def _summary(count: int, scores: dict[str, list[Score]]) -> list[Row]:
+    mine = scores.pop("ours")
+    waste = _mean(mine, "waste")
+    label = f"{count:,} samples: "
+    rows = [
+        Row(name=f"{label}waste over the bound", ours=waste, unit="%", target=WASTE_TARGETS.get(count), bound="max"),
+        Row(name=f"{label}waste over the tighter bound", ours=_mean(mine, "tight_waste"), unit="%"),
+        Row(name=f"{label}padding and dummies", ours=_mean(mine, "padding"), unit="%"),
+        Row(name=f"{label}micro-batches over tokens / cap", ours=_mean(mine, "bins")),
+    ]
+    for name, theirs in scores.items():
+        other = _mean(theirs, "waste")
+        rows.append(
+            Row(
+                name=f"{label}waste over the bound",
+                ours=waste,
+                rival=other,
+                rival_name=name,
+                ratio=other / waste,
+                unit="%",
+                target=1.0,
+                note=f"padding {_mean(theirs, 'padding'):.2f} %, micro-batches {_mean(theirs, 'bins'):.2f} x tokens / cap",
+            )
+        )
+    if scores:
+        deficits = [m.waste - min(theirs[k].waste for theirs in scores.values()) for k, m in enumerate(mine)]
+        rows.append(
+            Row(
+                name=f"{label}most that any rival is better in any configuration",
+                ours=max(0.0, *deficits),
+                unit="points",
+                note=f"{sum(d > 0 for d in deficits)} of {len(deficits)} configurations",
+            )
+        )
+    return rows
+
+
+def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for count, target in TIME_TARGETS_MS.items():
+        progress(f"planning {count:,} samples")
+        given = case("grpo", count, 32_768, 64)
+        traits = traits_of(given.lengths)
+        packing = Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
+        (seconds,) = best(partial(plan, traits, packing), repeats=7, budget_s=6.0)
+        name = f"planning {count:,} samples for 64 ranks"
+        rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max"))
+        arguments = (given.lengths, given.costs, 64, given.cap)
+        rivals: dict[str, Callable[[], Any]] = {"greedy + ffd (AReaL)": partial(greedy_ffd, *arguments)}
+        if count <= 4_096 or full:
+            rivals["KK ranks, KK micro (verl strict)"] = partial(kk_kk, *arguments)
+        if count <= 4_096:
+            order = np.argsort(-given.lengths, kind="stable").tolist()
+            rivals["FFD, plain loop (prime-rl)"] = partial(first_fit_plain, given.lengths.tolist(), order, given.cap)
+        for rival, call in rivals.items():
+            started = time.process_time()
+            call()
+            other = time.process_time() - started
+            rows.append(
+                Row(
+                    name=name, ours=seconds * 1e3, rival=other * 1e3, rival_name=rival, ratio=other / seconds, unit="ms"
+                )
+            )
+    return rows
+
+
+def make_samples(count: int = 512, tokens: int = 2_000_000, seed: int = 0) -> Samples:
+    """`count` samples of about `tokens` tokens in total, with what a GRPO step carries."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(0, 0.6, count), 0.1, 6.0)
+    lengths = (lengths * (tokens / lengths.sum())).astype(np.int64)
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
+    single = offsets_of(np.ones(count, np.int64))
+    within = np.arange(total) - np.repeat(offsets[:-1], lengths)
+    return Samples(
+        columns={
+            "token_ids": Ragged(rng.integers(0, 151_936, total, np.uint32), offsets),
+            "loss_mask": Ragged(within * 3 > np.repeat(lengths, lengths), offsets),
+            "logprobs": Ragged(-rng.random(total, np.float32), offsets),
+            "temperatures": Ragged(np.ones(count, np.float32), single),
+            "advantages": Ragged(rng.normal(size=count).astype(np.float32), single),
+            "rewards": Ragged(rng.random(count).astype(np.float32), single),
+        },
+        text={
+            "id": tuple(map(str, range(count))),
+            "group": tuple(str(i // 8) for i in range(count)),
+            "env": ("math",) * count,
+            "run": ("",) * count,
+            "mode": ("rl",) * count,
+        },
+        policy_versions=np.zeros(count, np.int64),
+    )
+
+
+def to_tensors(samples: Samples, packing: Packing) -> list[dict[str, Any]]:
+    """Ours: plan, fill and tensors of all ranks."""
+    from penstock.train import to_torch
+
+    shares = plan(Traits.of(samples, packing.seq_len), packing).shares
+    return [to_torch(batch) for share in shares for batch in RankStep(samples, share)]
+
+
+def lists_to_tensors(samples: Sequence[dict[str, Any]], ranks: int, cap: int) -> list[dict[str, Any]]:
+    """The list path: first fit decreasing over Python lists, one extend per sample and column, torch.tensor."""
+    import torch
+
+    lengths = [len(sample["token_ids"]) for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: -lengths[i])
+    bins = first_fit_plain(lengths, order, cap)
+    bins += [bins[0]] * (-len(bins) % ranks)
+    kinds = {"token_ids": torch.int64, "position_ids": torch.int64, "loss_mask": torch.bool}
+    out = []
+    for members in bins:
+        row: dict[str, list[Any]] = {}
+        for i in members:
+            for name, values in samples[i].items():
+                one_number = isinstance(values, float)
+                row.setdefault(name, []).extend([values] * lengths[i] if one_number else values)
+            row.setdefault("position_ids", []).extend(range(lengths[i]))
+        padding = -len(row["token_ids"]) % MULTIPLE
+        for values in row.values():
+            values.extend([0] * padding)
+        out.append({n: torch.tensor(v, dtype=kinds.get(n, torch.float32)).unsqueeze(0) for n, v in row.items()})
+    return out
+
+
+def _tensor_rows() -> list[Row]:
+    try:
+        import torch
+    except ImportError:
+        return [Row(name="2M tokens to tensors", ours=float("nan"), note="torch is not installed: skipped")]
+    torch.set_num_threads(1)
+    samples = make_samples()
+    packing = Packing(ranks=2, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
+    columns = ("token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "rewards")
+    listed = [{name: sample[name].tolist() for name in columns} for sample in samples]
+    mine, theirs = best(
+        partial(to_tensors, samples, packing), partial(lists_to_tensors, listed, 2, packing.cap), repeats=4, budget_s=12
+    )
+    return [
+        Row(
+            name=f"{len(samples)} samples, {samples.num_tokens:,} tokens: plan + fill + tensors for 2 ranks",
+            ours=mine * 1e3,
+            rival=theirs * 1e3,
+            rival_name="lists",
+            ratio=theirs / mine,
+            unit="ms",
+            target=80.0,
+            note="both from memory: arrays here, lists there; seven columns each",
+        )
+    ]

@@ -1,0 +1,58 @@
+"""Make CURVE keys: who may connect to a plane that other hosts can reach.
+
+  penstock keys runs/keys                          a pair for the plane, a pair for its clients
+  penstock keys runs/keys --client trainer --client workers
+  penstock serve runs/demo --keys runs/keys --listen tcp://0.0.0.0:7440 ...
+
+On a folder that has the plane's pair already, only the clients named are added. Existing keys are never replaced.
+To revoke a client, remove its file from allowed/ and start the plane again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.send.keys import make_keys
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the key folder")
+    parser.add_argument("--client", action="append", metavar="NAME", help='default: one pair, named "client"')
+    parser.add_argument("--json", action="store_true", help="print the files as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    clients = tuple(args.client or ())
+    for name in clients:
+        if not _NAME.fullmatch(name) or name == "plane":
+            raise ConfigError(f"--client {name!r}: must be letters, digits, and _ . - inside; 'plane' is taken")
+    has_plane = (args.folder / "plane.secret").exists()
+    if has_plane and not clients:
+        raise ConfigError(f"{args.folder}: has keys already; name the clients to add with --client NAME")
+    made = make_keys(args.folder, clients or ("client",), plane=not has_plane)
+    print(json.dumps({"made": [str(path) for path in made]}) if args.json else _text(args.folder, made))
+    return 0
+
+
+def _text(folder: Path, made: list[Path]) -> str:
+    clients = sorted(path.stem for path in made if path.parent.name == "allowed")
+    lines = [f"{path.relative_to(folder)!s:<28}{path.stat().st_mode & 0o777:o}" for path in made]
+    give = [f"  to {name}: plane.key, {name}.key, {name}.secret" for name in clients]
+    other = [name for name in clients if name != "client"]
+    rename = ["  (a process looks for client.key and client.secret: rename them in its own copy of the folder)"]
+    return "\n".join(
+        [
+            f"keys in {folder}",
+            *(f"  {line}" for line in lines),
+            "Give, over a safe channel:",
+            *give,
+            *(rename if other else []),
+            "plane.secret stays with the plane.",
+        ]
+    )

@@ -1,0 +1,50 @@
+"""How commands write for people: aligned columns, readable sizes, the ledger as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Lines of a table whose first `left` columns are text and whose others are numbers."""
+    widths = [max(len(cell) for cell in cells) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(number: float) -> str:
+    """Bytes as people say them.
+
+    >>> size(512), size(3 << 20), size(4.5 * 2**30)
+    ('512 B', '3.0 MiB', '4.5 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def ledger_line(ledger: dict[str, Any]) -> str:
+    """The conservation identity with its numbers, and whether it holds.
+
+    >>> parts = dict(held=2, scheduled=0, delivered=0, committed=4, quarantined=0)
+    >>> ledger_line(dict(parts, accepted=6, dropped={}, balanced=True))
+    '6 accepted = 2 held + 4 committed (balanced)'
+    """
+    parts = [f"{ledger[state]:,} {state}" for state in _STATES if ledger[state]]
+    parts += [f"{count:,} dropped ({reason})" for reason, count in ledger["dropped"].items()]
+    verdict = "balanced" if ledger["balanced"] else "NOT BALANCED: please report this"
+    return f"{ledger['accepted']:,} accepted = {' + '.join(parts) or 'none'} ({verdict})"
+
+
+def reasons_line(counts: dict[str, Any]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"

@@ -1,0 +1,182 @@
+"""Watch a plane at work: rates, buffer, staleness, who waits for whom, where every sample is.
+
+  penstock top tcp://127.0.0.1:7440            a live page; Ctrl-C ends it
+  penstock top runs/demo                       the same from a run's folder, read-only; no plane need be running
+  penstock top tcp://127.0.0.1:7440 --once     one look, as text
+  penstock top runs/demo --json                one look, as one JSON object
+
+Rates are over the time between two looks. Without a terminal, one look after another is printed as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.text import ledger_line, reasons_line, size
+from penstock.errors import InvalidInput
+from penstock.serve.lines import printable
+
+Look = Callable[[], dict[str, Any]]
+_CLEAR = "\x1b[H\x1b[J"
+_RATES = (("groups", "groups/s"), ("samples", "samples/s"), ("tokens", "tokens/s"), ("steps", "steps/s"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="URL|FOLDER", help="a plane's address, or a run's folder")
+    parser.add_argument("--once", action="store_true", help="look once and print text")
+    parser.add_argument("--json", action="store_true", help="look once and print one JSON object")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0.05 <= args.interval < 3600:
+        raise InvalidInput(f"--interval {args.interval}: must be from 0.05 s to an hour")
+    with looking(args.where, args.keys) as look:
+        if args.json:
+            print(json.dumps(look(), indent=1))
+        elif args.once:
+            print("\n".join(page(look(), {})))
+        else:
+            _watch(look, args.interval)
+    return 0
+
+
+@contextmanager
+def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
+    """Something to call for the current state of a plane or a folder."""
+    if "://" in where:
+        from penstock.send.coordinator import Timeouts
+        from penstock.serve.opening import open as open_plane
+
+        with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
+            yield lambda: _from_plane(plane.status())
+    else:
+        from penstock.serve.readonly import read_run
+
+        yield lambda: _from_folder(read_run(where, steps=1, groups=0))
+
+
+def _from_plane(status: dict[str, Any]) -> dict[str, Any]:
+    metrics = status["metrics"]
+    totals = {name: metrics[f"gen/{key}"] for name, key in (("groups", "items"), ("tokens", "tokens"))}
+    totals |= {"samples": status["ledger"]["accepted"], "steps": status["next_step"] - 1}
+    staleness = {"mean": metrics["train/staleness_mean"], "max": metrics["train/staleness_max"]}
+    return {"source": "plane", "totals": totals, "staleness": staleness} | status
+
+
+def _from_folder(found: dict[str, Any]) -> dict[str, Any]:
+    totals = {"groups": found["num_groups"], "samples": found["ledger"]["accepted"], "tokens": found["num_tokens"]}
+    last = found["steps"][-1]["staleness"] if found["steps"] else {"mean": 0.0, "max": 0}
+    names = (
+        "folder",
+        "epoch",
+        "session",
+        "next_step",
+        "policy_version",
+        "held_groups",
+        "held_bytes",
+        "ledger",
+        "files",
+    )
+    return {
+        "source": "folder",
+        "totals": totals | {"steps": found["next_step"] - 1},
+        "staleness": {"mean": last["mean"], "max": last["max"]},
+        **{name: found[name] for name in names},
+    }
+
+
+def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Per second, between two looks at the same plane; empty if it was another one."""
+    if before.get("epoch") != after["epoch"] or seconds <= 0:
+        return {}
+    return {name: (after["totals"][name] - before["totals"][name]) / seconds for name, _ in _RATES}
+
+
+def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
+    """One look, as lines of text."""
+    totals, ledger, staleness = now["totals"], now["ledger"], now["staleness"]
+    where = f"run {now['run']!r}" if now["source"] == "plane" else f"folder {now['folder']}"
+    rate = (
+        "   ".join(f"{speed[name]:,.1f} {unit}" for name, unit in _RATES) if speed else "measured from the next look on"
+    )
+    held = f"{now['held_groups']:,} groups, {size(now['held_bytes'])} not yet trained"
+    if "max_held_bytes" in now:
+        held += f" of {size(now['max_held_bytes'])} ({100 * now['held_bytes'] / now['max_held_bytes']:.0f} %)"
+    lines = [
+        f"{where}: epoch {now['epoch']}, session {now['session']}, next step {now['next_step']}, policy version "
+        f"{now['policy_version']}",
+        f"rates      {rate}",
+        f"so far     {totals['groups']:,} groups, {totals['samples']:,} samples, {totals['tokens']:,} tokens, "
+        f"{totals['steps']:,} steps",
+        f"buffer     {held}",
+        f"staleness  {staleness['mean']:.2f} mean, {staleness['max']:g} at most, in policy versions",
+        f"waiting    {_waiting(now)}",
+        f"ledger     {ledger_line(ledger)}",
+        f"discarded  {reasons_line(ledger['discarded'])}",
+    ]
+    if now["source"] == "plane":
+        refused = {name: n for name, n in now["counts"].items() if name not in ("groups", "samples", "tokens")}
+        lines.append(f"events     {reasons_line(refused)}")
+    else:
+        lines.append(f"files      {', '.join(f'{name} {size(n)}' for name, n in now['files'].items())}")
+    return [printable(line) for line in lines]
+
+
+def _waiting(now: dict[str, Any]) -> str:
+    """Who waits for whom."""
+    if now["source"] == "folder":
+        return "a folder does not say; ask the plane by its address"
+    if now["phase"] == "failed":
+        return "every rank for the trainer to be restarted; the session failed"
+    if now["missing"]:
+        names = ", ".join(f"rank {rank} replica {replica}" for rank, replica in now["missing"][:8])
+        return f"the plane for processes to join: {names}" + (" ..." if len(now["missing"]) > 8 else "")
+    return f"{'producers and plane' if now['waiting_for'] == 'the trainer' else 'ranks'} for {now['waiting_for']}"
+
+
+def _watch(look: Look, interval: float) -> None:
+    before: dict[str, Any] = {}
+    then = time.monotonic()
+    with _screen() as show:
+        while True:
+            now, at = look(), time.monotonic()
+            show(page(now, rates(before, now, at - then)))
+            before, then = now, at
+            time.sleep(max(0.0, at + interval - time.monotonic()))
+
+
+def _plain(lines: list[str]) -> None:
+    print("\n".join([*lines, ""]), flush=True)
+
+
+@contextmanager
+def _screen() -> Iterator[Callable[[list[str]], None]]:
+    """Where a page goes: redrawn in place on a terminal, with rich where it is installed; else printed."""
+    if not sys.stdout.isatty():
+        yield _plain
+        return
+    try:
+        from rich.live import Live
+        from rich.panel import Panel
+        from rich.text import Text
+    except ImportError:
+        yield lambda lines: _plain([f"{_CLEAR}{lines[0]}", *lines[1:]])
+        return
+
+    def panel(lines: list[str]) -> Panel:
+        text = Text("\n".join(lines[1:]))
+        text.highlight_regex(r"(?m)^\w+", "cyan")
+        text.highlight_words(["NOT BALANCED", "failed"], "bold red")
+        return Panel(text, title=Text(lines[0]), title_align="left")
+
+    with Live(auto_refresh=False) as live:
+        yield lambda lines: live.update(panel(lines), refresh=True)

@@ -1,0 +1,157 @@
+"""The image task: a drawn shape, and the question which colour it has.
+
+    prompt      <bos> <vision_start> [4 image tokens] <vision_end> what color is the circle ?
+    completion  blue <eos>
+
+Images go into the run's asset store and travel as references; the worker and the ranks each read the pixels they
+need. Vision ids are banned when sampling: a placeholder that no image stands behind would stop the trainer.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.arrays import ImageSpan
+from penstock.assets import AssetStore
+from penstock.assets.image import span
+from penstock.assets.layouts import layout_from_config
+from penstock.capture import Turn
+from penstock.demo.tasks import standardized
+from penstock.train.materialize import Materializer
+
+COLORS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 30),
+    "blue": (40, 60, 220),
+    "yellow": (230, 220, 40),
+    "purple": (150, 40, 170),
+    "white": (245, 245, 245),
+}
+SHAPES = ("square", "circle", "triangle")
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<vision_start>", "<vision_end>", "<image>", "<video>")
+TOKENS = (*_SPECIAL, "what", "color", "is", "the", "?", *COLORS, *SHAPES)
+_ID = {token: i for i, token in enumerate(TOKENS)}
+_SIDE = 64
+PROCESSOR: dict[str, Any] = {
+    "patch_size": 8,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""A 32 x 32 image becomes 16 patches, 4 tokens."""
+LAYOUT = layout_from_config("qwen3_vl", PROCESSOR)
+MODEL: dict[str, Any] = {
+    "image_token_id": _ID["<image>"],
+    "video_token_id": _ID["<video>"],
+    "vision_start_token_id": _ID["<vision_start>"],
+    "vision_end_token_id": _ID["<vision_end>"],
+    "tie_word_embeddings": True,
+    "text_config": {
+        "vocab_size": len(TOKENS),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    answer: str
+    image: ImageSpan
+
+
+class ColorTask:
+    """Prompts with images, and rewards."""
+
+    name = "color"
+    eos = _ID["<eos>"]
+    banned = tuple(_ID[token] for token in ("<pad>", "<vision_start>", "<vision_end>", "<image>", "<video>"))
+    max_new_tokens = 3
+    advantage = staticmethod(standardized)
+
+    def __init__(self, folder: Path) -> None:
+        self._store = AssetStore(folder / "assets")
+        self._materializer = Materializer(self._store, LAYOUT, workers=1)
+
+    def prompt(self, rng: random.Random) -> Prompt:
+        color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
+        ref = self._store.put(draw(color, shape, rng))
+        image = span(ref, LAYOUT, offset=2)
+        ids = [_ID["<bos>"], _ID["<vision_start>"], *[_ID["<image>"]] * image.length, _ID["<vision_end>"]]
+        return Prompt([*ids, *(_ID[word] for word in ("what", "color", "is", "the", shape, "?"))], color, image)
+
+    def reward(self, prompt: Prompt, completion: list[int]) -> float:
+        want = [_ID[prompt.answer], self.eos]
+        return sum(a == b for a, b in zip(completion, want, strict=False)) / max(len(want), len(completion))
+
+    def turn(self, prompt: Prompt) -> Turn:
+        return Turn(prompt.token_ids, role="user", images=[prompt.image])
+
+    def model_inputs(self, prompts: list[Prompt], model: Any) -> dict[str, Any]:
+        """Pixels of the prompts' images, and which tokens stand for them."""
+        model.model.rope_deltas = None  # the model remembers the last call's positions
+        pixels = self._materializer.materialize(
+            [_shifted(p.image, i * len(p.token_ids)) for i, p in enumerate(prompts)],
+            [len(p.token_ids) for p in prompts],
+        )
+        ids = torch.tensor([p.token_ids for p in prompts])
+        return {
+            "pixel_values": torch.from_numpy(pixels.pixel_values),
+            "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
+            "mm_token_type_ids": (ids == _ID["<image>"]).int(),
+        }
+
+
+def _shifted(image: ImageSpan, by: int) -> ImageSpan:
+    return msgspec.structs.replace(image, offset=image.offset + by)
+
+
+def draw(color: str, shape: str, rng: random.Random) -> bytes:
+    """A PNG of a shape on grey noise."""
+    from PIL import Image, ImageDraw
+
+    noise = np.random.default_rng(rng.getrandbits(32)).integers(90, 150, (_SIDE, _SIDE, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    radius = rng.randint(_SIDE // 5, _SIDE // 3)
+    x, y = rng.randint(radius, _SIDE - radius), rng.randint(radius, _SIDE - radius)
+    box = (x - radius, y - radius, x + radius, y + radius)
+    pen = ImageDraw.Draw(image)
+    if shape == "square":
+        pen.rectangle(box, fill=COLORS[color])
+    elif shape == "circle":
+        pen.ellipse(box, fill=COLORS[color])
+    else:
+        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=COLORS[color])
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()

@@ -1,0 +1,208 @@
+"""Starts the processes of a run, watches them, starts again what dies, and knows when the run is over.
+
+A dead worker is started again; so is a dead plane, which continues from its log. When a rank dies the others are told
+by the plane and stop; all of them start again from the last checkpoint, and what was trained after it is served
+again. With `chaos` the launcher itself kills a random process every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.assets.threads import worker_environment
+from penstock.demo.planes import address
+from penstock.errors import PenstockError
+from penstock.serve import open as open_plane
+from penstock.train.config import TrainConfig, template
+
+_LOOK_S = 0.2
+_MOST_FAILURES = 3
+
+
+@dataclass
+class Chaos:
+    """Kill a random process every so often."""
+
+    every_s: float = 4.0
+    seed: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the screen shows."""
+
+    rows: list[dict[str, float]]
+    """One per step, in order."""
+    status: dict[str, Any]
+    """Of the plane, as `penstock top` sees it; empty while it cannot be asked."""
+    kills: dict[str, int]
+    seconds: float
+
+
+class RunFailed(PenstockError):
+    """A process kept dying; names it and shows the end of its log."""
+
+
+class Launcher:
+    def __init__(self, config: TrainConfig, *, chaos: Chaos | None = None) -> None:
+        self.config, self.chaos = config, chaos
+        self.folder = Path(config.folder)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._failures: Counter[str] = Counter()
+        self._random = random.Random(0 if chaos is None else chaos.seed)
+        self._metrics = Metrics(self.folder / "metrics.jsonl")
+        self._status: dict[str, Any] = {}
+
+    def run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
+        """The whole run; returns the plane's last status."""
+        began = time.monotonic()
+        self._prepare()
+        try:
+            self._start("plane")
+            plane = open_plane(address(self.config))
+            self._start_ranks()
+            for index in range(self.config.task.workers if self.config.task else 0):
+                self._start(f"worker-{index}")
+            next_kill = began + 3 * (self.chaos.every_s if self.chaos else 0)
+            while not self._is_over():
+                time.sleep(_LOOK_S)
+                if self.chaos is not None and time.monotonic() > next_kill:
+                    next_kill = time.monotonic() + self._random.uniform(0.5, 1.5) * self.chaos.every_s
+                    self._kill_one()
+                self._mend()
+                self._look(plane)
+                kills = dict(self.chaos.kills) if self.chaos else {}
+                show(
+                    Progress(
+                        rows=self._metrics.read(), status=self._status, kills=kills, seconds=time.monotonic() - began
+                    )
+                )
+            self._stop("worker")
+            self._status = plane.status()
+            plane.close()
+        finally:
+            self._stop("")
+        return self._status
+
+    # -------------------------------------------------------------- processes
+
+    def _prepare(self) -> None:
+        for name in ("logs", "weights", "checkpoints"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(template(self.config))
+
+    def _start(self, name: str, extra: dict[str, str] | None = None) -> None:
+        role, _, index = name.partition("-")
+        command = [sys.executable, "-m", "penstock.demo.role", role, str(self.folder / "config.toml")]
+        command += ["--index", index or "0", "--parent", str(os.getpid())]
+        with (self.folder / "logs" / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(  # noqa: S603 - our own module
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**worker_environment(os.environ), **(extra or {})},
+            )
+
+    def _start_ranks(self) -> None:
+        """All ranks together, at an address of their own: those of an earlier life must not meet these."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.config.ranks)}
+        for index in range(self.config.ranks):
+            self._start(f"rank-{index}", {**world, "RANK": str(index)})
+
+    def _ranks(self) -> list[subprocess.Popen[bytes]]:
+        return [process for name, process in self._processes.items() if name.startswith("rank")]
+
+    def _is_over(self) -> bool:
+        return all(process.poll() == 0 for process in self._ranks())
+
+    def _mend(self) -> None:
+        """Start again what died."""
+        dead = [name for name, process in self._processes.items() if process.poll() not in (None, 0)]
+        for name in dead:
+            self._count_failure(name)
+            if not name.startswith("rank"):
+                self._start(name)
+        if any(name.startswith("rank") for name in dead):
+            self._stop("rank")
+            self._start_ranks()
+
+    def _count_failure(self, name: str) -> None:
+        code = self._processes[name].poll()
+        if self.chaos is not None:
+            return
+        self._failures[name] += 1
+        if self._failures[name] >= _MOST_FAILURES:
+            log = self.folder / "logs" / f"{name}.log"
+            tail = log.read_text(errors="replace")[-2000:]
+            raise RunFailed(f"{name} died {_MOST_FAILURES} times, the last with code {code}; the end of {log}:\n{tail}")
+
+    def _kill_one(self) -> None:
+        assert self.chaos is not None
+        alive = [name for name, process in self._processes.items() if process.poll() is None]
+        kinds = sorted({name.partition("-")[0] for name in alive})
+        kind = self._random.choice(kinds)
+        name = self._random.choice([n for n in alive if n.startswith(kind)])
+        self._processes[name].kill()
+        self._processes[name].wait()
+        self.chaos.kills[kind] += 1
+
+    def _stop(self, kind: str) -> None:
+        """End the processes whose names begin so: politely, then not."""
+        chosen = [process for name, process in self._processes.items() if name.startswith(kind)]
+        rude = signal.SIGKILL if kind in ("rank", "worker") else signal.SIGTERM
+        for process in chosen:
+            if process.poll() is None:
+                process.send_signal(rude)
+        for process in chosen:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _look(self, plane: Any) -> None:
+        with contextlib.suppress(PenstockError):
+            if self._processes["plane"].poll() is None:
+                self._status = plane.status()
+
+
+class Metrics:
+    """Reads metrics.jsonl as it grows; a step that was trained again after a crash counts with its last line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self._rows: dict[int, dict[str, float]] = {}
+
+    def read(self) -> list[dict[str, float]]:
+        for line in self._lines():
+            with contextlib.suppress(json.JSONDecodeError, KeyError):
+                row = json.loads(line)
+                self._rows[int(row["step"])] = row
+        return [self._rows[step] for step in sorted(self._rows)]
+
+    def _lines(self) -> Iterator[str]:
+        if not self._path.exists():
+            return
+        with self._path.open() as file:
+            file.seek(self._at)
+            while (line := file.readline()).endswith("\n"):
+                self._at = file.tell()
+                yield line

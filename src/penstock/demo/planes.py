@@ -1,0 +1,70 @@
+"""The plane of a run, from its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import tempfile
+from pathlib import Path
+
+from penstock.hold import Fifo, MinPriority, Prioritized, Selector, Uniform
+from penstock.pack import Packing
+from penstock.send.coordinator import Timeouts
+from penstock.serve import PlaneSettings, Replay, Server, Target
+from penstock.serve.log import Log
+from penstock.serve.opening import plane_carrier
+from penstock.train.config import TrainConfig
+
+_LONGEST = 100
+"""A socket's path has room for 107 characters."""
+
+
+def address(config: TrainConfig) -> str:
+    """Where the plane of a run listens: in its folder, unless that name is too long for a socket."""
+    if config.listen:
+        return config.listen
+    path = Path(config.folder).resolve() / "plane.sock"
+    if len(str(path)) > _LONGEST:
+        path = Path(tempfile.gettempdir()) / f"penstock-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"
+    return f"shm+ipc://{path}"
+
+
+def settings_of(config: TrainConfig, timeouts: Timeouts) -> PlaneSettings:
+    data, replay = config.data, config.replay
+    samplers: dict[str, Selector] = {
+        "fifo": Fifo(),
+        "uniform": Uniform(),
+        "prioritized": Prioritized(replay.exponent),
+    }
+    return PlaneSettings(
+        packing=Packing(
+            ranks=config.ranks,
+            seq_len=data.seq_len,
+            micro_batch_max_tokens=data.micro_batch_max_tokens,
+            pad_to_multiple_of=data.pad_to_multiple_of,
+            long_rows=data.long_rows,
+        ),
+        target=Target(groups=data.groups_per_step),
+        run=config.run,
+        replay=Replay(
+            capacity=max(int(replay.capacity_steps * data.groups_per_step), data.groups_per_step),
+            sampler=samplers[replay.sampler],
+            remover=None if replay.sampler == "fifo" else MinPriority(),
+            max_times_sampled=replay.max_times_sampled,
+            max_staleness=replay.max_staleness,
+            seed=config.seed,
+        ),
+        timeouts=timeouts,
+    )
+
+
+def run_plane(config: TrainConfig, timeouts: Timeouts) -> None:
+    """Serve until SIGTERM."""
+    url = address(config)
+    if url.startswith(("ipc://", "shm+ipc://")):
+        Path(url.partition("ipc://")[2]).unlink(missing_ok=True)
+    log = Log(Path(config.folder) / "plane")
+    server = Server(settings_of(config, timeouts), log, [plane_carrier(url)])
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.run()

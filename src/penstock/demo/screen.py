@@ -1,0 +1,107 @@
+"""The live page of a run: reward curve, buffer, ledger; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from penstock.demo.launch import Progress
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
+    """The values as a line of blocks, averaged to fit.
+
+    >>> sparkline([0.0, 0.5, 1.0], 3)
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / max(b - a, 1) for a, b in pairwise(edges)]
+    scale = (len(_BLOCKS) - 1) / max(high - low, 1e-9)
+    return "".join(_BLOCKS[min(max(round((m - low) * scale), 0), len(_BLOCKS) - 1)] for m in means)
+
+
+@contextmanager
+def screen(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """A function to call with each progress."""
+    if quiet:
+        yield lambda _: None
+    elif sys.stdout.isatty():
+        try:
+            from rich.live import Live
+        except ImportError:
+            yield _Lines()
+            return
+        with Live(refresh_per_second=8, transient=False) as live:
+            yield lambda progress: live.update(page(progress))
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """One line every twenty steps."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def __call__(self, progress: Progress) -> None:
+        if not progress.rows or progress.rows[-1]["step"] < self._next:
+            return
+        row = progress.rows[-1]
+        self._next = int(row["step"]) // 20 * 20 + 20
+        print(
+            f"step {row['step']:>4.0f}  reward {_recent(progress, 'train/reward'):.3f}"
+            f"  staleness {row.get('buffer/staleness', 0):.1f}  {row.get('perf/tokens_per_s', 0):,.0f} tokens/s"
+            f"  padding {row.get('perf/waste', 0):.1%}  {progress.seconds:.0f} s",
+            flush=True,
+        )
+
+
+def _recent(progress: Progress, name: str, count: int = 10) -> float:
+    values = [row.get(name, 0.0) for row in progress.rows[-count:]]
+    return sum(values) / max(len(values), 1)
+
+
+def page(progress: Progress) -> Any:
+    """The page, for rich."""
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    rewards = [row["train/reward"] for row in progress.rows]
+    last = progress.rows[-1] if progress.rows else {}
+    status, ledger = progress.status, progress.status.get("ledger", {})
+    table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 56)}", style="green"))
+    table.add_row(
+        "step",
+        f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {last.get('perf/tokens_per_s', 0):,.0f} tokens/s",
+    )
+    table.add_row(
+        "learning",
+        f"entropy {last.get('train/entropy', 0):.2f}   mismatch KL {last.get('train/mismatch_kl', 0):.1e}   "
+        f"clipped {last.get('train/masked', 0):.1%}",
+    )
+    table.add_row(
+        "buffer",
+        f"{status.get('held_groups', 0)} groups held   staleness {last.get('buffer/staleness', 0):.1f} versions   "
+        f"padding {last.get('perf/waste', 0):.1%}",
+    )
+    table.add_row("waits for", str(status.get("waiting_for", "the plane")))
+    parts = [f"{name} {ledger.get(name, 0)}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
+    dropped = sum(ledger.get("dropped", {}).values())
+    mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
+    table.add_row("ledger", f"{'  '.join(parts)}  dropped {dropped}  ({mark})")
+    if progress.kills:
+        kills = ", ".join(f"{count} {kind}" for kind, count in sorted(progress.kills.items()))
+        table.add_row("killed", Text(kills, style="red"))
+    return Panel(table, title="penstock demo", border_style="dim")

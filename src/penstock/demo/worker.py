@@ -1,0 +1,122 @@
+"""A rollout worker: takes the latest weights, samples groups, puts them into the plane, and never waits for training.
+
+It runs ahead of the trainer until the plane holds as much as it may; then its puts wait. What it samples is marked
+with the version of the weights, so that the trainer can correct for the difference, and the plane can drop what
+became too old.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.capture import Trajectory, Turn
+from penstock.convert import Group, make_group
+from penstock.demo.sampler import Rollout, sample
+from penstock.demo.tasks import Prompt, Task, make_task
+from penstock.errors import PlaneLost
+from penstock.send.coordinator import Timeouts
+from penstock.serve import Plane
+from penstock.serve import open as open_plane
+from penstock.train.config import TrainConfig
+from penstock.train.model import build_model
+from penstock.train.weights import Weights
+
+_PUTTING = 8
+"""Puts under way at once: the plane writes them all with one sync."""
+
+
+def work(config: TrainConfig, url: str, index: int, *, timeouts: Timeouts) -> None:
+    """Generate until the process is stopped."""
+    torch.set_num_threads(1)
+    assert config.task is not None
+    name = f"w{index}-{uuid.uuid4().hex[:8]}"
+    folder = Path(config.folder)
+    task = make_task(config.task, folder)
+    rng = random.Random(f"{config.seed}/{name}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(48))
+    policy = _Policy(config, Weights(folder / "weights"))
+    with open_plane(url, timeouts=timeouts) as plane, ThreadPoolExecutor(_PUTTING) as pool:
+        number = 0
+        while True:
+            version = policy.refresh()
+            groups = _generate(policy.model, task, config, version, rng, generator, f"{name}-{number}")
+            list(pool.map(lambda group: _put(plane, group), groups))
+            number += 1
+
+
+class _Policy:
+    """The model with the newest weights."""
+
+    def __init__(self, config: TrainConfig, weights: Weights) -> None:
+        self.model: Any = build_model(config.model, seed=config.seed).eval()
+        self._weights = weights
+        self._version = -1
+
+    def refresh(self) -> int:
+        """Take the newest weights; waits for the first ones, which the trainer publishes when it starts."""
+        while True:
+            newest = self._weights.latest()
+            if newest == self._version >= 0:
+                return self._version
+            state = None if newest < 0 else self._weights.load(newest)
+            if state is not None:
+                self.model.load_state_dict(state, strict=False)
+                self._version = newest
+                return newest
+            time.sleep(0.05)
+
+
+def _generate(
+    model: Any,
+    task: Task,
+    config: TrainConfig,
+    version: int,
+    rng: random.Random,
+    generator: torch.Generator,
+    name: str,
+) -> list[Group]:
+    assert config.task is not None
+    size = config.task.group_size
+    prompts = [task.prompt(rng) for _ in range(config.task.prompts_per_batch)]
+    repeated = [prompt for prompt in prompts for _ in range(size)]
+    rollouts = sample(
+        model,
+        [prompt.token_ids for prompt in repeated],
+        max_new_tokens=task.max_new_tokens,
+        eos=task.eos,
+        generator=generator,
+        banned=task.banned,
+        first=task.model_inputs(repeated, model),
+    )
+    return [
+        make_group(
+            [_trajectory(task, prompt, rollout) for rollout in rollouts[i * size : (i + 1) * size]],
+            id=f"{name}-{i}",
+            policy_version=version,
+            advantage=task.advantage,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _trajectory(task: Task, prompt: Prompt, rollout: Rollout) -> Trajectory:
+    return Trajectory(
+        turns=[task.turn(prompt), Turn(rollout.token_ids, logprobs=rollout.logprobs, role="assistant")],
+        reward=task.reward(prompt, rollout.token_ids),
+        env=task.name,
+        truncated=not rollout.finished,
+    )
+
+
+def _put(plane: Plane, group: Group) -> None:
+    try:
+        plane.put(group)
+    except PlaneLost:
+        raise SystemExit("the plane is gone") from None

@@ -1,0 +1,244 @@
+"""The plane's books: where every group and every step is, made by doing what the log says, in the same order.
+
+Each change is written to the log first and then entered here, by the same methods that enter it again after a
+restart; so a plane that was killed continues exactly where it was. A group is
+
+    held                  while the replay table has it
+    scheduled, delivered,
+    committed             with the last step that uses it, once the table has let go of it
+    dropped               if the table let go of it unused
+    quarantined           if no step could be made with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.hold import Key
+from penstock.serve.ledger import Ledger
+from penstock.serve.log import EventRow, GroupRow, Log, State
+from penstock.serve.settings import Replay
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a step is made of; with the log's frames, enough to make the very same bytes again."""
+
+    groups: tuple[int, ...]
+    """The groups, by op, in the order they were drawn."""
+    shares: tuple[bytes, ...]
+    """Each rank's part of the plan."""
+    digests: tuple[str, ...]
+    """Of each rank's plan and payload."""
+    policy_version: int
+    """The trainer's version when the step was planned."""
+    samples: int
+    tokens: int
+    loss_tokens: int
+    staleness: tuple[int, int, int] = (0, 0, 0)
+    """Smallest, summed and largest staleness of its groups."""
+
+
+class Book:
+    """Groups, steps, the replay table and the ledger."""
+
+    def __init__(self, replay: Replay, *, retain_steps: int) -> None:
+        self.ledger = Ledger()
+        self.policy_version = 0
+        """The trainer's published version."""
+        self.next_step = 1
+        """The first step that is not committed."""
+        self.last_step = 0
+        """The last step that was planned."""
+        self.oldest_step = 1
+        """The first step that can still be served."""
+        self.held_bytes = 0
+        """Encoded bytes of groups that wait for training."""
+        self.op = 0
+        """The last decision's number."""
+        self.table = replay.table(lambda key, reason: self._left.append((str(key), str(reason))))
+        self.rows: dict[int, GroupRow] = {}
+        self.by_id: dict[str, int] = {}
+        self.steps: dict[int, Manifest] = {}
+        self.states: dict[int, State] = {}
+        self._retain_steps = retain_steps
+        self._last_step_of: dict[int, int] = {}
+        self._ends: dict[int, list[int]] = {}
+        """Step -> the groups whose last use it is."""
+        self._left: list[tuple[str, str]] = []
+        """What the table let go of and is not settled yet."""
+        self._unwritten: dict[int, tuple[State, str]] = {}
+        self._unwritten_steps: dict[int, State] = {}
+        self._to_forget: list[int] = []
+
+    # -------------------------------------------------------------- changes
+
+    def take_in(self, row: GroupRow) -> None:
+        """A group was accepted."""
+        self.op = row.op
+        self.rows[row.op], self.by_id[row.id] = row, row.op
+        self.ledger.accepted += row.samples
+        self.ledger.add(State.HELD, "", row.samples)
+        self.held_bytes += row.size
+        sizes = {"num_bytes": row.size, "num_tokens": row.tokens}
+        if self.table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is None:
+            self._left.append((row.id, "stale"))
+        self._settle()
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        """Take groups for a step out of the table; raises WaitTimeout when they are not there. Then `plan`."""
+        return tuple(int(op) for op in self.table.sample(count, timeout=0).items)
+
+    def plan(self, op: int, step: int, manifest: Manifest) -> None:
+        """A step was planned of what was drawn."""
+        self.op, self.last_step = op, step
+        self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
+        for group in manifest.groups:
+            self._last_step_of[group] = step
+        self.ledger.uses += manifest.samples
+        self._settle()
+
+    def redo(self, event: EventRow) -> None:
+        """Something else was decided: `advance`, `priorities`, `quarantine` or `discard`."""
+        self.op = event.op
+        if event.kind == "advance":
+            self.policy_version = msgspec.msgpack.decode(event.data, type=int)
+            self.table.advance(self.policy_version)
+        elif event.kind == "priorities":
+            self.table.update_priorities(msgspec.msgpack.decode(event.data, type=dict[Key, float]))
+        elif event.kind == "quarantine":
+            for op, reason in msgspec.msgpack.decode(event.data, type=dict[int, str]).items():
+                self.table.remove([self.rows[op].id])
+                self._left.clear()
+                self._finish(op, State.QUARANTINED, reason)
+        elif event.kind == "discard":
+            reason, samples = msgspec.msgpack.decode(event.data, type=tuple[str, int])
+            self.ledger.discarded[reason] += samples
+        self._settle()
+
+    def set_step(self, step: int, state: State) -> None:
+        """A step was received or trained by every rank, or counts as not trained after all."""
+        old = self.states[step]
+        if old is state:
+            return
+        for op in self._ends[step]:
+            self._move(op, old, state)
+        if (old is State.COMMITTED) != (state is State.COMMITTED):
+            size = sum(self.rows[op].size for op in self._ends[step])
+            self.held_bytes += size if old is State.COMMITTED else -size
+        self.states[step] = self._unwritten_steps[step] = state
+
+    def begin_at(self, step: int) -> None:
+        """Steps before this one are trained, the others are not."""
+        self.next_step = step
+        for number, state in list(self.states.items()):
+            if (state is State.COMMITTED) != (number < step):
+                self.set_step(number, State.COMMITTED if number < step else State.SCHEDULED)
+        self._retire()
+
+    # -------------------------------------------------------------- to and from the log
+
+    @staticmethod
+    def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> Book:
+        """Do again, in order, what the log says was done."""
+        book = Book(replay, retain_steps=retain_steps)
+        rows = {row.op: row for row in log.groups()}
+        events = {event.op: event for event in log.events()}
+        steps = {op: (step, manifest, state) for step, op, manifest, state in log.steps()}
+        for op in sorted([*rows, *events, *steps]):
+            if op in rows:
+                book.take_in(rows[op])
+            elif op in events:
+                book.redo(events[op])
+            else:
+                book._draw_again(op, *steps[op])
+        book.begin_at(log.meta("next_step", 1))
+        book._retire(log.meta("oldest_step", 1))
+        book._keep_differences(rows.values(), {step: state for step, _, state in steps.values()}, log.with_frames())
+        return book
+
+    def write(self, log: Log) -> None:
+        """Bring what the log says of groups and steps up to date; inside a transaction. Then `written`.
+
+        This follows from the decisions, so it may wait for the next transaction: a rebuild finds it out again."""
+        for op, (state, reason) in self._unwritten.items():
+            log.set_groups([op], state, reason)
+        for step, state in self._unwritten_steps.items():
+            log.set_steps(step, step, state)
+        log.forget_frames(self._to_forget)
+        log.set_meta("oldest_step", self.oldest_step)
+
+    def written(self) -> None:
+        """The transaction went through."""
+        self._unwritten, self._unwritten_steps, self._to_forget = {}, {}, []
+
+    # -------------------------------------------------------------- inside
+
+    def _draw_again(self, op: int, step: int, data: bytes, state: State) -> None:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+        drawn = self.draw(len(manifest.groups))
+        if drawn != manifest.groups:
+            raise ConfigError(
+                f"step {step}: drawing again gives other groups than were recorded; the replay settings (sampler, "
+                "seed, capacity, max_times_sampled, max_staleness) are not those the run began with"
+            )
+        self.plan(op, step, manifest)
+        self.set_step(step, state)
+
+    def _settle(self) -> None:
+        """Groups the table let go of end as the last step that used them, or are dropped."""
+        left, self._left = self._left, []
+        for key, reason in left:
+            op = self.by_id[key]
+            step = self._last_step_of.get(op)
+            if step is None:
+                self._finish(op, State.DROPPED, reason)
+            elif step not in self.states:
+                self._finish(op, State.COMMITTED, "")
+            else:
+                self._ends[step].append(op)
+                self._move(op, State.HELD, self.states[step])
+                if self.states[step] is State.COMMITTED:
+                    self.held_bytes -= self.rows[op].size
+
+    def _move(self, op: int, old: State, new: State, reason: str = "") -> None:
+        samples = self.rows[op].samples
+        self.ledger.add(old, "", -samples)
+        self.ledger.add(new, reason, samples)
+        self._unwritten[op] = (new, reason)
+
+    def _finish(self, op: int, state: State, reason: str) -> None:
+        """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""
+        self._move(op, State.HELD, state, reason)
+        self.held_bytes -= self.rows[op].size
+        self._forget(op, frame=state is not State.QUARANTINED)
+
+    def _forget(self, op: int, *, frame: bool) -> None:
+        if frame:
+            self._to_forget.append(op)
+        self.by_id.pop(self.rows.pop(op).id)
+        self._last_step_of.pop(op, None)
+
+    def _retire(self, oldest: int = 1) -> None:
+        """Forget steps that can no longer be asked for, and the groups that ended with them."""
+        self.oldest_step = max(self.oldest_step, oldest, self.next_step - self._retain_steps)
+        for step in [s for s in self.steps if s < self.oldest_step]:
+            del self.steps[step], self.states[step]
+            for op in self._ends.pop(step):
+                self._forget(op, frame=True)
+
+    def _keep_differences(self, rows: Iterable[GroupRow], steps: Mapping[int, State], frames: Container[int]) -> None:
+        """After a rebuild, write only what is recorded differently: a crash may have kept it from being written."""
+        for row in rows:
+            if self._unwritten.get(row.op) == (row.state, row.reason):
+                del self._unwritten[row.op]
+        self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
+        self._to_forget = [op for op in self._to_forget if op in frames]
+
+
+def without_frame(row: GroupRow) -> GroupRow:
+    """What memory keeps of a group; the frame stays in the log."""
+    return replace(row, frame=b"")

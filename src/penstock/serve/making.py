@@ -1,0 +1,134 @@
+"""From encoded groups to the bytes of a step: what each rank is sent, and the digest it must find.
+
+Nothing here remembers anything: the same frames and settings give the same bytes, in any process, at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from penstock.arrays import Samples
+from penstock.encode import decode, encode
+from penstock.errors import InvalidInput, PenstockError
+from penstock.pack import Packing, Share, Traits, check_columns, plan
+from penstock.send.coordinator import Staged
+from penstock.send.messages import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the plane must know of a group to hold it."""
+
+    samples: int
+    tokens: int
+    policy_version: int
+    """Of its oldest sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A step that was planned."""
+
+    staged: Staged
+    shares: tuple[bytes, ...]
+    """Each rank's part of the plan; with the frames, enough to make the same bytes again."""
+    samples: int
+    tokens: int
+    loss_tokens: int
+
+
+class Maker(Protocol):
+    """Makes steps of groups. `StepMaker` is the one; simulations use a smaller one."""
+
+    def look(self, group: str, frame: Buffer) -> Facts:
+        """Check a group that was put; raises InvalidInput or CorruptFrame."""
+
+    def make(self, step: int, frames: Sequence[Buffer]) -> Made:
+        """Plan a step."""
+
+    def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
+        """Make the bytes of a step that was planned."""
+
+    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
+        """Which of these cannot be in one step with those before them."""
+
+
+def digest_of(share: bytes, frame: Buffer) -> str:
+    """What plane and rank compare: xxh3-128 over the rank's plan and payload."""
+    both = xxhash.xxh3_128(share)
+    both.update(frame)
+    return both.hexdigest()
+
+
+class StepMaker:
+    """Decodes, plans and encodes."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+
+    def look(self, group: str, frame: Buffer) -> Facts:
+        samples = decode(frame)
+        _check_group(group, samples)
+        traits = Traits.of(samples, self._packing.seq_len)
+        if (traits.kept == 0).any():
+            name = samples.ids[int((traits.kept == 0).argmax())]
+            raise InvalidInput(
+                f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len "
+                f"{self._packing.seq_len}; raise seq_len or use smaller images"
+            )
+        version = int(samples.policy_versions.min())
+        return Facts(samples=len(samples), tokens=samples.num_tokens, policy_version=version)
+
+    def make(self, step: int, frames: Sequence[Buffer]) -> Made:
+        samples = Samples.concat([decode(frame) for frame in frames])
+        made = plan(Traits.of(samples, self._packing.seq_len), self._packing)
+        return Made(
+            staged=_stage(step, samples, made.shares),
+            shares=tuple(share.to_bytes() for share in made.shares),
+            samples=len(samples),
+            tokens=samples.num_tokens,
+            loss_tokens=made.totals.step.loss_tokens,
+        )
+
+    def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
+        samples = Samples.concat([decode(frame) for frame in frames])
+        return _stage(step, samples, [Share.from_bytes(share) for share in shares])
+
+    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
+        good: list[Samples] = []
+        bad: list[int] = []
+        for i, frame in enumerate(frames):
+            try:
+                samples = decode(frame)
+                check_columns(Traits.of(Samples.concat([*good, samples]), self._packing.seq_len))
+                plan(Traits.of(samples, self._packing.seq_len), self._packing)
+            except PenstockError:
+                bad.append(i)
+            else:
+                good.append(samples)
+        return bad
+
+
+def _check_group(group: str, samples: Samples) -> None:
+    if not group:
+        raise InvalidInput("group '': no id; give each group its own")
+    if not len(samples):
+        raise InvalidInput(f"group {group!r}: no samples; a group has at least one")
+    foreign = next((name for name in samples.text["group"] if name != group), group)
+    if foreign != group:
+        raise InvalidInput(f"group {group!r}: holds a sample of group {foreign!r}; put groups one by one")
+    if len(set(samples.ids)) != len(samples):
+        raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
+
+
+def _stage(step: int, samples: Samples, shares: Sequence[Share]) -> Staged:
+    """Each rank's plan and payload: only the samples it needs."""
+    plans = [share.relative().to_bytes() for share in shares]
+    frames = [encode(samples.take(share.needs)) for share in shares]
+    digests = [digest_of(packed, frame) for packed, frame in zip(plans, frames, strict=True)]
+    return Staged(step=step, plans=plans, payloads=[[frame] for frame in frames], digests=digests)
+

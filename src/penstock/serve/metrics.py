@@ -1,0 +1,181 @@
+"""The Prometheus page: what a plane counts, as text, on a loopback address.
+
+Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
+`penstock_train_` what was trained on, `penstock_ledger_` where every sample is, `penstock_plane_` the plane itself.
+The numbers are taken by the plane's own loop between two turns, so they belong together; a plane that does not
+answer within two seconds gives 503, which is worth an alarm.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from penstock.errors import ConfigError, WaitTimeout
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TOTALS = {
+    "gen/items", "gen/tokens", "gen/bytes", "gen/refused_stale", "gen/wait_s", "buffer/evicted_unsampled",
+    "train/items", "train/batches", "train/tokens", "train/first_uses", "train/filled", "train/wait_s",
+    "train/priority_updates", "train/priority_updates_stale",
+}  # fmt: skip
+"""Of the table's numbers, those that only grow while the plane lives."""
+_STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
+_PHASES = ("forming", "running", "failed")
+_ASK_S = 2.0
+
+Point = tuple[str, str, dict[str, str], float]
+"""(name, type, labels, value)."""
+
+
+class Snapshot:
+    """Lets any thread ask for the plane's status, and the plane's loop answer between two turns."""
+
+    def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
+        self._take = take
+        self._asked = threading.Event()
+        self._answered = threading.Condition()
+        self._turn = 0
+        self._found: dict[str, Any] = {}
+
+    def on_turn(self) -> None:
+        """From the loop: answer, if somebody asked."""
+        if self._asked.is_set():
+            self._asked.clear()
+            found = self._take()
+            with self._answered:
+                self._turn, self._found = self._turn + 1, found
+                self._answered.notify_all()
+
+    def ask(self, timeout_s: float = _ASK_S) -> dict[str, Any]:
+        with self._answered:
+            before = self._turn
+            self._asked.set()
+            if not self._answered.wait_for(lambda: self._turn > before, timeout_s):
+                raise WaitTimeout(f"the plane's loop did not answer within {timeout_s:g} s")
+            return self._found
+
+
+def render(status: dict[str, Any]) -> str:
+    """A plane's status in Prometheus text format."""
+    lines: list[str] = []
+    described: set[str] = set()
+    for name, kind, labels, value in sorted(_points(status), key=lambda point: point[0]):
+        if name not in described:
+            described.add(name)
+            lines.append(f"# TYPE {name} {kind}")
+        inside = ",".join(f'{key}="{_escape(text)}"' for key, text in {"run": status["run"], **labels}.items())
+        lines.append(f"{name}{{{inside}}} {value:.17g}")
+    return "\n".join(lines) + "\n"
+
+
+def _points(status: dict[str, Any]) -> Iterator[Point]:
+    for path, value in status["metrics"].items():
+        side, _, name = path.partition("/")
+        what, _, label = name.partition("/")
+        if label:
+            yield f"penstock_{side}_{what}_total", "counter", {"reason": label}, value
+        elif path in _TOTALS:
+            yield f"penstock_{side}_{what}_total", "counter", {}, value
+        else:
+            yield f"penstock_{side}_{what}", "gauge", {}, value
+    ledger = status["ledger"]
+    yield "penstock_ledger_accepted_samples_total", "counter", {}, ledger["accepted"]
+    yield "penstock_ledger_uses_total", "counter", {}, ledger["uses"]
+    yield "penstock_ledger_balanced", "gauge", {}, float(ledger["balanced"])
+    for state in _STATES:
+        yield "penstock_ledger_samples", "gauge", {"state": state}, ledger[state]
+    for name in ("dropped", "discarded"):
+        for reason, count in ledger[name].items():
+            yield f"penstock_ledger_{name}_samples_total", "counter", {"reason": reason}, count
+    for kind, count in status["counts"].items():
+        yield "penstock_plane_events_total", "counter", {"kind": kind}, count
+    for phase in _PHASES:
+        yield "penstock_plane_phase", "gauge", {"phase": phase}, float(status["phase"] == phase)
+    yield "penstock_plane_missing_processes", "gauge", {}, len(status["missing"])
+    for name in ("epoch", "session", "next_step", "last_step", "policy_version", "uptime_s", "max_held_bytes"):
+        yield f"penstock_plane_{name}", "gauge", {}, status[name]
+    yield "penstock_plane_held_bytes", "gauge", {}, status["held_bytes"]
+    yield "penstock_plane_held_groups", "gauge", {}, status["held_groups"]
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class MetricsPage:
+    """Serves `/metrics` from a thread, on a loopback address only."""
+
+    def __init__(self, address: str, ask: Callable[[], dict[str, Any]]) -> None:
+        host, port = _parse(address)
+        try:
+            self._server = _Http((host, port), _handler(ask, {host, "localhost"}))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics: {address!r}: {error.strerror}; use another port, or 0 for a free one"
+            ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _parse(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    try:
+        loopback = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            f"metrics: {address!r}; must be 127.0.0.1:PORT: the page has no password, so it is for this host only"
+        )
+    return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 16
+
+
+def _handler(ask: Callable[[], dict[str, Any]], names: set[str]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "penstock", ""
+        timeout = 5
+
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+            if host not in names:
+                self._answer(403, "this page answers to its loopback name only\n")  # a rebound DNS name
+            elif self.path != "/metrics":
+                self._answer(404, "the page is /metrics\n")
+            else:
+                try:
+                    self._answer(200, render(ask()))
+                except WaitTimeout as error:
+                    self._answer(503, f"{error}\n")
+
+        def _answer(self, code: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002, ARG002 - the base class's words
+            return
+
+    return Handler

@@ -1,0 +1,125 @@
+"""Checkpoints that carry the data cursor: weights, optimizer and step, written as tensors and JSON, never pickled.
+
+    checkpoints/step_00000060/model.safetensors
+                              optimizer.safetensors     two moments and a count per parameter
+                              state.json                the step, and what it was trained with
+
+A checkpoint appears whole (write to a dot-folder, sync, rename). To resume, ask the plane for the step after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CorruptFile
+
+_PREFIX = "step_"
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, of which this rank may hold a part; all ranks must call this together."""
+    gather = getattr(tensor, "full_tensor", None)
+    whole: Tensor = tensor if gather is None else gather()
+    return whole.detach()
+
+
+def like(whole: Tensor, part: Tensor) -> Tensor:
+    """The whole tensor, cut as `part` is."""
+    placements = getattr(part, "placements", None)
+    if placements is None:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, part.device_mesh, placements)
+
+
+def model_state(model: Any) -> dict[str, Tensor]:
+    """Whole weights by name; tied ones once."""
+    seen: set[int] = set()
+    state = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            state[name] = full(parameter)
+    return state
+
+
+def load_model_state(model: Any, state: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name not in state or state[name].shape != parameter.shape:
+                raise CorruptFile(f"checkpoint: {name} is missing or of another shape; it is of another model")
+            parameter.copy_(like(state[name], parameter))
+
+
+def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}|{key}": full(value) if isinstance(value, Tensor) else torch.tensor(value)
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def load_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for entry, value in state.items():
+        name, _, key = entry.rpartition("|")
+        parameter = parameters[name]
+        same = value.shape == parameter.shape
+        optimizer.state[parameter][key] = like(value, parameter) if same else value
+
+
+def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool, keep: int = 3) -> None:
+    """Write a checkpoint; every rank calls this, one of them writes."""
+    from safetensors.torch import save_file
+
+    weights, moments = model_state(model), optimizer_state(model, optimizer)
+    if not writes:
+        return
+    final = folder / f"{_PREFIX}{step:08d}"
+    temporary = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in moments.items()}, temporary / "optimizer.safetensors")
+    (temporary / "state.json").write_text(json.dumps({"step": step, "format": 1}))
+    for path in temporary.iterdir():
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    _sync(folder)
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(folder / f"{_PREFIX}{old:08d}", ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending."""
+    if not folder.is_dir():
+        return []
+    names = [path.name.removeprefix(_PREFIX) for path in folder.iterdir() if path.name.startswith(_PREFIX)]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def restore(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Load a checkpoint into a model and its optimizer."""
+    from safetensors.torch import load_file
+
+    path = folder / f"{_PREFIX}{step:08d}"
+    load_model_state(model, load_file(path / "model.safetensors"))
+    load_optimizer_state(model, optimizer, load_file(path / "optimizer.safetensors"))

@@ -1,0 +1,70 @@
+"""Synthetic steps, to time a trainer without rollouts: fixed shapes, random tokens, no plane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from penstock.arrays import Sample
+from penstock.pack import Share, fill, pack
+from penstock.serve import SourceStep
+from penstock.train.config import TrainConfig
+
+
+class FakeSource:
+    """Takes the place of a `Source`: every step has `micro_batches` of `batch_size` full-length samples."""
+
+    def __init__(self, config: TrainConfig, rank: int, vocabulary: int) -> None:
+        assert config.data.fake is not None
+        self._config, self._rank, self._vocabulary = config, rank, vocabulary
+        self._number = 0
+
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:  # noqa: ARG002
+        self._number += 1
+        fake, length = self._config.data.fake, self._config.data.seq_len
+        assert fake is not None
+        rng = np.random.default_rng([self._config.seed, self._number])
+        samples = [
+            self._sample(rng, f"fake-{self._number}/{i}", length)
+            for i in range(fake.batch_size * fake.micro_batches * self._config.ranks)
+        ]
+        step = pack(
+            samples,
+            ranks=self._config.ranks,
+            seq_len=length,
+            micro_batch_max_tokens=fake.batch_size * length,
+            long_rows=True,
+        )
+        share: Share = step.ranks[self._rank].share
+        return SourceStep(self._number, "", share, fill(step.ranks[self._rank].samples, share))
+
+    def _sample(self, rng: np.random.Generator, name: str, length: int) -> Sample:
+        mask = np.arange(length) >= max(1, length // 4)
+        return Sample(
+            id=name,
+            token_ids=rng.integers(0, self._vocabulary, length),
+            loss_mask=mask,
+            logprobs=np.where(mask, -1.0, 0.0),
+            advantages=float(rng.normal()),
+            rewards=0.0,
+        )
+
+    def commit(self, step: SourceStep, *, policy_version: int | None = None) -> None:
+        """Nobody waits for it."""
+
+    def report(self, step: SourceStep, *, priorities: Mapping[str, float] | None = None) -> None:
+        """Nobody reads it."""
+
+    def flush(self) -> None:
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

@@ -1,0 +1,143 @@
+"""Log-probabilities and entropy of the tokens of a micro-batch, from its logits, without a float32 copy of them.
+
+The logits of a token predict the next one. Within a packed row the next token may belong to another sample, so the
+shift is per segment: the first token of every sample has no prediction and takes that of a model that knows nothing,
+log(1/V), with entropy log(V). It is never trained, so the value only fills the place.
+
+Logits are the largest tensor of a training step (8,192 tokens x 151,936 ids in bfloat16 are 2.5 GB; one float32 copy
+is another 5 GB, and a log-softmax keeps a third for its backward pass). Here chunks of tokens are widened one after
+the other, and the backward pass computes the softmax again instead of keeping it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from penstock.errors import InvalidInput
+
+CHUNK = 1024
+"""Tokens widened to float32 at a time."""
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    sequence_lengths: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy of every token, both of the shape of `token_ids`, in float32.
+
+    Logits are divided by the temperature each token was sampled with. Both results can be differentiated.
+
+    >>> logits = torch.zeros(1, 4, 8)
+    >>> logprobs, entropy = token_logprobs(logits, torch.tensor([[3, 1, 5, 2]]), torch.tensor([2, 2]))
+    >>> bool(torch.allclose(logprobs, -torch.full((1, 4), 8.0).log()))
+    True
+    """
+    if logits.shape[:-1] != token_ids.shape or logits.shape[:-1].numel() != int(sequence_lengths.sum()):
+        raise InvalidInput(
+            f"logits {tuple(logits.shape)} for token_ids {tuple(token_ids.shape)} in segments of "
+            f"{int(sequence_lengths.sum())} tokens; give one row of logits per token"
+        )
+    rows = logits.reshape(-1, logits.shape[-1])
+    scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
+    starts = starts_of(sequence_lengths).to(rows.device)
+    logprobs, entropy = _Chunked.apply(rows, token_ids.reshape(-1), starts, scale, chunk)
+    return logprobs.view(token_ids.shape), entropy.view(token_ids.shape)
+
+
+def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
+    """[T] True on the first token of every segment, padding included.
+
+    >>> starts_of(torch.tensor([3, 1, 2])).int().tolist()
+    [1, 0, 0, 1, 1, 0]
+    """
+    lengths = sequence_lengths.to(torch.int64)
+    starts = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=lengths.device)
+    starts[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
+    return starts
+
+
+def next_token_labels(token_ids: torch.Tensor, sequence_lengths: torch.Tensor, *, ignore: int = -100) -> torch.Tensor:
+    """Each token's successor in its own segment, `ignore` on the last one: what fused cross-entropy kernels take.
+
+    >>> next_token_labels(torch.tensor([[7, 8, 9, 4]]), torch.tensor([3, 1])).tolist()
+    [[8, 9, -100, -100]]
+    """
+    labels = torch.roll(token_ids, -1, dims=-1)
+    ends = torch.roll(starts_of(sequence_lengths).to(token_ids.device), -1)
+    return labels.masked_fill(ends.view(token_ids.shape), ignore)
+
+
+def align_to_tokens(predictions: torch.Tensor, sequence_lengths: torch.Tensor, *, first: float) -> torch.Tensor:
+    """Values computed where a token is predicted, moved to the token itself; `first` on each segment's first.
+
+    >>> align_to_tokens(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 1]), first=0.0).tolist()
+    [[0.0, 1.0, 0.0]]
+    """
+    moved = torch.roll(predictions, 1, dims=-1)
+    starts = starts_of(sequence_lengths).to(predictions.device)
+    return moved.masked_fill(starts.view(predictions.shape), first)
+
+
+class _Chunked(torch.autograd.Function):  # type: ignore[misc]
+    """Row r - 1 of the logits predicts token r, unless r starts a segment; token 0 always does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        starts: torch.Tensor,
+        scale: torch.Tensor | None,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count, vocabulary = logits.shape
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = torch.full((count,), -math.log(vocabulary), dtype=wide, device=logits.device)
+        entropy = torch.full_like(logprobs, math.log(vocabulary))
+        norms = torch.zeros_like(logprobs)
+        for a, b in _chunks(count, chunk):
+            z = _widened(logits, scale, a, b, wide)
+            norm = z.logsumexp(-1)
+            own = z.gather(-1, token_ids[a:b, None]).squeeze(-1) - norm
+            # sum p * z, with the softmax written over z's own memory
+            mean = torch.einsum("tv,tv->t", (z - norm[:, None]).exp_(), z)
+            logprobs[a:b] = torch.where(starts[a:b], logprobs[a:b], own)
+            entropy[a:b] = torch.where(starts[a:b], entropy[a:b], norm - mean)
+            norms[a:b] = norm
+        ctx.save_for_backward(logits, token_ids, starts, scale, norms, entropy)
+        ctx.chunk = chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, token_ids, starts, scale, norms, entropy = ctx.saved_tensors
+        to_logprob, to_entropy = (grad.masked_fill(starts, 0.0) for grad in grads)
+        out = torch.zeros_like(logits)
+        for a, b in _chunks(len(logits), ctx.chunk):
+            log_p = _widened(logits, scale, a, b, norms.dtype) - norms[a:b, None]
+            p = log_p.exp()
+            # d logprob = onehot - p ; d entropy = -p * (log p + H)
+            grad = -p * (to_logprob[a:b, None] + to_entropy[a:b, None] * (log_p + entropy[a:b, None]))
+            grad.scatter_add_(-1, token_ids[a:b, None], to_logprob[a:b, None])
+            if scale is not None:
+                grad *= scale[a:b, None]
+            out[a - 1 : b - 1] = grad
+        return out, None, None, None, None
+
+
+def _chunks(count: int, chunk: int) -> list[tuple[int, int]]:
+    return [(a, min(a + chunk, count)) for a in range(1, count, chunk)]
+
+
+def _widened(logits: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
+    """The logits that predict tokens a to b, at least in float32, at the temperature of those tokens."""
+    # A vocabulary may be cut down with -inf; 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
+    z = logits[a - 1 : b - 1].to(wide).clamp_min(torch.finfo(wide).min / 1e6)
+    return z if scale is None else z * scale[a:b, None].to(wide)

@@ -1,0 +1,263 @@
+"""Losses over the tokens of a micro-batch: each masks, sums nothing, and returns what it did as `Terms`.
+
+With trainer log-probability t and sampler log-probability s of the same token, at the same temperature:
+
+    log_ratio    t - s                      prob_delta   exp(t) - exp(s)
+    ratio        exp(t - s)                 mismatch_kl  ratio - 1 - log_ratio      (k3, >= 0)
+
+A loss is a small frozen object with its thresholds in it, called with the tensors of `to_torch`:
+
+    terms = Dppo()(tensors, trainer_logprobs, entropy)
+    (terms.mean(step.denominators)).backward()
+
+`penstock.train.modes` trains reinforcement learning, distillation and supervised tokens in one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.errors import InvalidInput
+from penstock.train.terms import Rule, Terms
+
+OPD_THRESHOLD = 0.2
+
+
+class Loss(Protocol):
+    """What every loss is: tensors by column name, and what the model gave for them, to terms."""
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gap:
+    """How far trainer and sampler are apart on each token; no gradient flows through these."""
+
+    log_ratio: torch.Tensor
+    ratio: torch.Tensor
+    mismatch_kl: torch.Tensor
+    prob_delta: torch.Tensor
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def measure_gap(trainer_logprobs: torch.Tensor, logprobs: torch.Tensor) -> Gap:
+    """The gap on every token, context included.
+
+    >>> gap = measure_gap(torch.tensor([0.6]).log(), torch.tensor([0.3]).log())
+    >>> [round(float(value), 4) for value in (gap.ratio, gap.prob_delta, gap.mismatch_kl)]
+    [2.0, 0.3, 0.3069]
+    """
+    log_ratio = trainer_logprobs.detach() - logprobs
+    return Gap(
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        # expm1 keeps the digits that ratio - 1 loses near 1, where almost every token is.
+        mismatch_kl=(log_ratio.expm1() - log_ratio).clamp_min(0.0),
+        prob_delta=trainer_logprobs.detach().exp() - logprobs.exp(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Masks:
+    """Which trained tokens a rule takes out, and by which threshold."""
+
+    masked: torch.Tensor
+    masked_high: torch.Tensor
+    masked_low: torch.Tensor
+
+
+def trust_region(
+    loss_mask: torch.Tensor, signal: torch.Tensor, prob_delta: torch.Tensor, *, high: float, low: float
+) -> Masks:
+    """DPPO's masks: a push up stops above `high`, a push down stops below `-low`; comparisons are strict.
+
+    A signal of 0 or NaN takes the lower side, and is then counted in `masked` only: it has no direction.
+    """
+    up, above, below = signal > 0, prob_delta > high, prob_delta < -low
+    return Masks(
+        masked=loss_mask & torch.where(up, above, below),
+        masked_high=loss_mask & up & above,
+        masked_low=loss_mask & (signal < 0) & below,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dppo:
+    """The default: the policy gradient, without tokens whose probability moved too far in the push's direction."""
+
+    high: float = 0.2
+    """Masks tokens of positive advantage whose probability rose by more."""
+    low: float = 0.2
+    """Masks tokens of other advantage whose probability fell by more."""
+    adv_tau: float = 1.0
+    """Weight of the advantage."""
+    kl_tau: float = 1e-3
+    """Weight of log_ratio squared, which also holds the masked tokens back."""
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        gap = measure_gap(trainer_logprobs, columns["logprobs"])
+        signal = need(columns, "advantages", "Dppo")
+        masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=self.high, low=self.low)
+        loss = _push(columns, trainer_logprobs, self.adv_tau * signal, masks.masked, self.kl_tau)
+        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "dppo", "high": self.high, "low": self.low})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ipo:
+    """The policy gradient without tokens whose probability moved by more than a threshold, either way."""
+
+    threshold: float = 0.1
+    adv_tau: float = 1.0
+    kl_tau: float = 1e-3
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        high, low = mask & (gap.prob_delta > self.threshold), mask & (gap.prob_delta < -self.threshold)
+        masks = Masks(masked=high | low, masked_high=high, masked_low=low)
+        signal = self.adv_tau * need(columns, "advantages", "Ipo")
+        loss = _push(columns, trainer_logprobs, signal, masks.masked, self.kl_tau)
+        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "ipo", "threshold": self.threshold})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opd:
+    """On-policy distillation: the push is towards the teacher, `teacher - t`, in a trust region fixed at 0.2."""
+
+    kl_tau: float = 1e-3
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        gap = measure_gap(trainer_logprobs, columns["logprobs"])
+        signal = need(columns, "teacher_logprobs", "Opd") - trainer_logprobs.detach()
+        masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=OPD_THRESHOLD, low=OPD_THRESHOLD)
+        loss = _push(columns, trainer_logprobs, signal, masks.masked, self.kl_tau)
+        rule: Rule = {"kind": "opd", "high": OPD_THRESHOLD, "low": OPD_THRESHOLD}
+        return _terms(loss, trainer_logprobs, entropy, gap, masks, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefKl:
+    """KL towards a reference, one-sided: only tokens that already fell by more than `low` are taken out."""
+
+    low: float = 0.2
+    kl_tau: float = 1e-3
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        below = mask & (gap.prob_delta < -self.low)
+        masks = Masks(masked=below, masked_high=torch.zeros_like(below), masked_low=below)
+        signal = need(columns, "teacher_logprobs", "RefKl") - trainer_logprobs.detach()
+        loss = _push(columns, trainer_logprobs, signal, below, self.kl_tau)
+        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "ref_kl", "low": self.low})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoClip:
+    """PPO's clipped objective; with `beta`, GRPO's, which adds the k3 KL towards `teacher_logprobs`.
+
+    A clipped token's loss is constant, so it has no gradient: those are the tokens reported as masked.
+    """
+
+    low: float = 0.2
+    """Ratios below 1 - low are clipped where the advantage is negative."""
+    high: float = 0.2
+    """Ratios above 1 + high are clipped where the advantage is positive."""
+    beta: float = 0.0
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        advantages = need(columns, "advantages", "PpoClip")
+        high = mask & (advantages > 0) & (gap.ratio > 1 + self.high)
+        low = mask & (advantages < 0) & (gap.ratio < 1 - self.low)
+        masks = Masks(masked=high | low, masked_high=high, masked_low=low)
+        bound = torch.where(high, 1 + self.high, 1 - self.low)
+        loss = _push(columns, trainer_logprobs, advantages, masks.masked, 0.0)
+        loss = loss - torch.where(masks.masked, advantages * bound, 0.0)
+        if self.beta:
+            away = need(columns, "teacher_logprobs", "PpoClip with beta") - trainer_logprobs
+            away = torch.where(mask, away, 0.0)
+            loss = loss + self.beta * (away.expm1() - away)
+        rule: Rule = {"kind": "ppo", "high": self.high, "low": self.low}
+        return _terms(loss, trainer_logprobs, entropy, gap, masks, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sft:
+    """Cross-entropy: the negative log-probability of each trained token. No ratio, and nothing is masked."""
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        loss = -torch.where(columns["loss_mask"], trainer_logprobs, 0.0)
+        return Terms(loss=loss, trainer_logprobs=trainer_logprobs.detach(), entropy=_detached(entropy))
+
+
+def need(columns: Mapping[str, torch.Tensor], name: str, who: str) -> torch.Tensor:
+    """A column that a loss cannot do without."""
+    try:
+        return columns[name]
+    except KeyError:
+        raise InvalidInput(
+            f"{who}: the micro-batch has no column {name!r}, only {', '.join(columns)}; attach it to the samples"
+        ) from None
+
+
+def _push(
+    columns: Mapping[str, torch.Tensor],
+    trainer_logprobs: torch.Tensor,
+    signal: torch.Tensor,
+    masked: torch.Tensor,
+    kl_tau: float,
+) -> torch.Tensor:
+    """-signal * ratio on tokens that are kept, plus kl_tau * log_ratio**2 on all that are trained.
+
+    Values are taken out before `exp`, not after: a zero times an overflown ratio is NaN, in the gradient too.
+    """
+    mask = columns["loss_mask"]
+    log_ratio = torch.where(mask, trainer_logprobs - columns["logprobs"], 0.0)
+    kept = mask & ~masked
+    ratio = torch.where(kept, log_ratio, 0.0).exp()
+    loss = -torch.where(kept, signal, 0.0) * ratio
+    return loss + kl_tau * log_ratio.square() if kl_tau else loss
+
+
+def _terms(
+    loss: torch.Tensor,
+    trainer_logprobs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    gap: Gap,
+    masks: Masks,
+    rule: Rule,
+) -> Terms:
+    return Terms(
+        loss=loss,
+        trainer_logprobs=trainer_logprobs.detach(),
+        entropy=_detached(entropy),
+        log_ratio=gap.log_ratio,
+        ratio=gap.ratio,
+        mismatch_kl=gap.mismatch_kl,
+        prob_delta=gap.prob_delta,
+        masked=masks.masked,
+        masked_high=masks.masked_high,
+        masked_low=masks.masked_low,
+        rules={"": rule},
+    )
+
+
+def _detached(entropy: torch.Tensor | None) -> torch.Tensor | None:
+    return None if entropy is None else entropy.detach()

@@ -1,0 +1,100 @@
+"""What a step came to, summed over micro-batches and ranks, so that a mean is the mean of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import distributed
+
+from penstock.pack import MicroBatch
+from penstock.train.terms import Terms
+
+_SUMMED = ("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens", "staleness", "samples")
+_LARGEST = ("max_log_ratio", "on_policy_gap", "max_staleness")
+
+
+@dataclass
+class Sums:
+    reward_sum: float = 0.0
+    rewarded: float = 0.0
+    """Samples with a reward."""
+    loss: float = 0.0
+    entropy: float = 0.0
+    mismatch_kl: float = 0.0
+    masked: float = 0.0
+    loss_tokens: float = 0.0
+    staleness: float = 0.0
+    """Versions behind, summed over samples."""
+    samples: float = 0.0
+    max_log_ratio: float = 0.0
+    on_policy_gap: float = -1.0
+    """Largest difference between trainer and sampler on samples of the very weights that are trained; -1: none."""
+    max_staleness: float = 0.0
+    grad_norm: float = 0.0
+    priorities: dict[str, float] = field(default_factory=dict)
+    """By sample: how much there is to learn from it, for prioritized replay. This rank's samples only."""
+
+    def add(self, batch: MicroBatch, terms: Terms, *, version: int) -> None:
+        """Count one micro-batch; `version` is that of the weights it was trained with."""
+        mask = torch.from_numpy(batch["loss_mask"])
+        self.loss += float(terms.loss.detach().sum())
+        self.loss_tokens += float(mask.sum())
+        self._add_tokens(terms, mask, batch, version)
+        segments = batch.segments
+        behind = version - segments.policy_versions
+        self.samples += len(segments)
+        self.staleness += float(behind.sum())
+        self.max_staleness = max(self.max_staleness, float(behind.max(initial=0)))
+        if "rewards" in batch and len(segments):
+            rewards = batch["rewards"][segments.offsets]
+            scored = rewards[np.isfinite(rewards)]
+            self.reward_sum += float(scored.sum())
+            self.rewarded += len(scored)
+        if "advantages" in batch:
+            sizes = np.abs(batch["advantages"][segments.offsets])
+            self.priorities |= dict(zip(segments.ids, (sizes + 0.05).tolist(), strict=True))
+
+    def _add_tokens(self, terms: Terms, mask: torch.Tensor, batch: MicroBatch, version: int) -> None:
+        if terms.entropy is not None:
+            self.entropy += float(terms.entropy.flatten()[mask].sum())
+        if terms.masked is not None:
+            self.masked += float(terms.masked.sum())
+        if terms.log_ratio is None or terms.mismatch_kl is None or not bool(mask.any()):
+            return
+        ratios = terms.log_ratio.flatten().nan_to_num(0.0).abs() * mask
+        self.mismatch_kl += float(terms.mismatch_kl.flatten().nan_to_num(0.0)[mask].sum())
+        self.max_log_ratio = max(self.max_log_ratio, float(ratios.max()))
+        fresh = batch.segments.policy_versions == version
+        for start, length in zip(batch.segments.offsets[fresh], batch.segments.lengths[fresh], strict=True):
+            self.on_policy_gap = max(self.on_policy_gap, float(ratios[start : start + length].max()))
+
+    def reduced(self) -> Sums:
+        """The same over all ranks; all must call it."""
+        summed = torch.tensor([getattr(self, name) for name in _SUMMED], dtype=torch.float64)
+        largest = torch.tensor([getattr(self, name) for name in _LARGEST], dtype=torch.float64)
+        distributed.all_reduce(summed)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+        values = dict(zip(_SUMMED, summed.tolist(), strict=True)) | dict(zip(_LARGEST, largest.tolist(), strict=True))
+        return Sums(**values, grad_norm=self.grad_norm, priorities=self.priorities)
+
+    @property
+    def reward(self) -> float:
+        return self.reward_sum / self.rewarded if self.rewarded else math.nan
+
+    def metrics(self) -> dict[str, float]:
+        tokens = max(self.loss_tokens, 1.0)
+        return {
+            "train/reward": self.reward,
+            "train/loss": self.loss / tokens,
+            "train/entropy": self.entropy / tokens,
+            "train/mismatch_kl": self.mismatch_kl / tokens,
+            "train/masked": self.masked / tokens,
+            "train/max_log_ratio": self.max_log_ratio,
+            "train/on_policy_gap": math.nan if self.on_policy_gap < 0 else self.on_policy_gap,
+            "train/grad_norm": self.grad_norm,
+            "buffer/staleness": self.staleness / max(self.samples, 1.0),
+            "buffer/max_staleness": self.max_staleness,
+        }

@@ -1,0 +1,233 @@
+"""The reference trainer: small, whole and real. Steps come from a plane, weights go back to the workers.
+
+One optimizer step per step of the plane: gradients of all micro-batches are added up, divided by the step's global
+count of trained tokens, so that any packing and any number of ranks gives the same update. The checkpoint carries the
+step number, which is the data cursor: on resume the plane is asked for the step after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from penstock.assets import AssetStore
+from penstock.pack import MicroBatch
+from penstock.send.coordinator import Timeouts
+from penstock.serve import Source, SourceStep, connect
+from penstock.train import checkpoint
+from penstock.train.config import LossConfig, TrainConfig
+from penstock.train.fake import FakeSource
+from penstock.train.journal import Journal
+from penstock.train.logits import token_logprobs
+from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
+from penstock.train.model import build_model, check_packing, forward
+from penstock.train.modes import ByMode
+from penstock.train.sums import Sums
+from penstock.train.tensors import to_torch
+from penstock.train.terms import Terms
+from penstock.train.vision import Vision
+from penstock.train.weights import Weights
+
+_RECENT = 10
+"""Steps over which the reward is averaged to decide whether the target is reached."""
+
+
+class Observer(Protocol):
+    """Sees every micro-batch with what the loss did to it; the token exporter is one."""
+
+    def write(self, step: SourceStep, batch: MicroBatch, terms: Terms) -> None: ...
+    def close_step(self, step: SourceStep) -> None: ...
+    def close(self) -> None: ...
+
+
+def train(
+    config: TrainConfig,
+    *,
+    rank: int,
+    url: str,
+    timeouts: Timeouts | None = None,
+    observer: Observer | None = None,
+) -> None:
+    """Train one rank of a run, from its last checkpoint to its end. All ranks call this, each in its own process."""
+    torch.set_num_threads(1)
+    if config.ranks > 1:
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    trainer = Trainer(config, rank, observer)
+    source: Source | FakeSource
+    if config.data.fake is not None:
+        source = FakeSource(config, rank, trainer.vocabulary)
+    else:
+        first = trainer.done + 1
+        source = connect(url, rank=rank, world=config.ranks, resume_step=first, run=config.run, timeouts=timeouts)
+    with source:
+        trainer.run(source)
+        source.flush()
+    trainer.close()
+    if config.ranks > 1:
+        distributed.destroy_process_group()
+
+
+def loss_of(config: LossConfig) -> Loss:
+    """The loss a configuration names; samples of other modes in a step are trained by their own."""
+    kinds: dict[str, Callable[[], Loss]] = {
+        "dppo": lambda: Dppo(high=config.threshold, low=config.threshold, kl_tau=config.kl_weight),
+        "grpo": lambda: PpoClip(low=config.clip_low, high=config.clip_high),
+        "ipo": lambda: Ipo(threshold=config.threshold, kl_tau=config.kl_weight),
+    }
+    return ByMode(rl=kinds[config.kind]())
+
+
+class Trainer:
+    """One rank's model, optimizer and bookkeeping."""
+
+    def __init__(self, config: TrainConfig, rank: int, observer: Observer | None = None) -> None:
+        self.config, self.rank, self.observer = config, rank, observer
+        self.folder = Path(config.folder)
+        self.model = build_model(config.model, seed=config.seed)
+        self.vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.packing_error = check_packing(self.model, vocabulary=self.vocabulary)
+        self._sharded = config.model.sharding == "fsdp" and config.ranks > 1
+        if self._sharded:
+            _shard(self.model, config.ranks)
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        self.done = max(checkpoint.steps(self.folder / "checkpoints"), default=0)
+        """The last step that is trained."""
+        if self.done:
+            checkpoint.restore(self.folder / "checkpoints", self.done, self.model, self.optimizer)
+        ddp = config.ranks > 1 and not self._sharded
+        self._wrapped = torch.nn.parallel.DistributedDataParallel(self.model) if ddp else self.model
+        self._vision = None
+        if hasattr(self.model.config, "vision_config"):
+            self._vision = Vision(self.model, config.model, AssetStore(self.folder / "assets"))
+        self._loss = loss_of(config.loss)
+        self._weights = Weights(self.folder / "weights")
+        self._journal = Journal(self.folder, config.run, list(config.metrics)) if rank == 0 else None
+        self._rewards: list[float] = []
+        self._pool: dict[str, Tensor] = {}
+        self._publish(self.done)
+
+    def run(self, source: Source | FakeSource) -> None:
+        """Train until the last step, or until the target is reached."""
+        while self.done < self.config.max_steps and not self._is_learned():
+            began = time.monotonic()
+            step = source.step()
+            waited = time.monotonic() - began
+            sums = self.train_step(step)
+            self.done = step.number
+            self._publish(self.done)
+            if self.config.replay.sampler == "prioritized":
+                source.report(step, priorities=sums.priorities)
+            source.commit(step, policy_version=self.done)
+            if self.done % self.config.checkpoint_every == 0:
+                self._checkpoint()
+            self._note(step, sums, time.monotonic() - began, waited)
+        self._checkpoint()
+
+    def train_step(self, step: SourceStep) -> Sums:
+        """One optimizer step over all micro-batches of a step."""
+        sums, last = Sums(), len(step) - 1
+        observed = self.config.export_every and step.number % self.config.export_every == 0
+        for index, batch in enumerate(step):
+            with self._sync_only(index == last):
+                terms = self._backward(step, batch)
+            sums.add(batch, terms, version=step.number - 1)
+            if observed and self.observer is not None:
+                self.observer.write(step, batch, terms)
+        if observed and self.observer is not None:
+            self.observer.close_step(step)
+        sums.grad_norm = float(
+            checkpoint.full(
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
+            )
+        )
+        if step.loss_tokens:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sums.reduced() if self.config.ranks > 1 else sums
+
+    def _backward(self, step: SourceStep, batch: MicroBatch) -> Terms:
+        tensors = to_torch(batch, out=self._pool)
+        extra = self._vision.inputs(self.model, batch, tensors) if self._vision and batch.images else None
+        logits = forward(self._wrapped, tensors, extra)
+        if self.config.model.never_sampled:
+            logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
+        lengths = tensors["sequence_lengths"]
+        logprobs, entropy = token_logprobs(logits, tensors["token_ids"], lengths, tensors.get("temperatures"))
+        terms = self._loss(tensors, logprobs, entropy)
+        bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
+        loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus
+        # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
+        (loss * self.config.ranks).backward()
+        return terms
+
+    def _sync_only(self, last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients with the last micro-batch alone."""
+        if self._sharded:
+            self.model.set_requires_gradient_sync(last)
+        elif self.config.ranks > 1 and not last:
+            context: AbstractContextManager[Any] = self._wrapped.no_sync()
+            return context
+        return nullcontext()
+
+    def _is_learned(self) -> bool:
+        target, recent = self.config.target_reward, self._rewards[-_RECENT:]
+        return target is not None and len(recent) == _RECENT and sum(recent) / _RECENT >= target
+
+    def _publish(self, version: int) -> None:
+        if not self._sharded and self.rank:
+            return
+        state = checkpoint.model_state(self.model)
+        if self.rank == 0:
+            self._weights.publish(version, state)
+
+    def _checkpoint(self) -> None:
+        if self.config.data.fake is None:
+            checkpoint.save(self.folder / "checkpoints", self.done, self.model, self.optimizer, writes=self.rank == 0)
+
+    def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:
+        self._rewards.append(sums.reward)
+        if self._journal is None:
+            return
+        total = step.accounting.total
+        self._journal.write(
+            step.number,
+            {
+                **sums.metrics(),
+                "train/loss_tokens": step.loss_tokens,
+                "train/samples": step.denominators.samples,
+                "perf/step_s": seconds,
+                "perf/wait_s": waited,
+                "perf/tokens_per_s": total.tokens / max(seconds, 1e-9),
+                "perf/micro_batches": len(step),
+                "perf/padding_tokens": total.padding_tokens,
+                "perf/waste": step.accounting.waste,
+                "train/packing_error": self.packing_error,
+            },
+        )
+
+    def close(self) -> None:
+        for part in (self._journal, self._vision, self.observer):
+            if part is not None:
+                part.close()
+
+
+def _shard(model: Any, ranks: int) -> None:
+    """FSDP2: each rank holds a part of every layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    inner = model.model.language_model if hasattr(model.model, "language_model") else model.model
+    for layer in inner.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)

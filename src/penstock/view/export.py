@@ -1,0 +1,318 @@
+"""Export what the trainer did with every token, off the training thread.
+
+The training thread copies a micro-batch and its terms to the host and puts them into a bounded queue; a writer thread
+cuts them into records, writes and syncs them. A full queue makes `write` wait: nothing is dropped in silence. What
+goes wrong in the writer is raised by the next call.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
+from penstock.pack import MicroBatch
+from penstock.pack.totals import Totals
+from penstock.view.choose import Everything, Keep
+from penstock.view.files import Format, StepFile
+from penstock.view.folders import Done, all_done, make_folder, promote, reopen, step_folder
+from penstock.view.jsonl import Jsonl
+from penstock.view.record import SCHEMA_VERSION, Snapshot
+
+if TYPE_CHECKING:
+    from penstock.train.terms import Terms
+
+
+class NumberedStep(Protocol):
+    """A step as a source gives it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def totals(self) -> Totals: ...
+
+
+_Key = tuple[str, int]
+"""A run and the number of its step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Write:
+    key: _Key
+    facts: dict[str, Any]
+    snapshot: Snapshot
+    policy_version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finish:
+    key: _Key
+    step: int
+    seconds: float | None
+    metrics: dict[str, float]
+
+
+class TokenExporter:
+    """Writes one record per trained sequence, one file per step and rank.
+
+    `write` every micro-batch with the terms its loss returned; `close_step` after the optimizer step. The step counts
+    as finished, for readers, when all `world` ranks have closed it.
+
+    >>> import tempfile, torch
+    >>> from penstock import Sample, pack, to_torch
+    >>> from penstock.train.loss import Sft
+    >>> batch = pack([Sample(id="a", token_ids=[4, 5, 6], loss_mask=[0, 1, 1])], ranks=1, seq_len=8).ranks[0][0]
+    >>> terms = Sft()(to_torch(batch), torch.tensor([[0.0, -0.5, -1.5]]))
+    >>> folder = tempfile.mkdtemp()
+    >>> with TokenExporter(folder) as exporter:
+    ...     exporter.write(1, batch, terms)
+    ...     exporter.close_step(1)
+    >>> from penstock.view import Export
+    >>> [record.facts["sample_id"] for record in Export(folder).step(1).records()]
+    ['a']
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        every: int = 1,
+        keep: Keep | None = None,
+        max_bytes: int | None = 4 << 30,
+        queue_batches: int = 8,
+        file_format: Format = Jsonl,
+        attempt: str = "",
+        barrier: Callable[[], None] | None = None,
+    ) -> None:
+        """Export into `folder` as global rank `rank` of `world`. With context parallelism, one rank of each group.
+
+        `every` exports only steps whose number it divides; `keep` chooses records within a step; `max_bytes` limits
+        the file of one step, and what is left out is counted. `attempt` names this life of the run, the same on all
+        ranks: without it, right after a restart, a step whose other ranks have not begun again may for a moment be
+        shown with their old files. `barrier` makes `close_step` wait for all ranks instead.
+        """
+        if not 0 <= rank < world or every < 1 or queue_batches < 1:
+            raise ConfigError(
+                f"rank {rank} of world {world}, every {every}, queue_batches {queue_batches}: "
+                "rank must be below world, the others at least 1"
+            )
+        self.folder = Path(folder)
+        self.rank, self.world, self.every = rank, world, every
+        self._keep, self._format, self._max_bytes = keep or Everything(), file_format, max_bytes
+        self._attempt, self._barrier = attempt, barrier
+        self._micro_steps: dict[int, int] = {}
+        self._begun: set[_Key] = set()
+        self._closed_steps: set[_Key] = set()
+        self._last_close: float | None = None
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[_Write | _Finish | None] = queue.Queue(queue_batches)
+        make_folder(self.folder)
+        self._thread = threading.Thread(target=self._work, name=f"token-export-{rank}", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        step: NumberedStep | int,
+        batch: MicroBatch,
+        terms: Terms,
+        *,
+        policy_version: int | None = None,
+        run_step: int | None = None,
+    ) -> None:
+        """Export one micro-batch; call it for every one, dummies too, so that they are numbered alike on all ranks.
+
+        `policy_version` is the version being trained: it gives each sample its staleness. `run_step` is the step of
+        the batch's run, where that is counted apart from the trainer's.
+        """
+        number = step if isinstance(step, int) else step.number
+        if number % self.every:
+            return
+        self._check()
+        key = (batch.run, number if run_step is None else run_step)
+        self._begin(key)
+        micro_step = self._micro_steps.get(number, 0)
+        self._micro_steps[number] = micro_step + 1
+        facts = {
+            "schema_version": SCHEMA_VERSION,
+            "step": number,
+            "export_step": key[1],
+            "rank": self.rank,
+            "micro_step": micro_step,
+            "micro_sequence_idx": 0,
+            "export_sequence_idx": 0,
+            "run_id": batch.run or None,
+        }
+        snapshot = Snapshot.of(batch, terms)
+        self._queue.put(_Write(key=key, facts=facts, snapshot=snapshot, policy_version=policy_version))
+
+    def close_step(
+        self,
+        step: NumberedStep | int,
+        *,
+        runs: Mapping[str, int] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """This rank has written all of the step. Does not wait for the disk, unless there is a barrier.
+
+        `runs` gives the runs whose own step is complete, and its number; by default every run of the step is, and its
+        step is the trainer's. `metrics` are kept with the step and drawn by the viewer.
+        """
+        number = step if isinstance(step, int) else step.number
+        if number % self.every:
+            return
+        self._check()
+        if runs is None:
+            named = {run for run, at in self._begun if at == number}
+            named |= set() if isinstance(step, int) else set(step.totals.runs)
+            runs = dict.fromkeys(sorted(named) or [""], number)
+        now, before = time.monotonic(), self._last_close
+        self._last_close = now
+        self._micro_steps.pop(number, None)
+        for key in runs.items():
+            self._begin(key)  # a rank without a sequence of this run still says so
+            self._begun.discard(key)
+            self._closed_steps.add(key)
+            seconds = None if before is None else now - before
+            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=dict(metrics or {})))
+        if self._barrier is not None:
+            self.flush()
+            self._barrier()
+            for run, at in runs.items():
+                self._promote(step_folder(self.folder, run, at))
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything given so far is written; steps that were closed are then on disk."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._queue.all_tasks_done:
+            while self._queue.unfinished_tasks:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise WaitTimeout(
+                        f"token export: {self._queue.unfinished_tasks} items not written in {timeout:g} s"
+                    )
+                self._queue.all_tasks_done.wait(left)
+        self._check()
+
+    def close(self) -> None:
+        """Write what was given and stop. Steps that were not closed stay invisible."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        error, self._error = self._error, self._error or Closed("this exporter was closed")
+        if error is not None and not isinstance(error, Closed):
+            raise _as_ours(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise _as_ours(self._error)
+
+    def _begin(self, key: _Key) -> None:
+        """Before a step's first record: take back what an attempt before said of it. Here, not in the writer thread:
+        once any rank is past its optimizer step, every rank has done so."""
+        if key in self._begun:
+            return
+        if key in self._closed_steps:
+            raise InvalidInput(f"token export: step {key[1]} of run {key[0]!r} was closed; write before close_step")
+        reopen(step_folder(self.folder, *key), self.rank)
+        self._begun.add(key)
+
+    # ------------------------------------------------------------ the writer thread
+
+    def _work(self) -> None:
+        files: dict[_Key, StepFile] = {}
+        while True:
+            item = self._queue.get()
+            try:
+                if item is None:
+                    break
+                if self._error is None:  # after an error the queue is only emptied, so that nobody waits for it
+                    self._handle(item, files)
+            except Exception as error:  # noqa: BLE001 - raised on the training thread by the next call
+                self._error = error
+            finally:
+                self._queue.task_done()
+        for file in files.values():
+            file.abandon()
+
+    def _handle(self, item: _Write | _Finish, files: dict[_Key, StepFile]) -> None:
+        if isinstance(item, _Write):
+            file = self._file(item.key, item.facts["step"], files)
+            file.micro_batches.append(_describe(item))
+            file.add(item.snapshot.records(item.facts, item.policy_version))
+            return
+        file = self._file(item.key, item.step, files)
+        del files[item.key]
+        done = Done(rank=self.rank, world=self.world, attempt=self._attempt, seconds=item.seconds, metrics=item.metrics)
+        file.finish(done)
+        if self._barrier is None:
+            self._promote(file.folder)
+
+    def _file(self, key: _Key, step: int, files: dict[_Key, StepFile]) -> StepFile:
+        if key not in files:
+            files[key] = StepFile(
+                folder=step_folder(self.folder, *key),
+                rank=self.rank,
+                format=self._format,
+                choice=self._keep.start(),
+                max_bytes=self._max_bytes,
+            )
+            files[key].open(step)
+        return files[key]
+
+    def _promote(self, folder: Path) -> None:
+        if all_done(folder, self._attempt, self.world):
+            promote(folder)
+
+
+def _describe(item: _Write) -> dict[str, Any]:
+    """What the step page draws of a micro-batch."""
+    batch = item.snapshot.batch
+    return {
+        "step": item.facts["step"],
+        "micro_step": item.facts["micro_step"],
+        "tokens": batch.num_tokens,
+        "padding": batch.padding,
+        "samples": batch.segments.lengths.tolist(),
+        "modality": batch.modality,
+        "is_dummy": batch.is_dummy,
+    }
+
+
+def _as_ours(error: BaseException) -> BaseException:
+    if isinstance(error, PenstockError):
+        return error
+    if isinstance(error, OSError):
+        return StorageError(f"token export: {error}; free the disk or export elsewhere")
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class NoExport:
+    """An exporter that does nothing: what a training loop holds when export is off."""
+
+    folder: None = field(default=None, init=False)
+
+    def write(self, *_args: object, **_options: object) -> None: ...
+    def close_step(self, *_args: object, **_options: object) -> None: ...
+    def flush(self, timeout: float | None = None) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...

@@ -1,0 +1,172 @@
+"""Read exports back: runs, finished steps, records; lines that cannot be read are counted and skipped.
+
+Nothing here needs torch. A step is shown when it is marked STABLE; the files read are those of the ranks that its
+markers name, so that what an earlier attempt with more ranks left behind is not mixed in. Exports without markers are
+read too: then every rank's file counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from penstock.errors import InvalidInput, UnknownKey
+from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, read_done, steps_in
+from penstock.view.lines import MalformedLine, parse_line
+from penstock.view.record import Record
+
+MAX_LINE_BYTES = 1 << 30
+"""Longer lines are skipped unread: 5 million tokens take about half of it."""
+_RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
+_REASONS_KEPT = 5
+
+
+@dataclass(slots=True)
+class Skipped:
+    """What could not be read."""
+
+    lines: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """The first few, with file and line."""
+
+    def add(self, where: str, why: object) -> None:
+        self.lines += 1
+        if len(self.reasons) < _REASONS_KEPT:
+            self.reasons.append(f"{where}: {why}"[:300])
+
+
+class Export:
+    """The exports below a folder, of one run or several.
+
+    The folder may be a run's own, one that holds several runs, or a `token_exports` folder itself.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if self.folder.name == EXPORTS:
+            self.folder = self.folder.parent
+        if not self.runs:
+            raise InvalidInput(f"{self.folder}: no token_exports in it; give the folder that TokenExporter was given")
+
+    @property
+    def runs(self) -> list[str]:
+        """Names of runs that have exports; "" for the folder itself."""
+        named = sorted(path.parent.name for path in self.folder.glob(f"*/{EXPORTS}") if path.is_dir())
+        return [""] * (self.folder / EXPORTS).is_dir() + named
+
+    def steps(self, run: str | None = None) -> list[StepFolder]:
+        """Finished steps of a run, oldest first."""
+        run = self._run(run)
+        found = (StepFolder(number=number, run=run, path=path) for number, path in steps_in(self._exports(run)))
+        return [step for step in found if step.is_stable]
+
+    def step(self, number: int, run: str | None = None) -> StepFolder:
+        """One finished step; raises with the ones there are."""
+        steps = {step.number: step for step in self.steps(run)}
+        if number not in steps:
+            have = ", ".join(map(str, list(steps)[-8:])) or "none yet"
+            raise UnknownKey(f"{self.folder}: no finished step {number}; the last finished ones: {have}")
+        return steps[number]
+
+    def _exports(self, run: str) -> Path:
+        return exports_of(self.folder, run)
+
+    def _run(self, run: str | None) -> str:
+        runs = self.runs
+        if run is None:
+            return runs[0]
+        if run not in runs:
+            raise UnknownKey(f"{self.folder}: no run {run!r}; there are {', '.join(map(repr, runs))}")
+        return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFolder:
+    """One step of one run."""
+
+    number: int
+    run: str
+    path: Path
+
+    @property
+    def is_stable(self) -> bool:
+        return (self.path / STABLE).exists()
+
+    def done(self) -> dict[int, Done]:
+        """The ranks' markers, of the attempt that finished."""
+        first = read_done(self.path, 0)
+        if first is None:
+            return {}
+        marks = {rank: read_done(self.path, rank) for rank in range(first.world)}
+        return {rank: mark for rank, mark in marks.items() if mark is not None}
+
+    def files(self) -> dict[int, Path]:
+        """The ranks' files."""
+        done = self.done()
+        if done:
+            return {rank: self.path / mark.file for rank, mark in done.items()}
+        matches = ((_RANK_FILE.fullmatch(path.name), path) for path in sorted(self.path.iterdir()))
+        return {int(match[1]): path for match, path in matches if match}
+
+    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
+        """All records, rank by rank."""
+        for path in self.files().values():
+            yield from read_file(path, skipped)
+
+    def altered(self) -> list[str]:
+        """Files that are not what their rank wrote, or are gone."""
+        return [mark.file for mark in self.done().values() if _digest(self.path / mark.file) != mark.digest]
+
+
+def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
+    """The records of one file, one at a time."""
+    if path.suffix == ".parquet":
+        from penstock.view.parquet import read_parquet
+
+        yield from read_parquet(path)
+        return
+    skipped = skipped or Skipped()
+    for number, _, line in numbered_lines(path, skipped):
+        try:
+            yield parse_line(line)
+        except MalformedLine as error:
+            skipped.add(f"{path.name}:{number}", error)
+
+
+def numbered_lines(path: Path, skipped: Skipped) -> Iterator[tuple[int, int, bytes]]:
+    """Number (from 1), offset and bytes of each line that is not empty and not beyond all bounds."""
+    with path.open("rb") as file:
+        offset, number = 0, 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            start, offset = offset, offset + len(line)
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                offset += _skip_line(file)
+                skipped.add(f"{path.name}:{number}", f"longer than {MAX_LINE_BYTES} bytes")
+            elif line.strip():
+                yield number, start, line
+
+
+def _skip_line(file: BinaryIO) -> int:
+    skipped = 0
+    while rest := file.readline(1 << 20):
+        skipped += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+    except FileNotFoundError:
+        return ""
+    return state.hexdigest()

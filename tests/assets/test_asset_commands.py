@@ -1,0 +1,71 @@
+"""What `penstock assets` reports: everything there, everything wrong, nothing changed by looking."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.assets import AssetStore, FeatureStore, PackedImages, worker_environment
+from penstock.assets.commands import list_assets, remove_run_assets, sweep_assets, verify_assets
+from penstock.assets.urls import path_of
+from penstock.errors import ConfigError
+
+Picture = Callable[[int], bytes]
+
+
+def test_the_list_says_which_runs_hold_an_image(tmp_path: Path, picture: Picture) -> None:
+    first, second = AssetStore(tmp_path, run="first"), AssetStore(tmp_path, run="second")
+    shared, own = first.put(picture(1)), first.put(picture(2))
+    second.put(picture(1))
+    rows = {row.hash: row for row in list_assets(first)}
+    assert rows[shared.hash].runs == ("first", "second")
+    assert rows[own.hash].runs == ("first",)
+    assert rows[own.hash].num_bytes == len(picture(2))
+    assert remove_run_assets(first, "first") == [own.hash]
+    assert [row.hash for row in list_assets(first)] == [shared.hash]
+
+
+def test_verify_finds_damage_and_absence_and_changes_nothing(store: AssetStore, picture: Picture) -> None:
+    good, damaged, gone = (store.put(picture(i)) for i in range(3))
+    assert verify_assets(store).ok
+    Path(path_of(store.url(damaged))).write_bytes(picture(1)[:-5])
+    Path(path_of(store.url(gone))).unlink()
+    before = sorted(info.name for info in store.blobs.list(""))
+    seen: list[int] = []
+    report = verify_assets(store, progress=seen.append)
+    assert not report.ok
+    assert report.checked == 2
+    assert len(report.corrupt) == 1
+    assert damaged.hash in report.corrupt[0]
+    assert report.missing == (gone.hash,)
+    assert seen[-1] == report.num_bytes == good.num_bytes + damaged.num_bytes - 5
+    assert sorted(info.name for info in store.blobs.list("")) == before
+
+
+def test_a_sweep_reports_what_it_removed_and_kept(store: AssetStore, picture: Picture) -> None:
+    ref = store.put(picture(1))
+    FeatureStore(store).put(fingerprint="0" * 32, image=ref.hash, payload=b"x", placeholder_length=1)
+    now = next(store.blobs.list("mm_features")).modified
+    assert sweep_assets(store, now=now + 1799).features_removed == 0
+    report = sweep_assets(store, now=now + 1801)
+    assert (report.features_removed, report.images_kept, report.ttl_s) == (1, 1, 1800.0)
+
+
+def test_worker_processes_get_one_thread_and_the_parent_keeps_its_own() -> None:
+    before = dict(os.environ)
+    environment = worker_environment({**before, "MKL_NUM_THREADS": "32"})
+    assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"1"}
+    assert environment["MALLOC_ARENA_MAX"] == "2"
+    assert environment["PATH"] == before["PATH"]
+    assert dict(os.environ) == before
+
+
+def test_packing_images_is_refused_with_every_reason_until_all_is_declared() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PackedImages(context_parallel=2, runs_per_micro_batch=3).require()
+    for reason in ("explicit_boundaries", "varlen_attention", "context_parallel is 2", "runs_per_micro_batch is 3"):
+        assert reason in str(caught.value)
+    PackedImages(explicit_boundaries=True, varlen_attention=True).require()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import http.client
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import penstock as ps
+from penstock.errors import ConfigError, WaitTimeout
+from penstock.serve.launch import PlaneProcess
+from penstock.serve.metrics import MetricsPage, Snapshot, render
+from tests.serve.processes import SMALL
+
+_LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?'
+_LINE = re.compile(rf"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{{(?P<labels>(?:{_LABEL})*)\}} (?P<value>[-+.\deE]+|NaN)")
+
+
+def status() -> dict[str, Any]:
+    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1, run='odd "name"\\\n') as plane:
+        for name in ("a", "b"):
+            with plane.group(name) as group:
+                for reward in (0.0, 1.0):
+                    group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))
+        plane.discard("too long", 5)
+        with plane.source(rank=0, prefetch=0) as source:
+            source.commit(source.step(timeout=20), policy_version=1)
+            source.flush()
+            return plane.status()
+
+
+def parse(text: str) -> dict[str, float]:
+    """A strict reader of the text format: every line is a type or a value, each type comes before its values."""
+    types: dict[str, str] = {}
+    values: dict[str, float] = {}
+    for line in text.removesuffix("\n").split("\n"):
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name not in types
+            types[name] = kind
+            continue
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        kind = types[match["name"]]
+        assert kind in ("counter", "gauge")
+        assert match["name"].endswith("_total") == (kind == "counter"), line
+        labels = re.sub(r'^run="(?:[^"\\\n]|\\["\\n])*",?', "", match["labels"])
+        key = f"{match['name']}{{{labels}}}" if labels else match["name"]
+        assert key not in values
+        values[key] = float(match["value"])
+    return values
+
+
+def test_every_line_is_prometheus_text_and_the_numbers_are_the_planes() -> None:
+    found = status()
+    values = parse(render(found))
+    assert values["penstock_gen_items_total"] == 2
+    assert values["penstock_buffer_items"] == 1
+    assert values["penstock_train_items_total"] == 1
+    assert values['penstock_ledger_samples{state="committed"}'] == 2
+    assert values['penstock_ledger_discarded_samples_total{reason="too long"}'] == 5
+    assert values['penstock_buffer_evicted_total{reason="sampled_out"}'] == 1
+    assert values['penstock_plane_phase{phase="running"}'] == 1
+    assert values["penstock_ledger_balanced"] == 1
+    assert values["penstock_plane_policy_version"] == 1
+    assert values["penstock_plane_held_bytes"] == found["held_bytes"] > 0
+
+
+def test_the_run_is_a_label_on_every_line_with_its_odd_characters_escaped() -> None:
+    lines = [line for line in render(status()).splitlines() if not line.startswith("#")]
+    assert all(r'{run="odd \"name\"\\\n"' in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[PlaneProcess]:
+    with PlaneProcess(["memory:", *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=127.0.0.1:0"]) as process:
+        yield process
+
+
+def get(url: str, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
+    place = urlsplit(url)
+    assert place.hostname is not None
+    line = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+    try:
+        line.request(method, path, headers=headers)
+        answer = line.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        line.close()
+
+
+def test_a_running_plane_shows_its_page(plane: PlaneProcess) -> None:
+    code, text = get(plane.ready["metrics"])
+    assert code == 200
+    assert parse(text)["penstock_plane_missing_processes"] == 1
+
+
+def test_only_this_page_this_method_and_this_host_are_answered(plane: PlaneProcess) -> None:
+    url = plane.ready["metrics"]
+    assert get(url, "/")[0] == 404
+    assert get(url, "/metrics/../etc/passwd")[0] == 404
+    assert get(url, Host="evil.example:80")[0] == 403
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert get(url, method=method)[0] == 501
+
+
+def test_many_readers_at_once_all_get_an_answer(plane: PlaneProcess) -> None:
+    codes: list[int] = []
+    readers = [threading.Thread(target=lambda: codes.append(get(plane.ready["metrics"])[0])) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert codes == [200] * 8
+
+
+def test_a_plane_that_does_not_turn_is_shown_as_unavailable() -> None:
+    snapshot = Snapshot(dict)
+    page = MetricsPage("127.0.0.1:0", lambda: snapshot.ask(0.05))
+    try:
+        code, text = get(page.url)
+        assert code == 503
+        assert "did not answer within 0.05 s" in text
+    finally:
+        page.close()
+
+
+def test_a_late_answer_is_not_taken_for_a_later_question() -> None:
+    taken: list[int] = []
+
+    def take() -> dict[str, Any]:
+        taken.append(1)
+        return {"n": len(taken)}
+
+    snapshot = Snapshot(take)
+    with pytest.raises(WaitTimeout):
+        snapshot.ask(0.0)
+    snapshot.on_turn()  # answers nobody
+    snapshot.on_turn()  # nobody asked since: costs nothing
+    assert len(taken) == 1
+    with pytest.raises(WaitTimeout):
+        snapshot.ask(0.0)
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:1", "10.0.0.1:1", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "[::]:1", ":1"]
+)
+def test_addresses_beyond_this_host_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="metrics"):
+        MetricsPage(address, dict)

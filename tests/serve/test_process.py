@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PlaneLost
+from penstock.send.coordinator import Timeouts
+from penstock.send.shared import ROOT
+from penstock.serve.launch import PlaneProcess
+from penstock.serve.lines import LineFormatter, printable
+from penstock.serve.process import Exit
+from tests.serve.processes import SMALL, alive, wait_until
+
+PARENT = """
+import json, sys, time
+from penstock.serve.launch import PlaneProcess
+plane = PlaneProcess(sys.argv[1:])
+print(json.dumps(plane.ready), flush=True)
+time.sleep(600)
+"""
+
+
+def put(plane: ps.Plane, name: str) -> None:
+    with plane.group(name) as group:
+        for reward in (0.0, 1.0):
+            group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))
+
+
+def start(folder: Path | str, *words: str) -> PlaneProcess:
+    return PlaneProcess([str(folder), *SMALL, "--listen=tcp://127.0.0.1:*", *words])
+
+
+def shared_folders(pid: int) -> list[Path]:
+    return list(ROOT.glob(f"penstock-{pid}-*"))
+
+
+def test_a_run_goes_on_where_the_last_process_ended(tmp_path: Path) -> None:
+    with start(tmp_path / "run") as process, ps.open(process.url) as plane:
+        put(plane, "a")
+        put(plane, "b")
+        with plane.source(rank=0, prefetch=0) as source:
+            source.commit(source.step(timeout=20))
+            source.flush()
+    assert process.process.returncode == Exit.ENDED
+    with start(tmp_path / "run") as process:
+        assert process.ready["next_step"] == 2
+        assert "resume_step=2" in process.ready["rank"]
+        with ps.open(process.url) as plane:
+            assert (plane.ledger.committed, plane.ledger.held, plane.ledger.balanced) == (2, 2, True)
+
+
+def test_sigterm_under_load_ends_in_time_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    acknowledged: list[str] = []
+    ended = threading.Event()
+
+    def produce() -> None:
+        timeouts = Timeouts(plane_s=0.5)
+        with ps.open(process.url, timeouts=timeouts) as plane:
+            try:
+                while True:
+                    put(plane, f"g{len(acknowledged)}")
+                    acknowledged.append(f"g{len(acknowledged)}")
+            except PlaneLost:
+                ended.set()
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    wait_until(lambda: len(acknowledged) > 5)
+    begin = time.monotonic()
+    assert process.stop() == Exit.ENDED
+    assert time.monotonic() - begin < 10
+    assert ended.wait(20)
+    producer.join()
+    with sqlite3.connect(tmp_path / "run" / "log.sqlite") as log:
+        kept = {name for (name,) in log.execute("SELECT id FROM groups")}
+    assert set(acknowledged) <= kept
+
+
+def test_a_second_sigterm_ends_it_at_once() -> None:
+    process = start("memory:")
+    os.kill(process.pid, signal.SIGSTOP)  # both signals arrive before the loop can turn
+    process.process.send_signal(signal.SIGTERM)
+    process.process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGCONT)
+    # Either the process itself or its watchdog is the first to see the second one.
+    assert process.process.wait(5) in (Exit.AT_ONCE, -signal.SIGKILL)
+    wait_until(lambda: not alive(process.ready["watchdog"]))
+    process.stop()
+
+
+def test_ctrl_c_is_an_orderly_end() -> None:
+    process = start("memory:")
+    process.process.send_signal(signal.SIGINT)
+    assert process.process.wait(10) == Exit.ENDED
+    process.stop()
+
+
+def test_sigusr1_writes_stacks_and_the_plane_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "deep" / "plane.log"
+    with start("memory:", f"--log-file={log}") as process:
+        process.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: "run_plane" in log.read_text())
+        with ps.open(process.url) as plane:
+            put(plane, "still here")
+    assert process.process.returncode == Exit.ENDED
+
+
+def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path) -> None:
+    socket = tmp_path / "socket"
+    words = [str(tmp_path / "run"), *SMALL, f"--listen=shm+ipc://{socket}"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *words], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    ready = json.loads(parent.stdout.readline())
+    assert alive(ready["pid"]) and alive(ready["watchdog"]) and shared_folders(ready["pid"])
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(ready["pid"]) and not alive(ready["watchdog"]), 5)
+    assert not socket.exists()
+    assert not shared_folders(ready["pid"])
+
+
+def test_what_a_killed_plane_leaves_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    listen = f"--listen=shm+ipc://{tmp_path / 'socket'}"
+    killed = PlaneProcess([str(tmp_path / "run"), *SMALL, listen])
+    assert shared_folders(killed.pid)
+    killed.kill()
+    assert shared_folders(killed.pid)
+    with PlaneProcess([str(tmp_path / "run"), *SMALL, listen]) as process:  # same folder, same socket
+        assert not shared_folders(killed.pid)
+        with ps.open(process.url) as plane:
+            put(plane, "a")
+    assert not (tmp_path / "socket").exists()
+    assert not shared_folders(process.pid)
+
+
+def test_files_of_a_run_are_for_its_owner_only(tmp_path: Path) -> None:
+    with start(tmp_path / "run", f"--log-file={tmp_path / 'plane.log'}"):
+        for path in [tmp_path / "run", tmp_path / "plane.log", *(tmp_path / "run").iterdir()]:
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--listen=tcp://0.0.0.0:*"], "other hosts can reach it, and there are no keys"),
+        (["--listen=http://127.0.0.1:1"], "must begin with one of"),
+        (["--metrics=0.0.0.0:0"], "must be 127.0.0.1:PORT"),
+        (["--parent=1"], "this process was started by"),
+        (["--set=timeouts.peer=1"], "timeouts.peer: unknown key"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line_and_leaves_no_process(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "run"), *SMALL, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == Exit.REFUSED
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_folder_that_is_open_elsewhere_is_refused(tmp_path: Path) -> None:
+    with start(tmp_path / "run") as process:
+        command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "run"), *SMALL]
+        done = subprocess.run([*command, "--listen=tcp://127.0.0.1:*"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == Exit.REFUSED
+        assert f"another plane has it open (process {process.pid})" in done.stderr
+
+
+def test_a_plane_that_was_taken_over_ends_as_fenced(tmp_path: Path) -> None:
+    log = tmp_path / "plane.log"
+    process = start(tmp_path / "run", f"--log-file={log}")
+    with sqlite3.connect(tmp_path / "run" / "log.sqlite") as other:
+        other.execute("UPDATE meta SET value = value + 1 WHERE name = 'epoch'")
+    with ps.open(process.url, timeouts=Timeouts(plane_s=0.5)) as plane, pytest.raises(PlaneLost):
+        plane.discard("too long", 3)
+    assert process.process.wait(20) == Exit.FENCED
+    assert "fenced: epoch 1: the run was taken over by epoch 2" in log.read_text()
+    process.stop()
+
+
+def test_a_launcher_says_when_the_process_did_not_come_up(tmp_path: Path) -> None:
+    with pytest.raises(PlaneLost, match="ended with code 1 before it listened"):
+        PlaneProcess([str(tmp_path / "run"), "--ranks=0"], stderr=subprocess.DEVNULL)
+
+
+def test_log_lines_cannot_be_forged() -> None:
+    record = logging.LogRecord(
+        "penstock.plane", logging.WARNING, "", 0, "bad id %r and %s", ("a", "b\nc\x1b[2J\u202e"), None
+    )
+    line = LineFormatter().format(record)
+    assert line.endswith(r"WARNING penstock.plane: bad id 'a' and b\nc\x1b[2J\u202e")
+    assert printable("plain — ü") == "plain — ü"
+
+
+def test_an_exception_is_logged_in_one_line() -> None:
+    try:
+        int("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("penstock", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    line = LineFormatter().format(record)
+    assert "\n" not in line
+    assert r"failed | ValueError: invalid literal for int() with base 10: 'two\nlines' | " in line
+    assert "test_process.py" in line

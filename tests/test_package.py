@@ -1,0 +1,76 @@
+"""What a user gets from `import penstock`: these names, quickly, and nothing heavy behind them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import penstock as ps
+
+NAMES = [
+    "AssetStore",
+    "Fifo",
+    "Group",
+    "Lifo",
+    "MicroBatch",
+    "MinSize",
+    "PenstockError",
+    "Plane",
+    "Prioritized",
+    "Sample",
+    "SamplesPerInsert",
+    "Source",
+    "Step",
+    "Table",
+    "TokenExporter",
+    "Trajectory",
+    "Turn",
+    "Uniform",
+    "__version__",
+    "connect",
+    "decode",
+    "encode",
+    "grpo",
+    "open",
+    "pack",
+    "to_torch",
+]
+"""Adding a name is a promise; removing one breaks somebody."""
+
+HEAVY = ("torch", "ray", "PIL", "zmq", "transformers", "pyarrow", "matplotlib", "hypothesis", "asyncio", "sqlite3")
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(ps.__all__) == sorted(NAMES)
+    assert all(hasattr(ps, name) for name in NAMES)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert metadata.version("penstock") == ps.__version__
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_import_is_light() -> None:
+    loaded = run_python("import sys, penstock; print(*sys.modules)").split()
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_import_takes_a_quarter_of_a_second_at_most() -> None:
+    # CPU seconds, the best of five: what else the machine does must not decide.
+    program = "import time; t = time.process_time(); import penstock; print(time.process_time() - t)"
+    assert min(float(run_python(program)) for _ in range(5)) <= 0.25
+
+
+def test_import_prints_and_starts_nothing() -> None:
+    program = "import threading, penstock; print(threading.active_count())"
+    assert run_python(program) == "1\n"
+
+
+def test_package_ships_its_types() -> None:
+    assert (Path(ps.__file__).parent / "py.typed").is_file()

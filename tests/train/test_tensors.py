@@ -1,0 +1,85 @@
+"""Tensors from micro-batches: the right values and dtypes, shared memory where it can be shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from penstock.arrays import Sample
+from penstock.pack import Packing, pack, pack_with
+from penstock.testing.packing import packable
+from penstock.train import to_torch
+
+torch = pytest.importorskip("torch")
+
+
+def sample(length: int, **more: Any) -> Sample:
+    return Sample(
+        token_ids=np.arange(2**32 - length, 2**32, dtype=np.uint32),
+        loss_mask=np.arange(length) > 0,
+        logprobs=-np.ones(length, np.float32),
+        advantages=0.5,
+        rewards=1.0,
+        mm_token_type_ids=np.zeros(length, np.uint8),
+        routed_experts=np.full((length, 3, 2), 300, np.uint16),
+        **more,
+    )
+
+
+def test_dtypes_and_shapes_are_what_models_take() -> None:
+    (batch,) = pack([sample(5), sample(3)], ranks=1, seq_len=16, pad_to_multiple_of=16).ranks[0]
+    tensors = to_torch(batch)
+    found = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    assert found == {
+        "token_ids": (torch.int64, (1, 16)),
+        "loss_mask": (torch.bool, (1, 16)),
+        "logprobs": (torch.float32, (1, 16)),
+        "advantages": (torch.float32, (1, 16)),
+        "rewards": (torch.float32, (1, 16)),
+        "routed_experts": (torch.int32, (1, 16, 3, 2)),
+        "mm_token_type_ids": (torch.int64, (1, 16)),
+        "position_ids": (torch.int64, (1, 16)),
+        "sequence_lengths": (torch.int32, (3,)),
+    }
+    assert tensors["token_ids"].max().item() == 2**32 - 1
+    assert tensors["routed_experts"][0, 0, 0, 0].item() == 300
+
+
+def test_what_needs_no_conversion_shares_memory() -> None:
+    (batch,) = pack([sample(5)], ranks=1, seq_len=16).ranks[0]
+    tensors = to_torch(batch)
+    batch["logprobs"][2] = -7.0
+    batch["position_ids"][0] = 4
+    assert tensors["logprobs"][0, 2].item() == -7.0 and tensors["position_ids"][0, 0].item() == 4
+    batch["token_ids"][0] = 1
+    assert tensors["token_ids"][0, 0].item() != 1
+
+
+@given(packable())
+@settings(max_examples=25)
+def test_values_are_those_of_the_micro_batch_with_and_without_a_pool(samples: list[Sample]) -> None:
+    pool: dict[str, Any] = {}
+    for batch in [b for rank in pack_with(Packing(ranks=2, seq_len=64), samples).ranks for b in rank]:
+        for tensors in (to_torch(batch), to_torch(batch, out=pool), to_torch(batch, device="cpu")):
+            assert set(tensors) == {*batch.columns, "sequence_lengths"}
+            for name, values in batch.columns.items():
+                found = tensors[name][0].numpy()
+                assert np.array_equal(found, values.astype(found.dtype), equal_nan=found.dtype.kind == "f")
+
+
+def test_a_pool_reuses_its_memory_and_grows_when_it_must() -> None:
+    pool: dict[str, Any] = {}
+    small, large = (next(iter(pack([sample(n)], ranks=1, seq_len=64).ranks[0])) for n in (5, 40))
+    first = to_torch(large, out=pool)
+    where = pool["token_ids"].data_ptr()
+    second = to_torch(small, out=pool)
+    assert pool["token_ids"].data_ptr() == where == second["token_ids"].data_ptr()
+    assert first["token_ids"][0, :5].tolist() == second["token_ids"][0].tolist()
+    empty: dict[str, Any] = {}
+    to_torch(small, out=empty)
+    assert len(empty["token_ids"]) == 5
+    to_torch(large, out=empty)
+    assert len(empty["token_ids"]) == 40
