@@ -230,12 +230,16 @@ def test_fill_with_zero_priorities_is_counted_and_comes_last() -> None:
     assert table.metrics()["train/filled"] == 2
 
 
-def test_zero_priority_comes_and_goes_with_updates() -> None:
-    table = replay(Prioritized(1.0))
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0])
+def test_zero_priority_comes_and_goes_with_updates(exponent: float) -> None:
+    table = replay(Prioritized(exponent))
     fill(table, [1.0, 0.0, 1.0, 0.0])
     table.update_priorities({0: 0.0, 1: 5.0})
     assert set(table.sample(200, replace=True).keys.tolist()) == {1, 2}
+    assert table.sample(3).num_filled == 1
     table.update_priorities(dict.fromkeys(range(4), 0.0))
-    assert set(table.sample(200, replace=True).keys.tolist()) == {0, 1, 2, 3}
+    batch = table.sample(200, replace=True)
+    assert set(batch.keys.tolist()) == {0, 1, 2, 3}
+    assert batch.num_filled == 200
     table.remove([1])
     assert set(table.sample(3).keys.tolist()) == {0, 2, 3}

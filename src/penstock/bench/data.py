@@ -102,3 +102,19 @@ def turns_as_samples(rng: np.random.Generator, rollouts: int = 8, turns: int = 1
             out.append(made)
             context = np.concatenate([made.token_ids, text(rng, 300)])
     return out
+
+
+def cumulative_steps(
+    rng: np.random.Generator, turns: int = 60, tokens_per_turn: int = 1000
+) -> list[dict[str, list[float]]]:
+    """A long rollout the way agents record it: every turn repeats the whole context, in lists of Python numbers."""
+    half = tokens_per_turn // 2
+    context = text(rng, half).tolist()
+    steps = []
+    for _ in range(turns):
+        completion = text(rng, half).tolist()
+        steps.append(
+            {"prompt_ids": context, "completion_ids": completion, "completion_logprobs": logprobs(rng, half).tolist()}
+        )
+        context = [*context, *completion, *text(rng, half).tolist()]
+    return steps

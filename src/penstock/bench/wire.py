@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.arrays import Sample, Samples
-from penstock.bench import baselines, data
+from penstock.bench import baselines, data, held, to_tensors
 from penstock.bench.report import Row, best, faster, smaller
 from penstock.encode import decode, encode
 
@@ -25,7 +25,12 @@ def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
     turns = data.turns_as_samples(rng, rollouts=32 if full else 8)
     rows += _sizes("every turn its own sample, per token", turns, fast=1.0, small=0.6, per_token=True)
     progress("making a step of 512 samples")
-    rows += _speed(data.step_of_groups(rng), progress, repeats=15 if full else 5)
+    samples = data.step_of_groups(rng)
+    rows += _speed(samples, progress, repeats=15 if full else 5)
+    packed = baselines.encode_byte_arrays(baselines.as_lists(samples))
+    rows += to_tensors.rows(encode(samples), packed, progress, repeats=5 if full else 3)
+    progress("holding long rollouts")
+    rows += held.rows()
     return rows
 
 

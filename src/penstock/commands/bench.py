@@ -21,6 +21,10 @@ BENCHES = {
     "wire": ("bytes and speed of frames against lists and byte arrays", ()),
     "replay": ("tables against cpprb and TorchRL", ("cpprb", "torchrl", "torch")),
     "pack": ("plans against the packers of other trainers", ("torch",)),
+    "assets": ("images by reference against shipping pixels", ("pillow",)),
+    "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
+    "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
+    "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 
 

@@ -38,8 +38,16 @@ def worker(config: TrainConfig, index: int) -> None:
 def rank(config: TrainConfig, index: int) -> None:
     from penstock.demo.planes import address
     from penstock.train.trainer import train
+    from penstock.view import TokenExporter
 
-    train(config, rank=index, url=address(config), timeouts=TIMEOUTS)
+    exporter = None
+    if config.export_every:
+        # The rendezvous port is new in every life of the ranks, and the same for all of them.
+        attempt = os.environ.get("MASTER_PORT", "")
+        exporter = TokenExporter(
+            config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt
+        )
+    train(config, rank=index, url=address(config), timeouts=TIMEOUTS, observer=exporter)
 
 
 def main() -> int:

@@ -65,8 +65,11 @@ class _Liking:
         return weight if weight > _SMALLEST else _SMALLEST
 
     def many(self, priorities: Floats) -> Floats:
-        weights = priorities if self._exponent == 1.0 else priorities**self._exponent
-        return np.maximum(weights, _SMALLEST) * (priorities > 0.0)
+        weights: Floats = priorities**self._exponent
+        np.maximum(weights, _SMALLEST, out=weights)
+        if np.count_nonzero(priorities) < len(priorities):
+            weights[priorities == 0.0] = 0.0
+        return weights
 
 
 class _Disliking:

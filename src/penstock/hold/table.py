@@ -126,7 +126,8 @@ class Table:
                 store.counters.refused_stale += 1
                 return None
             handle = store.insert(key, item, priority, num_bytes, num_tokens, policy_version)
-            self._samplers.wake()
+            if self._samplers.turns:
+                self._samplers.wake()
             return handle
 
     def sample(self, n: int, *, replace: bool = False, timeout: float | None = None) -> Batch:
@@ -221,7 +222,7 @@ class Table:
 
         Where a handle appears twice, as it may in a batch with replacement, its last priority counts.
         """
-        values = np.array(priorities, dtype=np.float64)
+        values = np.asarray(priorities, dtype=np.float64)
         if values.ndim != 1 or values.shape != handles.shape:
             raise InvalidInput(
                 f"update_handles: priorities {values.shape} for handles {handles.shape}; give one per handle"
@@ -232,7 +233,7 @@ class Table:
             _refuse_priority(f"update_handles: priorities[{bad}]", values[bad])
         with self._lock:
             slots, held = self._slots.find(handles)
-            if not held.all():
+            if np.count_nonzero(held) < len(held):
                 slots, values = slots[held], values[held]
             self._store.update(slots, values, len(handles) - len(slots))
         return len(slots)

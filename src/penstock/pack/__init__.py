@@ -2,7 +2,7 @@
 
 from penstock.pack.account import Accounting, Counts
 from penstock.pack.cost import Cost, Observation
-from penstock.pack.fill import fill
+from penstock.pack.fill import bytes_needed, fill
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import check_columns, plan
@@ -27,6 +27,7 @@ __all__ = [
     "Step",
     "Totals",
     "Traits",
+    "bytes_needed",
     "check_columns",
     "fill",
     "pack",

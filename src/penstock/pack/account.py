@@ -186,7 +186,7 @@ def _count(column: Sequence[Placed], trained: Sequence[int]) -> Counts:
     real = [placed for placed in column if not placed.dummy]
     return Counts(
         tokens=sum(placed.tokens for placed in real),
-        loss_tokens=sum(trained[i] for placed in real for i in placed.samples),
+        loss_tokens=sum(sum(map(trained.__getitem__, placed.samples)) for placed in real),
         samples=sum(len(placed.samples) for placed in real),
         micro_batches=len(column),
         dummy_micro_batches=len(column) - len(real),

@@ -100,6 +100,8 @@ def best_fit(items: Items, longest_first: NDArray[np.intp]) -> list[Bin]:
 def halve_dearest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
     """As many bins as asked for, by halving the dearest again and again, while one holds two samples."""
     out = list(bins)
+    if len(out) >= count:
+        return out
     heap = [(-items.cost_of(b), k) for k, b in enumerate(out) if len(b) > 1]
     heapify(heap)
     while len(out) < count and heap:

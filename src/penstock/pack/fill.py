@@ -9,6 +9,7 @@ sample's tokens: an advantage stands on every token, and `loss_mask` alone decid
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,21 +23,60 @@ from penstock.pack.share import Share
 from penstock.pack.traits import MODALITIES, MODE_WEIGHTS, TERMS
 
 PADDING = -1
+LONG_ENOUGH = 128
+ALIGNMENT = 64
 # What a dummy borrows from a sample; everything else in it is padding.
 BORROWED = ("token_ids", "mm_token_type_ids")
 
 
-def fill(samples: Samples, share: Share) -> list[MicroBatch]:
-    """The micro-batches of one rank, from all samples of the step or (`share.relative()`) from the rank's own."""
+def fill(samples: Samples, share: Share, *, out: NDArray[np.uint8] | None = None) -> list[MicroBatch]:
+    """The micro-batches of one rank, from all samples of the step or (`share.relative()`) from the rank's own.
+
+    `out` is memory to fill, at least `bytes_needed(share)`; what was filled into it before is overwritten. Without
+    it memory is allocated, once for all columns: one large block is given huge pages, and touching it for the first
+    time then costs a tenth.
+    """
     if len(share.order) and int(share.order.max()) >= len(samples):
         raise InvalidInput(
             f"samples: {len(samples)} given, the share uses number {int(share.order.max())}; "
             "pass those it was planned for, or share.relative() with samples.take(share.needs)"
         )
+    if len(share) == 0:
+        return []
+    needed = bytes_needed(share)
+    if out is None:
+        out = np.empty(needed, np.uint8)
+    elif len(out) < needed:
+        raise InvalidInput(f"out: {len(out)} bytes; this share needs {needed}")
     layout = _Layout(samples, share)
-    columns = {name: _gather(layout, TOKEN_COLUMNS[name]) for name in share.columns if name != "routed_experts"}
-    columns["position_ids"] = _positions(layout)
-    return [_micro_batch(layout, columns, m) for m in range(len(share))]
+    columns: dict[str, Array] = {}
+    at = 0
+    for name, dtype in _dtypes(share).items():
+        end = at + layout.tokens[-1] * dtype.itemsize
+        columns[name] = out[at:end].view(dtype)
+        at = _aligned(end)
+    for name, values in columns.items():
+        if name == "position_ids":
+            _positions(layout, values)
+        else:
+            _gather(layout, TOKEN_COLUMNS[name], values)
+    return _micro_batches(layout, columns)
+
+
+def bytes_needed(share: Share) -> int:
+    """How much memory the columns of a share take (routed experts have their own)."""
+    tokens = int(share.padded.sum())
+    return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(share).values())
+
+
+def _dtypes(share: Share) -> dict[str, np.dtype[Any]]:
+    """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
+    gathered = {name: TOKEN_COLUMNS[name].dtype for name in share.columns if name != "routed_experts"}
+    return {**gathered, "position_ids": np.dtype(np.int64)}
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 class _Layout:
@@ -48,126 +88,151 @@ class _Layout:
         """[micro_batches + 1] first token of each micro-batch."""
         self.segments = [0]
         """[micro_batches + 1] first segment of each micro-batch."""
-        self.rows: list[int] = []
-        """[segments] the sample of each segment, or PADDING."""
-        self.lengths: list[int] = []
-        """[segments] its tokens."""
-        self.borrowed: set[int] = set()
-        """Segments that a dummy borrows."""
+        rows: list[int] = []
+        lengths: list[int] = []
+        borrowed: list[int] = []
         order, cuts, dummy = share.order.tolist(), share.cuts.tolist(), share.dummy.tolist()
         for m, (a, b) in enumerate(pairwise(share.starts.tolist())):
             if dummy[m]:
-                self.borrowed |= set(range(len(self.rows), len(self.rows) + b - a))
-            self.rows += order[a:b]
-            self.lengths += cuts[a:b]
+                borrowed += range(len(rows), len(rows) + b - a)
+            rows += order[a:b]
+            lengths += cuts[a:b]
             padding = self.tokens[m + 1] - self.tokens[m] - sum(cuts[a:b])
             if padding:
-                self.rows.append(PADDING)
-                self.lengths.append(padding)
-            self.segments.append(len(self.rows))
+                rows.append(PADDING)
+                lengths.append(padding)
+            self.segments.append(len(rows))
+        self.lengths = lengths
+        """[segments] tokens of each."""
+        self.rows = np.array(rows, np.intp)
+        """[segments] the sample of each, or PADDING."""
+        self.is_sample = self.rows != PADDING
+        """[segments] False for padding."""
+        self.is_trained = self.is_sample.copy()
+        """[segments] False for padding and for what a dummy borrows."""
+        self.is_trained[borrowed] = False
+
+    def text(self, name: str) -> list[str]:
+        """[segments] the sample's id, group or the like; empty for padding."""
+        values = (*self.samples.text[name], "")
+        return [values[row] for row in self.rows.tolist()]
 
 
-def _gather(layout: _Layout, column: Column) -> Array:
+def _gather(layout: _Layout, column: Column, out: Array) -> None:
     """One column of all micro-batches."""
-    ragged = layout.samples.columns.get(column.name)
     constants = _constants(layout, column)
-    given = np.zeros(len(layout.samples), np.int64) if ragged is None else ragged.lengths
-    rows = np.array(layout.rows, np.intp)
-    takes = (rows != PADDING) & (given[rows] > 0) if len(given) else rows != PADDING
-    if column.name not in BORROWED and layout.borrowed:
-        takes[list(layout.borrowed)] = False
-    if ragged is not None and column.per == "either":
-        single = takes & (given[rows] == 1)
+    ragged = layout.samples.columns.get(column.name)
+    if ragged is None or len(ragged) == 0:
+        return _repeat(constants, layout.lengths, out)
+    rows = layout.rows
+    given = ragged.lengths[rows]
+    takes = (layout.is_sample if column.name in BORROWED else layout.is_trained) & (given > 0)
+    if column.per == "either":
+        single = takes & (given == 1)
         constants[single] = ragged.values[ragged.offsets[rows[single]]]
-        takes &= ~single
-    if ragged is None or not takes.any():
-        return np.repeat(constants, layout.lengths)
+        takes &= given > 1
+    if not takes.any():
+        return _repeat(constants, layout.lengths, out)
     values, starts = ragged.values, ragged.offsets[rows].tolist()
-    if takes.all():
-        return np.concatenate([values[a : a + n] for a, n in zip(starts, layout.lengths, strict=True)])
-    return np.concatenate(
-        [
-            values[a : a + n] if take else np.full(n, constant)
-            for a, n, take, constant in zip(starts, layout.lengths, takes.tolist(), constants, strict=True)
-        ]
-    )
+    views = [
+        values[a : a + n] if take else np.full(n, constant)
+        for a, n, take, constant in zip(starts, layout.lengths, takes.tolist(), constants, strict=True)
+    ]
+    np.concatenate(views, out=out)
+    return None
 
 
 def _constants(layout: _Layout, column: Column) -> Array:
     """[segments] what stands in each segment that has nothing of its own in this column."""
-    pad = layout.share.pad_id if column.name == "token_ids" else column.pad
     out = np.full(len(layout.rows), column.fill, column.dtype)
     if column.name in TERMS:
-        term, modes = TERMS.index(column.name), layout.samples.text["mode"]
-        out[:] = [MODE_WEIGHTS[modes[row]][term] if row != PADDING else 0.0 for row in layout.rows]
-    out[[row == PADDING or s in layout.borrowed for s, row in enumerate(layout.rows)]] = pad
+        by_mode = {mode: weights[TERMS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
+        out[:] = [by_mode.get(mode, column.pad) for mode in layout.text("mode")]
+    out[~layout.is_trained] = layout.share.pad_id if column.name == "token_ids" else column.pad
     return out
 
 
-def _positions(layout: _Layout) -> NDArray[np.int64]:
-    """Positions from 0 in every segment. int64, because that is what models index with: no copy on the way there."""
-    longest = np.arange(max(layout.lengths, default=0), dtype=np.int64)
-    return np.concatenate([longest[:n] for n in layout.lengths]) if layout.lengths else longest
+def _repeat(values: Array, lengths: list[int], out: Array) -> None:
+    """Each value as often as its length says."""
+    if len(out) < LONG_ENOUGH * len(lengths):
+        out[:] = np.repeat(values, lengths)
+        return
+    # For long segments one fill each is several times faster than np.repeat.
+    at = 0
+    for value, n in zip(values.tolist(), lengths, strict=True):
+        out[at : at + n] = value
+        at += n
 
 
-def _micro_batch(layout: _Layout, columns: dict[str, Array], m: int) -> MicroBatch:
+def _positions(layout: _Layout, out: Array) -> None:
+    """Positions from 0 in every segment."""
+    longest = np.arange(max(layout.lengths), dtype=out.dtype)
+    np.concatenate([longest[:n] for n in layout.lengths], out=out)
+
+
+def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatch]:
+    """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
     share, samples = layout.share, layout.samples
-    tokens = slice(layout.tokens[m], layout.tokens[m + 1])
-    own = slice(layout.segments[m], layout.segments[m + 1])
-    rows, lengths = layout.rows[own], layout.lengths[own]
-    offsets = offsets_of(lengths).tolist()
-    real = [row for row in rows if row != PADDING]
-    is_dummy = bool(share.dummy[m])
-    parts = {name: values[tokens] for name, values in columns.items()}
-    if "routed_experts" in share.columns and not is_dummy:
-        parts = _with_routed(parts, layout, rows, lengths)
-    return MicroBatch(
-        columns=parts,
-        sequence_lengths=np.array(lengths, np.int32),
-        segments=_segments(samples, [] if is_dummy else real, lengths, offsets),
-        images=_images(samples, real, lengths, offsets),
-        modality=MODALITIES[share.modality[m]],
-        run=samples.text["run"][real[0]] if real else "",
-        is_dummy=is_dummy,
-    )
+    text = {name: layout.text(name) for name in ("id", "group", "env", "mode", "run")}
+    lengths = np.array(layout.lengths, np.int64)
+    starts = np.repeat(np.array(layout.tokens[:-1], np.int64), np.diff(layout.segments))
+    offsets = offsets_of(lengths)[:-1] - starts
+    short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
+    versions = np.append(samples.policy_versions, 0)[layout.rows]
+    out = []
+    for m, (a, b) in enumerate(pairwise(layout.segments)):
+        is_dummy = bool(share.dummy[m])
+        held = int(layout.is_sample[a:b].sum())
+        own = slice(a, a if is_dummy else a + held)
+        parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
+        if "routed_experts" in share.columns and not is_dummy:
+            parts = _with_routed(parts, layout, a, b)
+        out.append(
+            MicroBatch(
+                columns=parts,
+                sequence_lengths=short[a:b],
+                segments=Segments(
+                    ids=tuple(text["id"][own]),
+                    groups=tuple(text["group"][own]),
+                    envs=tuple(text["env"][own]),
+                    modes=tuple(text["mode"][own]),
+                    policy_versions=versions[own],
+                    source_offsets=zeros[own],
+                    offsets=offsets[own],
+                    lengths=lengths[own],
+                ),
+                images=_images(samples, layout.rows[a : a + held], lengths[a:b], offsets[a:b]),
+                modality=MODALITIES[share.modality[m]],
+                run=text["run"][a],
+                is_dummy=is_dummy,
+            )
+        )
+    return out
 
 
-def _with_routed(parts: dict[str, Array], layout: _Layout, rows: list[int], lengths: list[int]) -> dict[str, Array]:
+def _with_routed(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> dict[str, Array]:
     """The columns with routed experts, if the samples of this micro-batch have them: then all of them do."""
     ragged = layout.samples.columns.get("routed_experts")
-    if ragged is None or len(ragged[rows[0]]) == 0:
+    if ragged is None or len(ragged[layout.rows[a]]) == 0:
         return parts
-    blank = np.zeros((lengths[-1] if rows[-1] == PADDING else 0, *ragged.values.shape[1:]), ragged.values.dtype)
-    views = [blank if row == PADDING else ragged[row][:n] for row, n in zip(rows, lengths, strict=True)]
-    routed = np.concatenate(views)
-    return {
-        name: routed if name == "routed_experts" else parts[name]
-        for name in (*TOKEN_COLUMNS, "position_ids")
-        if name in parts or name == "routed_experts"
-    }
+    values = ragged.values
+    views = [
+        np.zeros((n, *values.shape[1:]), values.dtype) if row == PADDING else ragged[row][:n]
+        for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
+    ]
+    every = {**parts, "routed_experts": np.concatenate(views)}
+    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every}
 
 
-def _segments(samples: Samples, rows: list[int], lengths: list[int], offsets: list[int]) -> Segments:
-    text, count = samples.text, len(rows)
-    return Segments(
-        ids=tuple(text["id"][row] for row in rows),
-        groups=tuple(text["group"][row] for row in rows),
-        envs=tuple(text["env"][row] for row in rows),
-        modes=tuple(text["mode"][row] for row in rows),
-        policy_versions=samples.policy_versions[rows],
-        source_offsets=np.zeros(count, np.int64),
-        offsets=np.array(offsets[:count], np.int64),
-        lengths=np.array(lengths[:count], np.int64),
-    )
-
-
-def _images(samples: Samples, rows: list[int], lengths: list[int], offsets: list[int]) -> tuple[ImageSpan, ...]:
+def _images(
+    samples: Samples, rows: NDArray[np.intp], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> tuple[ImageSpan, ...]:
     """The images of these samples that were not cut off, in the micro-batch's token space."""
     if samples.images is None:
         return ()
     return tuple(
         msgspec.structs.replace(span, offset=offset + span.offset)
-        for row, length, offset in zip(rows, lengths, offsets, strict=False)
+        for row, length, offset in zip(rows.tolist(), lengths.tolist(), offsets.tolist(), strict=False)
         for span in samples.images[row]
         if span.end <= length
     )

@@ -38,8 +38,8 @@ Grid: TypeAlias = list[list[Placed]]
 """[rows][ranks]"""
 
 
-def planned(traits: Traits, items: Items, samples: Bin, packing: Packing) -> Placed:
-    """A micro-batch of these samples."""
+def planned(items: Items, samples: Bin, modality: Sequence[int], packing: Packing) -> Placed:
+    """A micro-batch of these samples; `modality` is that of every sample of the step."""
     tokens = sum(map(items.lengths.__getitem__, samples))
     padded = packing.padded(tokens)
     return Placed(
@@ -48,7 +48,7 @@ def planned(traits: Traits, items: Items, samples: Bin, packing: Packing) -> Pla
         padded=padded,
         cost=packing.cost.overhead + items.cost_of(samples) + _padding_cost(packing, padded - tokens),
         dummy=False,
-        modality=int(traits.modality[samples].max()),
+        modality=max(map(modality.__getitem__, samples)),
     )
 
 

@@ -107,15 +107,19 @@ def _columns(traits: Traits, packed: NDArray[np.intp]) -> tuple[str, ...]:
 
 def _classes(traits: Traits, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
     """Samples by class of rows and, within it, by key; images before text, as the largest allocations."""
-    routed = traits.has.get("routed_experts", np.zeros(len(traits), np.bool_)).tolist()
-    class_of = [-packing.modalities.class_of(modality) for modality in range(len(MODALITIES))]
-    modality = traits.modality.tolist()
-    classes: dict[tuple[int, str], dict[tuple[str, bool], list[int]]] = {}
-    for i in packed.tolist():
-        run = traits.run[i]
-        row_key = (class_of[modality[i]], run if packing.rows_by == "run" else "")
-        classes.setdefault(row_key, {}).setdefault((run, routed[i]), []).append(i)
-    return [[np.array(classes[row][key], np.intp) for key in sorted(classes[row])] for row in sorted(classes)]
+    runs = sorted(set(traits.run))
+    number = {run: k for k, run in enumerate(runs)}
+    run_of = np.zeros(len(traits), np.int64) if len(runs) < 2 else np.array([number[run] for run in traits.run])
+    class_of = np.array([-packing.modalities.class_of(m) for m in range(len(MODALITIES))])[traits.modality]
+    routed = traits.has.get("routed_experts", np.zeros(len(traits), np.bool_))
+    row_keys = (class_of, run_of if packing.rows_by == "run" else np.zeros_like(run_of))
+    keys = np.stack([*row_keys, run_of, routed], axis=1)[packed]
+    order = np.lexsort(keys.T[::-1])
+    changes = np.flatnonzero((np.diff(keys[order], axis=0) != 0).any(axis=1)) + 1
+    classes: dict[tuple[int, int], list[NDArray[np.intp]]] = {}
+    for members in np.split(order, changes) if len(order) else []:
+        classes.setdefault((keys[members[0], 0], keys[members[0], 1]), []).append(packed[members])
+    return list(classes.values())
 
 
 def _grid(
@@ -124,12 +128,13 @@ def _grid(
     grid: Grid = []
     bounds: list[Bound] = []
     loads = [0.0] * packing.ranks
+    modality = traits.modality.tolist()
     for keys in classes:
         members = np.concatenate(keys)
         bounds.append(lower_bound(items, members, packing.ranks))
         dummy = cheapest_dummy(traits, members, packing)
         for row in rows_of(items, keys, packing.ranks, packing.cost.overhead):
-            grid.append(place([planned(traits, items, b, packing) for b in row], dummy, loads))
+            grid.append(place([planned(items, b, modality, packing) for b in row], dummy, loads))
     return grid, bounds
 
 

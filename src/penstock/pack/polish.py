@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from penstock.pack.bins import Bin, Items
 
 ENOUGH_PER_BIN = 6
-CLOSE_ENOUGH = 5e-5
+CLOSE_ENOUGH = 2e-4
 
 
 def polish_row(items: Items, row: Sequence[Bin], keys: Sequence[int]) -> None:

@@ -61,13 +61,15 @@ def count_totals(traits: Traits, packed: NDArray[np.intp]) -> Totals:
 
 
 def _count(traits: Traits, rows: NDArray[np.intp]) -> Denominators:
-    names = [(traits.run[i], traits.group[i]) for i in rows.tolist()]
-    named = {name for name in names if name[1]}
+    picked = rows.tolist()
+    groups = list(map(traits.group.__getitem__, picked))
+    named = set(zip(map(traits.run.__getitem__, picked), groups, strict=True))
+    alone = groups.count("")
     terms = traits.term_tokens[rows].sum(axis=0).tolist()
     return Denominators(
         loss_tokens=int(traits.kept_loss_tokens[rows].sum()),
         samples=len(rows),
-        groups=len(named) + sum(not group for _, group in names),
+        groups=sum(bool(group) for _, group in named) + alone,
         rl_tokens=terms[0],
         ce_tokens=terms[1],
         ref_kl_tokens=terms[2],

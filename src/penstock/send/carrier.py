@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-from penstock.send.coordinator import Peer
+from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
 
 Envelope: TypeAlias = tuple[Buffer, Frames]
@@ -50,5 +50,8 @@ class PlaneCarrier(Protocol):
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         """Hand a message over; if the peer cannot be reached it is dropped, and the peer will ask again."""
+
+    def forget(self, peer: Peer) -> None:
+        """Give back what is kept for a client that gets no more steps; it may still be sent messages."""
 
     def close(self) -> None: ...

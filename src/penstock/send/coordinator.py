@@ -1,15 +1,15 @@
 """The plane's side of delivery, as a state machine without I/O or a clock of its own.
 
-A *session* is one life of the trainer: all its processes joined, and none of them died since. Every rank of a
+A *session* is one life of the trainer: all its processes joined, and none of them died since. Every process of a
 session gets the same steps, or all of them get the same error. Three phases:
 
     FORMING   waiting until every process has said hello
-    RUNNING   steps are requested, delivered, received, committed
+    RUNNING   steps are requested, delivered, received, released, committed
     FAILED    the session is over; every process was told why; a fresh hello starts the next session
 
-`TRANSITIONS` lists what moves one to the other and is what docs/delivery.md draws. Feed it messages with
-`on_message` and time with `on_tick`; it answers with effects for the carrier (`Send`) and for the engine
-(`Resume`, `StepReceived`, `StepCommitted`, `Reported`).
+A step is released, and only then trained, when every process has it and found it whole: whatever goes wrong on the
+way to one of them stops all of them before the forward pass. `TRANSITIONS` lists what moves one phase to another and
+is what docs/delivery.md draws. Feed it messages with `on_message` and time with `on_tick`; it answers with effects.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ from enum import Enum
 from typing import TypeAlias
 
 from penstock.errors import ConfigError
+from penstock.send.effects import (
+    Effect,
+    Parted,
+    Peer,
+    Reported,
+    Resume,
+    Send,
+    Staged,
+    StepCommitted,
+    StepReceived,
+)
 from penstock.send.messages import (
     SCHEMA,
     Aborted,
@@ -28,13 +39,14 @@ from penstock.send.messages import (
     Committed,
     Deliver,
     Fail,
-    Frames,
     FromPlane,
     FromRank,
     Hello,
+    Noted,
     Pulse,
     Received,
     Refused,
+    Release,
     Report,
     Request,
     Unknown,
@@ -62,10 +74,14 @@ TRANSITIONS: dict[tuple[Phase, str], Phase] = {
     (Phase.FAILED, "fresh hello"): Phase.FORMING,
 }
 
-Peer: TypeAlias = object
-"""Whatever the carrier uses to address a process; comes with each message and goes back with each answer."""
 Place: TypeAlias = tuple[int, int]
 """(rank, replica)."""
+
+AHEAD = 4
+"""Steps beyond the last planned one that may be asked for; no source asks for more than three."""
+MAX_REASON = 2000
+_REMEMBERED = 4096
+"""Processes of ended sessions that would still be told how theirs ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +96,7 @@ class Timeouts:
     plane_s: float = 30.0
     """How long ranks and producers wait for a lost plane to come back."""
     resend_s: float = 1.0
-    """An unanswered question is asked again after this."""
+    """An unanswered question is asked again after this, then after twice as long, and so on."""
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_s", "peer_s", "delivery_s", "plane_s", "resend_s"):
@@ -93,62 +109,18 @@ class Timeouts:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Give this to the carrier."""
-
-    peer: Peer
-    message: FromPlane
-    frames: Frames = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """A new session begins and its trainer is at `step`: what came before counts as trained."""
-
-    session: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepReceived:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
-    step: int
-    policy_version: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    step: int
-    priorities: dict[str, float]
-    metrics: dict[str, float]
-
-
-Effect: TypeAlias = Send | Resume | StepReceived | StepCommitted | Reported
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A step that is ready for every rank."""
-
-    step: int
-    plans: list[bytes]
-    payloads: list[Frames]
-    digests: list[str]
-
-
 @dataclass(slots=True, kw_only=True)
 class _Member:
     peer: Peer
     incarnation: str
+    start: int
+    """The first step it wants."""
     heard: float
-    wants: int = 0
+    wants: set[int] = field(default_factory=set)
     sent: dict[int, float] = field(default_factory=dict)
     """Step -> when it was first sent; removed when received."""
+    reports: int = 0
+    """How many of its reports arrived."""
 
 
 class Coordinator:
@@ -178,25 +150,36 @@ class Coordinator:
         self.waiting_for = "the first step"
         """What the plane waits for, in words; ranks see it while they wait."""
         self._fresh = session == 0
-        self._start: int | None = None
         self._forming_since = 0.0
+        self._ticked: float | None = None
         self._members: dict[Place, _Member] = {}
         self._places: dict[Peer, Place] = {}
         self._staged: dict[int, Staged] = {}
-        self._received: dict[int, set[Place]] = {}
+        """Steps that somebody may still have to be sent."""
+        self._digests: dict[int, list[str]] = {}
+        self._received: dict[int, dict[Place, str]] = {}
+        self._released: set[int] = set()
         self._committed: dict[int, set[Place]] = {}
         self._versions: dict[int, int] = {}
+        self._closing = 0
+        """The step that every process has trained, while it is being written down."""
+        self._left = -1
         self._failure: Aborted | None = None
+        self._failures: dict[int, Aborted] = {}
+        """How earlier sessions ended."""
+        self._past: dict[str, Aborted | None] = {}
+        """Incarnations of processes whose session ended, or who left."""
 
     # -------------------------------------------------------------- what the engine asks
 
     @property
     def wanted(self) -> int:
-        """The highest step any process asked for; 0 when nobody asked."""
-        return max((m.wants for m in self._members.values()), default=0)
+        """The highest step any process asked for or says it has; 0 when there is none."""
+        asked = (step for member in self._members.values() for step in member.wants)
+        return max((*asked, *self._received), default=0)
 
     def is_staged(self, step: int) -> bool:
-        return step in self._staged
+        return step in self._digests
 
     @property
     def missing(self) -> list[Place]:
@@ -207,9 +190,10 @@ class Coordinator:
     def stage(self, staged: Staged, now: float) -> list[Effect]:
         """A step is packed and durable: deliver it to whoever asked for it."""
         assert len(staged.payloads) == self.ranks
-        self._staged[staged.step] = staged
+        self._staged[staged.step], self._digests[staged.step] = staged, staged.digests
         self.last_step = max(self.last_step, staged.step)
-        return [e for place in self._members for e in self._deliver(place, staged.step, now)]
+        effects = [e for place in self._members for e in self._deliver(place, staged.step, now)]
+        return effects + self._check_received(staged.step)
 
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
         """End the session for everybody; rank -1 is the plane itself."""
@@ -220,13 +204,14 @@ class Coordinator:
     def on_message(self, peer: Peer, message: FromRank, now: float) -> list[Effect]:
         if isinstance(message, Hello):
             return self._on_hello(peer, message, now)
-        place = self._place_of(peer, now)
-        if message.session != self.session:
-            return [Send(peer, self._fenced(message.session))]
-        if self._failure is not None:
+        place = self._places.get(peer)
+        if message.session < self.session:
+            return [Send(peer, self._ending_of(message.session))]
+        if self._failure is not None and message.session == self.session:
             return [Send(peer, self._failure)]
-        if place is None:  # the plane restarted, or the peer's address changed
+        if place is None or message.session > self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
+        self._members[place].heard = now
         if isinstance(message, Request):
             return self._on_request(place, message.step, now)
         if isinstance(message, Received):
@@ -234,7 +219,7 @@ class Coordinator:
         if isinstance(message, Commit):
             return self._on_commit(place, message)
         if isinstance(message, Report):
-            return [Reported(message.step, message.priorities, message.metrics)]
+            return self._on_report(place, message)
         if isinstance(message, Fail):
             return self._abort(message.step, place[0], message.reason)
         if isinstance(message, Bye):
@@ -244,18 +229,39 @@ class Coordinator:
 
     def on_tick(self, now: float) -> list[Effect]:
         """Notice silence. Call it at least once per heartbeat."""
+        last, pace = self._ticked, self.timeouts.heartbeat_s
+        if last is not None and now - last < pace / 8:
+            return []
+        self._ticked = now
         if self.phase is Phase.FAILED:
             return []
-        if self.phase is Phase.FORMING and not self._fresh and self._members:
-            waited = now - self._forming_since
-            if waited > self.timeouts.peer_s:
-                return self._abort(self.next_step, self.missing[0][0], f"did not come back within {waited:.1f} s")
+        if last is not None and now - last > pace:
+            self._excuse(now - last)
+        if self.phase is Phase.FORMING and self._fresh:
+            self._drop_silent(now)
+            return []
+        return self._notice_silence(now)
+
+    def _excuse(self, gap: float) -> None:
+        """The plane itself stood still so long; what was said meanwhile may not have been read yet."""
+        self._forming_since += gap
+        for member in self._members.values():
+            member.heard += gap
+            member.sent = {step: sent + gap for step, sent in member.sent.items()}
+
+    def _drop_silent(self, now: float) -> None:
+        """Who falls silent before the session runs has taken no part: its place is free again."""
         for place, member in list(self._members.items()):
+            if now - member.heard > self.timeouts.peer_s:
+                self._places.pop(self._members.pop(place).peer, None)
+
+    def _notice_silence(self, now: float) -> list[Effect]:
+        waited = now - self._forming_since
+        if self.phase is Phase.FORMING and self._members and waited > self.timeouts.peer_s:
+            return self._abort(self.next_step, self.missing[0][0], f"did not come back within {waited:.1f} s")
+        for place, member in self._members.items():
             silent = now - member.heard
             if silent > self.timeouts.peer_s:
-                if self.phase is Phase.FORMING and self._fresh:
-                    self._places.pop(self._members.pop(place).peer, None)  # it never took part: its place is free
-                    continue
                 return self._abort(
                     self.next_step, place[0], f"silent for {silent:.1f} s; it died, stopped or was cut off"
                 )
@@ -271,51 +277,53 @@ class Coordinator:
         problem = self._mismatch(hello)
         if problem:
             return [Send(peer, Refused(epoch=self.epoch, reason=problem))]
+        if hello.incarnation in self._past:
+            ending = self._past[hello.incarnation]
+            return [Send(peer, ending)] if ending else []
         place = (hello.rank, hello.replica)
         if hello.session:
             return self._rejoin(peer, place, hello, now)
         known = self._members.get(place)
-        if known is not None and known.incarnation == hello.incarnation and self.phase is not Phase.FAILED:
-            self._join(place, known, peer)  # the same hello again: our answer was lost
-            known.heard = now
-            return [Send(peer, self._welcome())]
+        if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
+            return self._come_back(place, known, peer, now)
         effects: list[Effect] = []
         if self._members and not self._fresh:
             effects += self._abort(self.next_step, hello.rank, "restarted while the session was running")
         if self.phase is Phase.FAILED or not self._fresh or self.session == 0:
             self._new_session()
-        self._join(place, _Member(peer=peer, incarnation=hello.incarnation, heard=now))
-        if self._start is None:
-            self._start = hello.step
-        elif self._start != hello.step:
-            reason = f"wants to resume at step {hello.step}, others at {self._start}; resume all from one checkpoint"
+        self._join(place, _Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
+        other = next((m.start for m in self._members.values() if m.start != hello.step), hello.step)
+        if other != hello.step:
+            reason = f"wants to resume at step {hello.step}, others at {other}; resume all from one checkpoint"
             return [*effects, *self._abort(hello.step, hello.rank, reason)]
         return [*effects, *self._admit(peer, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
         """A process of this session comes back after its connection, or the plane, was lost."""
         if hello.session != self.session or self._fresh:
-            return [Send(peer, self._fenced(hello.session))]
+            return [Send(peer, self._ending_of(hello.session))]
         if self._failure is not None:
             return [Send(peer, self._failure)]
         known = self._members.get(place)
-        if known is not None and known.incarnation != hello.incarnation:
-            return [Send(peer, self._fenced(hello.session))]
         if known is None:
             if not self._members:
                 self._forming_since = now
-            self._join(place, _Member(peer=peer, incarnation=hello.incarnation, heard=now))
+            self._join(place, _Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
             return self._admit(peer, now)
-        self._join(place, known, peer)
-        known.heard, known.sent = now, {}
+        if known.incarnation != hello.incarnation:
+            return [Send(peer, self._ending_of(hello.session))]
+        return self._come_back(place, known, peer, now)
+
+    def _come_back(self, place: Place, member: _Member, peer: Peer, now: float) -> list[Effect]:
+        self._places.pop(member.peer, None)
+        member.peer, member.heard, member.sent = peer, now, {}
+        self._places[peer] = place
         return [Send(peer, self._welcome())]
 
-    def _join(self, place: Place, member: _Member, peer: Peer | None = None) -> None:
+    def _join(self, place: Place, member: _Member) -> None:
         old = self._members.get(place)
         if old is not None:
             self._places.pop(old.peer, None)
-        if peer is not None:
-            member.peer = peer
         self._members[place] = member
         self._places[member.peer] = place
 
@@ -325,10 +333,11 @@ class Coordinator:
         self.phase = Phase.RUNNING
         effects: list[Effect] = []
         if self._fresh:
-            assert self._start is not None
             self._fresh = False
-            self.next_step = self._start
-            effects.append(Resume(self.session, self._start))
+            self.next_step = start = next(iter(self._members.values())).start
+            self._staged = {step: staged for step, staged in self._staged.items() if step >= start}
+            self._digests = {step: staged.digests for step, staged in self._staged.items()}
+            effects.append(Resume(self.session, start))
         effects += [Send(member.peer, self._welcome()) for member in self._members.values()]
         return effects + [
             e for place in self._members for step in self._staged for e in self._deliver(place, step, now)
@@ -353,22 +362,25 @@ class Coordinator:
 
     def _new_session(self) -> None:
         self.session += 1
-        self.phase, self._fresh, self._start, self._failure = Phase.FORMING, True, None, None
+        self.phase, self._fresh, self._failure, self._left = Phase.FORMING, True, None, -1
         self._members, self._places = {}, {}
-        self._received, self._committed, self._versions = {}, {}, {}
+        self._received, self._committed, self._versions, self._released, self._closing = {}, {}, {}, set(), 0
 
     # -------------------------------------------------------------- steps
 
     def _on_request(self, place: Place, step: int, now: float) -> list[Effect]:
-        member = self._members[place]
         if step < self.next_step:
-            return []  # a late duplicate: this process already committed that step, or all did
-        member.wants = max(member.wants, step)
+            return []  # a late duplicate: this process already committed that step
+        if step > self.last_step + AHEAD:
+            return self._abort(step, place[0], f"asks for step {step}; the last one planned is {self.last_step}")
+        self._members[place].wants.add(step)
         return self._deliver(place, step, now)
 
     def _deliver(self, place: Place, step: int, now: float) -> list[Effect]:
         member, staged = self._members[place], self._staged.get(step)
-        if self.phase is not Phase.RUNNING or staged is None or member.wants < step:
+        if self.phase is not Phase.RUNNING or staged is None or step not in member.wants:
+            return []
+        if place in self._received.get(step, ()):
             return []
         member.sent.setdefault(step, now)
         rank = place[0]
@@ -385,67 +397,113 @@ class Coordinator:
         return [Send(member.peer, message, staged.payloads[rank])]
 
     def _on_received(self, place: Place, message: Received) -> list[Effect]:
-        staged = self._staged.get(message.step)
-        self._members[place].sent.pop(message.step, None)
-        if staged is None:
+        member, step = self._members[place], message.step
+        member.sent.pop(step, None)
+        member.wants.discard(step)
+        if not self.next_step <= step <= self.last_step:
             return []
-        if message.digest != staged.digests[place[0]]:
-            reason = (
-                f"received step {message.step} with digest {message.digest[:40]}, sent was {staged.digests[place[0]]}"
-            )
-            return self._abort(message.step, place[0], reason)
-        have = self._received.setdefault(message.step, set())
-        before = len(have)
-        have.add(place)
-        complete = len(have) == self.ranks * self.replicas
-        return [StepReceived(message.step)] if complete and len(have) > before else []
+        if step in self._released and place in self._received[step]:
+            return [Send(member.peer, self._release(step))]
+        self._received.setdefault(step, {})[place] = message.digest
+        return self._check_received(step)
+
+    def _check_received(self, step: int) -> list[Effect]:
+        """Release a step when every process has said that it has it."""
+        digests, have = self._digests.get(step), self._received.get(step, {})
+        if digests is None:
+            return []  # the plane restarted: the step is made again first, to know what it should be
+        for (rank, _), digest in have.items():
+            if digest != digests[rank]:
+                return self._abort(
+                    step, rank, f"received step {step} with digest {digest[:40]}, sent was {digests[rank]}"
+                )
+        if len(have) < self.ranks * self.replicas or step in self._released:
+            return []
+        self._released.add(step)
+        self._staged.pop(step)
+        release = self._release(step)
+        return [StepReceived(step), *(Send(member.peer, release) for member in self._members.values())]
 
     def _on_commit(self, place: Place, message: Commit) -> list[Effect]:
-        peer, step = self._members[place].peer, message.step
+        step = message.step
         if step < self.next_step:
-            return [Send(peer, Committed(epoch=self.epoch, session=self.session, step=step))]
+            done = Committed(epoch=self.epoch, session=self.session, step=self.next_step - 1)
+            return [Send(self._members[place].peer, done)]
         if step > self.last_step:
             return self._abort(step, place[0], f"commits step {step}, which was never delivered")
         if message.policy_version is not None:
             self._versions[step] = max(self._versions.get(step, 0), message.policy_version)
-        self._committed.setdefault(step, set()).add(place)
-        effects: list[Effect] = []
-        while len(self._committed.get(self.next_step, ())) == self.ranks * self.replicas:
-            effects += self._close_step(self.next_step)
-        return effects
+        for earlier in range(self.next_step, step + 1):  # steps are committed in order, so one speaks for those before
+            self._committed.setdefault(earlier, set()).add(place)
+        return self._check_committed()
 
-    def _close_step(self, step: int) -> list[Effect]:
-        self.next_step = step + 1
-        for table in (self._staged, self._received, self._committed):
+    def _check_committed(self) -> list[Effect]:
+        step = self.next_step
+        if self._closing == step or len(self._committed.get(step, ())) < self.ranks * self.replicas:
+            return []
+        self._closing = step
+        return [StepCommitted(self.session, step, self._versions.get(step))]
+
+    def committed(self, session: int, step: int) -> list[Effect]:
+        """The engine has written down that a step is trained: now the ranks may hear of it."""
+        if (session, step) != (self.session, self.next_step) or self.phase is Phase.FAILED:
+            return []
+        self.next_step, self._closing = step + 1, 0
+        for table in (self._staged, self._digests, self._received, self._committed, self._versions):
             table.pop(step, None)
+        self._released.discard(step)
         done = Committed(epoch=self.epoch, session=self.session, step=step)
-        effects: list[Effect] = [StepCommitted(step, self._versions.pop(step, None))]
-        return effects + [Send(member.peer, done) for member in self._members.values()]
+        return [*(Send(member.peer, done) for member in self._members.values()), *self._check_committed()]
+
+    def _on_report(self, place: Place, message: Report) -> list[Effect]:
+        member = self._members[place]
+        noted = Send(member.peer, Noted(epoch=self.epoch, session=self.session, number=message.number))
+        if message.number <= member.reports:
+            return [noted]
+        member.reports = message.number
+        return [Reported(message.step, message.priorities, message.metrics), noted]
 
     # -------------------------------------------------------------- ends
 
     def _on_bye(self, place: Place) -> list[Effect]:
         """Leaving is no failure; when all have left, the next hello begins a session of its own."""
-        self._places.pop(self._members.pop(place).peer, None)
+        member = self._members.pop(place)
+        self._places.pop(member.peer, None)
+        self._left = place[0]
+        self._remember(member.incarnation, None)
         if not self._members:
             self._new_session()
-        return []
+        return [Parted(member.peer)]
 
     def _abort(self, step: int, rank: int, reason: str) -> list[Effect]:
         if self.phase is Phase.FAILED:
             return []
         who = "the plane" if rank < 0 else f"rank {rank}"
         self.phase = Phase.FAILED
-        self._failure = Aborted(
-            epoch=self.epoch, session=self.session, step=step, rank=rank, reason=f"step {step}: {who}: {reason}"
+        self._failure = failure = Aborted(
+            epoch=self.epoch, session=self.session, step=step, rank=rank, reason=f"step {step}: {who}: {reason}"[:MAX_REASON]
         )
-        return [Send(member.peer, self._failure) for member in self._members.values()]
+        self._failures[self.session] = failure
+        effects: list[Effect] = []
+        for member in self._members.values():
+            self._remember(member.incarnation, failure)
+            effects += [Send(member.peer, failure), Parted(member.peer)]
+        return effects
 
-    def _fenced(self, session: int) -> FromPlane:
-        return Refused(
-            epoch=self.epoch,
-            reason=f"session {session} is over; the current one is {self.session}; restart this process",
-        )
+    def _remember(self, incarnation: str, ending: Aborted | None) -> None:
+        self._past[incarnation] = ending
+        while len(self._past) > _REMEMBERED:
+            self._past.pop(next(iter(self._past)))
+        while len(self._failures) > _REMEMBERED:
+            self._failures.pop(next(iter(self._failures)))
+
+    def _ending_of(self, session: int) -> FromPlane:
+        """What to tell a process of a session that is over."""
+        reason = f"session {session} is over; the current one is {self.session}; restart this process"
+        return self._failures.get(session) or Refused(epoch=self.epoch, reason=reason, session=session)
+
+    def _release(self, step: int) -> Release:
+        return Release(epoch=self.epoch, session=self.session, step=step)
 
     def _welcome(self) -> Welcome:
         ready = self.phase is Phase.RUNNING
@@ -454,12 +512,18 @@ class Coordinator:
     def _pulse(self, peer: Peer) -> Send:
         waiting = self.waiting_for
         if self.phase is Phase.FORMING:
-            names = ", ".join(f"rank {r}" + (f" replica {c}" if self.replicas > 1 else "") for r, c in self.missing[:8])
-            waiting = f"{names} to join"
-        return Send(peer, Pulse(epoch=self.epoch, session=self.session, waiting_for=waiting))
+            waiting = f"{self._names(self.missing)} to join"
+        elif late := self._late():
+            waiting = late
+        return Send(peer, Pulse(epoch=self.epoch, session=self.session, waiting_for=waiting, left=self._left))
 
-    def _place_of(self, peer: Peer, now: float) -> Place | None:
-        place = self._places.get(peer)
-        if place is not None:
-            self._members[place].heard = now
-        return place
+    def _late(self) -> str:
+        """Whom a step waits for that some have received, in words."""
+        for step, have in self._received.items():
+            late = [place for place in self._members if place not in have]
+            if late and step in self._digests:
+                return f"{self._names(late)} to receive step {step}"
+        return ""
+
+    def _names(self, places: list[Place]) -> str:
+        return ", ".join(f"rank {r}" + (f" replica {c}" if self.replicas > 1 else "") for r, c in places[:8])

@@ -23,7 +23,7 @@ import xxhash
 
 from penstock.errors import Closed
 from penstock.send.carrier import Envelope
-from penstock.send.coordinator import Peer
+from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
 
 _FAST_S, _SLOW_S = 0.002, 0.05
@@ -128,6 +128,9 @@ class FilePlane:
         """Continue behind what an earlier life of the plane wrote and nobody has read yet."""
         waiting = _waiting(folder)
         return int(waiting[-1].stem) if waiting else int(time.time())
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is kept for a client but what it has not read."""
 
     def close(self) -> None:
         return None

@@ -1,8 +1,8 @@
 """A rank's side of delivery, as a state machine without I/O or a clock of its own.
 
-It joins, asks for steps, acknowledges them, commits them, and asks again whatever was not answered: every
-message may be lost, doubled or late, and the plane may die and come back in between. What it cannot survive
-is told to it by the plane (`Aborted`, `Refused`) or by silence, and ends in one typed error.
+It joins, asks for steps, acknowledges them, waits for their release, commits them, and asks again whatever was not
+answered: every message may be lost, doubled or late, and the plane may die and come back in between. What it cannot
+survive is told to it by the plane (`Aborted`, `Refused`) or by silence, and ends in one typed error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.errors import Fenced, PeerError, PlaneLost, StepAborted
-from penstock.send.coordinator import Timeouts
+from penstock.send.coordinator import MAX_REASON, Timeouts
 from penstock.send.messages import (
     Aborted,
     Beat,
@@ -27,9 +27,11 @@ from penstock.send.messages import (
     FromPlane,
     FromRank,
     Hello,
+    Noted,
     Pulse,
     Received,
     Refused,
+    Release,
     Report,
     Request,
     Unknown,
@@ -53,32 +55,51 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
+    """All processes have joined."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """A step came: check it, then say `received`."""
+
     deliver: Deliver
     frames: Frames
 
 
 @dataclass(frozen=True, slots=True)
+class Released:
+    """Every process has the step: it may be trained."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
+    """Every process has committed the step, and those before it."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """It is over."""
+
     error: PeerError
 
 
-Event: TypeAlias = Out | Ready | Arrived | StepDone | Failed
+Event: TypeAlias = Out | Ready | Arrived | Released | StepDone | Failed
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pending:
+    """A message that waits for its answer."""
+
     message: FromRank
     sent: float
+    patience: float
+    """Doubles each time, up to a limit: a large step may be on its way, and asking again would slow it down."""
 
 
 class Follower:
@@ -103,6 +124,8 @@ class Follower:
         self.epoch = 0
         self.done = step - 1
         """The last step known to be committed."""
+        self.left = -1
+        """A rank that left; no further step can come."""
         self._hello_message = Hello(
             run=run,
             rank=rank,
@@ -113,11 +136,19 @@ class Follower:
             session=0,
             step=step,
         )
-        self._was_ready = False
+        self.was_ready = False
+        """Whether it took part in a session, to which it would return."""
         self._heard = self._beat = self._hello = float("-inf")
+        self._ticked: float | None = None
         self._requests: dict[int, _Pending] = {}
-        self._received: dict[int, Received] = {}
+        self._received: dict[int, _Pending] = {}
+        """Steps this process has; said again until they are committed, for a plane that restarts forgets who has what,
+        and others may still wait for their release."""
+        self._released: set[int] = set()
         self._commits: dict[int, _Pending] = {}
+        self._reports: dict[int, _Pending] = {}
+        self._report_number = 0
+        self._failing: _Pending | None = None
 
     # -------------------------------------------------------------- what the rank does
 
@@ -126,30 +157,37 @@ class Follower:
         return self._say_hello(now)
 
     def request(self, step: int, now: float) -> list[Event]:
-        self._requests[step] = pending = _Pending(Request(session=self.session, step=step), now)
-        return [Out(pending.message)] if self.standing is Standing.READY else []
+        return self._ask(self._requests, step, Request(session=self.session, step=step), now)
 
-    def received(self, step: int, digest: str) -> list[Event]:
-        """The payload was checked: say so, again and again until the step is committed."""
-        self._received[step] = message = Received(session=self.session, step=step, digest=digest)
-        return [Out(message)]
+    def received(self, step: int, digest: str, now: float) -> list[Event]:
+        """The payload was checked."""
+        return self._ask(self._received, step, Received(session=self.session, step=step, digest=digest), now)
 
     def commit(self, step: int, policy_version: int | None, now: float) -> list[Event]:
         message = Commit(session=self.session, step=step, policy_version=policy_version)
-        self._commits[step] = _Pending(message, now)
-        return [Out(message)] if self.standing is Standing.READY else []
+        return self._ask(self._commits, step, message, now)
 
-    def report(self, step: int, priorities: dict[str, float], metrics: dict[str, float]) -> list[Event]:
-        return [Out(Report(session=self.session, step=step, priorities=priorities, metrics=metrics))]
+    def report(self, step: int, priorities: dict[str, float], metrics: dict[str, float], now: float) -> list[Event]:
+        self._report_number += 1
+        message = Report(
+            session=self.session, step=step, priorities=priorities, metrics=metrics, number=self._report_number
+        )
+        return self._ask(self._reports, self._report_number, message, now)
 
-    def fail(self, step: int, reason: str) -> list[Event]:
-        return [Out(Fail(session=self.session, step=step, reason=reason))]
+    def fail(self, step: int, reason: str, now: float) -> list[Event]:
+        """Something went wrong here; said again until the plane has told everybody, us included."""
+        if self.standing in (Standing.FAILED, Standing.LEFT):
+            return []
+        message = Fail(session=self.session, step=step, reason=reason[:MAX_REASON])
+        self._failing = self._failing or _Pending(message, now, self.timeouts.resend_s)
+        return [Out(self._failing.message)]
 
     def leave(self) -> list[Event]:
         if self.standing in (Standing.FAILED, Standing.LEFT):
             return []
         self.standing = Standing.LEFT
-        return [Out(Bye(session=self.session))]
+        # After a failure our silence must be noticed, should the word of it have been lost: so no goodbye then.
+        return [Out(self._failing.message)] if self._failing else [Out(Bye(session=self.session))]
 
     @property
     def uncommitted(self) -> list[int]:
@@ -167,50 +205,61 @@ class Follower:
         self.epoch = epoch
         self._heard = now
         if isinstance(message, Refused):
-            return self._end(
-                Fenced(message.reason) if self.session else PeerError(f"the plane refused: {message.reason}")
-            )
+            return self._on_refused(message, now)
         if isinstance(message, Welcome):
             return self._on_welcome(message, now)
         if isinstance(message, Unknown):
             return self._say_hello(now) if now - self._hello > self.timeouts.resend_s / 2 else []
+        if isinstance(message, Aborted) and (message.session == self.session or not self.was_ready):
+            return self._end(StepAborted(message.reason, message.step, message.rank))
         if getattr(message, "session", self.session) != self.session:
             return []  # about another life of the trainer
         if isinstance(message, Pulse):
-            self.waiting_for = message.waiting_for
-        elif isinstance(message, Aborted):
-            return self._end(StepAborted(message.reason, message.step, message.rank))
+            self.waiting_for, self.left = message.waiting_for, message.left
         elif isinstance(message, Deliver):
-            return self._on_deliver(message, frames)
+            return self._on_deliver(message, frames, now)
+        elif isinstance(message, Release):
+            return self._on_release(message.step)
         elif isinstance(message, Committed):
             return self._on_committed(message.step)
+        elif isinstance(message, Noted):
+            self._reports.pop(message.number, None)
         return []
 
     def on_tick(self, now: float) -> list[Event]:
         """Beat, ask again, notice silence. Call it at least twice per heartbeat."""
         if self.standing in (Standing.FAILED, Standing.LEFT):
             return []
+        if self._ticked is not None and now - self._ticked > self.timeouts.heartbeat_s:
+            self._heard += now - self._ticked  # we stood still ourselves; what was said meanwhile is still to be read
+        self._ticked = now
         silent = now - self._heard
         if silent > self.timeouts.plane_s:
             return self._end(PlaneLost(f"no word from the plane for {silent:.1f} s; waited for: {self.waiting_for}"))
         if self.standing is Standing.JOINING:
             return self._say_hello(now) if now - self._hello >= self.timeouts.resend_s else []
-        events: list[Event] = []
+        events = self._due(now)
         if now - self._beat >= self.timeouts.heartbeat_s:
             self._beat = now
             events.append(Out(Beat(session=self.session)))
-            events += [Out(message) for message in self._received.values()]
-        return events + self._resend(now, self.timeouts.resend_s)
+        return events
 
     # -------------------------------------------------------------- inside
 
     def _say_hello(self, now: float) -> list[Event]:
         self._hello = now
-        session = self.session if self._was_ready else 0  # until all had joined, there was no session to return to
+        session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
         return [Out(msgspec.structs.replace(self._hello_message, session=session))]
 
+    def _on_refused(self, message: Refused, now: float) -> list[Event]:
+        if message.session == 0:
+            return self._end(PeerError(f"the plane refused: {message.reason}"))
+        if message.session != self.session:
+            return []  # about another life of the trainer
+        return self._end(Fenced(message.reason)) if self.was_ready else self._say_hello(now)
+
     def _on_welcome(self, message: Welcome, now: float) -> list[Event]:
-        if self._was_ready and message.session != self.session:
+        if self.was_ready and message.session != self.session:
             return []
         joined, self.session = message.session != self.session, message.session
         if joined:
@@ -218,36 +267,60 @@ class Follower:
         if not message.ready:
             return [Out(Beat(session=self.session))]
         was_ready, self.standing = self.standing is Standing.READY, Standing.READY
-        self._was_ready = True
-        for step in [s for s in self._commits if s < message.step]:
-            self._commits.pop(step)
-        return [*([] if was_ready else [Ready(message.step)]), *self._resend(now, 0.0)]
+        self.was_ready = True
+        events: list[Event] = [] if was_ready else [Ready(message.step)]
+        if message.step - 1 > self.done:
+            events += self._on_committed(message.step - 1)
+        return events + self._say_all(now)
 
     def _restamp(self) -> None:
         """Questions asked before the session had a number get it now."""
-        for step, pending in self._requests.items():
-            pending.message = Request(session=self.session, step=step)
+        for pending in self._pending():
+            pending.message = msgspec.structs.replace(pending.message, session=self.session)
 
-    def _resend(self, now: float, older_than: float) -> list[Event]:
-        due = [p for p in (*self._requests.values(), *self._commits.values()) if now - p.sent >= older_than]
+    def _pending(self) -> list[_Pending]:
+        tables = (self._requests, self._received, self._commits, self._reports)
+        found = [pending for table in tables for pending in table.values()]
+        return [self._failing, *found] if self._failing else found
+
+    def _ask(self, table: dict[int, _Pending], key: int, message: FromRank, now: float) -> list[Event]:
+        table[key] = _Pending(message, now, self.timeouts.resend_s)
+        return [Out(message)] if self.standing is Standing.READY else []
+
+    def _due(self, now: float) -> list[Event]:
+        """What has waited long enough for an answer to be said again."""
+        due = [pending for pending in self._pending() if now - pending.sent >= pending.patience]
         for pending in due:
-            pending.sent = now
+            pending.sent, pending.patience = now, min(pending.patience * 2, self.timeouts.delivery_s / 4)
         return [Out(pending.message) for pending in due]
 
-    def _on_deliver(self, message: Deliver, frames: Frames) -> list[Event]:
+    def _say_all(self, now: float) -> list[Event]:
+        """The plane was lost and may know nothing: tell it everything that is open, and ask patiently from anew."""
+        for pending in self._pending():
+            pending.sent, pending.patience = now, self.timeouts.resend_s
+        return [Out(pending.message) for pending in self._pending()]
+
+    def _on_deliver(self, message: Deliver, frames: Frames, now: float) -> list[Event]:
         if message.step not in self._requests:
             return []  # a duplicate of what we already have
         who = self._hello_message
         if (message.rank, message.world) != (who.rank, who.world):
             reason = f"got step {message.step} of rank {message.rank}/{message.world}, is rank {who.rank}/{who.world}"
-            return [*self.fail(message.step, reason), *self._end(PeerError(reason))]
+            return self.fail(message.step, reason, now)
         self._requests.pop(message.step)
         return [Arrived(message, frames)]
+
+    def _on_release(self, step: int) -> list[Event]:
+        if step not in self._received or step in self._released:
+            return []
+        self._released.add(step)
+        return [Released(step)]
 
     def _on_committed(self, step: int) -> list[Event]:
         for table in (self._commits, self._received):
             for old in [s for s in table if s <= step]:
                 table.pop(old)
+        self._released = {s for s in self._released if s > step}
         self.done = max(self.done, step)
         return [StepDone(step)]
 

@@ -9,7 +9,7 @@ from collections import deque
 
 from penstock.errors import Closed
 from penstock.send.carrier import Envelope
-from penstock.send.coordinator import Peer
+from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
 
 
@@ -57,6 +57,9 @@ class MemoryPlane:
             client.put(header, frames)
 
     def forget(self, peer: Peer) -> None:
+        """Nothing is kept for a client but what it has not read."""
+
+    def disconnect(self, peer: Peer) -> None:
         self._clients.pop(peer, None)
 
     def close(self) -> None:
@@ -95,4 +98,4 @@ class MemoryClient:
             self._ready.notify()
 
     def close(self) -> None:
-        self._plane.forget(self.name)
+        self._plane.disconnect(self.name)

@@ -70,6 +70,8 @@ class Report(_Message, frozen=True, tag="report"):
     step: int
     priorities: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    number: int = 0
+    """Counts this process's reports from 1, so that one sent again is not applied again."""
 
 
 class Fail(_Message, frozen=True, tag="fail"):
@@ -118,10 +120,26 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     schema: int = SCHEMA
 
 
+class Release(_Message, frozen=True, tag="release"):
+    """Every process has the step and found it whole: now it may be trained."""
+
+    epoch: int
+    session: int
+    step: int
+
+
 class Committed(_Message, frozen=True, tag="committed"):
     epoch: int
     session: int
     step: int
+
+
+class Noted(_Message, frozen=True, tag="noted"):
+    """A report arrived."""
+
+    epoch: int
+    session: int
+    number: int
 
 
 class Aborted(_Message, frozen=True, tag="aborted"):
@@ -139,6 +157,8 @@ class Refused(_Message, frozen=True, tag="refused"):
 
     epoch: int
     reason: str
+    session: int = 0
+    """The session that is over; 0 when it is about the process itself."""
 
 
 class Unknown(_Message, frozen=True, tag="unknown"):
@@ -153,6 +173,8 @@ class Pulse(_Message, frozen=True, tag="pulse"):
     epoch: int
     session: int
     waiting_for: str
+    left: int = -1
+    """A rank that left: no further step can be served to all."""
 
 
 # ------------------------------------------------------------------ producers and onlookers
@@ -202,7 +224,18 @@ class Status(_Message, frozen=True, tag="status"):
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
 FromClient: TypeAlias = FromRank | Put | Discard | Ask
 FromPlane: TypeAlias = (
-    Welcome | Deliver | Committed | Aborted | Refused | Unknown | Pulse | Accepted | Rejected | Status
+    Welcome
+    | Deliver
+    | Release
+    | Committed
+    | Noted
+    | Aborted
+    | Refused
+    | Unknown
+    | Pulse
+    | Accepted
+    | Rejected
+    | Status
 )
 
 _PACK = msgspec.msgpack.Encoder()

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.errors import ConfigError, CorruptFrame
 from penstock.send.carrier import Envelope
-from penstock.send.coordinator import Peer
+from penstock.send.effects import Peer
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
 from penstock.send.sockets import SocketClient, SocketPlane

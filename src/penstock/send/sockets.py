@@ -17,7 +17,7 @@ import zmq
 
 from penstock.errors import ConfigError
 from penstock.send.carrier import Envelope
-from penstock.send.coordinator import Peer
+from penstock.send.effects import Peer
 from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
 
@@ -102,6 +102,9 @@ class SocketPlane:
             # Gone, or so slow that its queue is full: it asks again when it can.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is kept for a client but what it has not read."""
 
     def close(self) -> None:
         if self._guard is not None:

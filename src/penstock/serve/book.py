@@ -57,6 +57,8 @@ class Book:
         """The first step that can still be served."""
         self.held_bytes = 0
         """Encoded bytes of groups that wait for training."""
+        self.held_tokens = 0
+        """Tokens of groups in the table."""
         self.op = 0
         """The last decision's number."""
         self.table = replay.table(lambda key, reason: self._left.append((str(key), str(reason))))
@@ -83,6 +85,7 @@ class Book:
         self.ledger.accepted += row.samples
         self.ledger.add(State.HELD, "", row.samples)
         self.held_bytes += row.size
+        self.held_tokens += row.tokens
         sizes = {"num_bytes": row.size, "num_tokens": row.tokens}
         if self.table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is None:
             self._left.append((row.id, "stale"))
@@ -168,8 +171,9 @@ class Book:
             log.set_groups([op], state, reason)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
-        log.forget_frames(self._to_forget)
-        log.set_meta("oldest_step", self.oldest_step)
+        if self._to_forget:
+            log.forget_frames(self._to_forget)
+            log.set_meta("oldest_step", self.oldest_step)
 
     def written(self) -> None:
         """The transaction went through."""
@@ -206,6 +210,8 @@ class Book:
 
     def _move(self, op: int, old: State, new: State, reason: str = "") -> None:
         samples = self.rows[op].samples
+        if old is State.HELD:
+            self.held_tokens -= self.rows[op].tokens
         self.ledger.add(old, "", -samples)
         self.ledger.add(new, reason, samples)
         self._unwritten[op] = (new, reason)

@@ -36,6 +36,7 @@ class Courier:
         self._tick_s = tick_s
         self._outbox: deque[tuple[bytes, Frames]] = deque()
         self._stopping = False
+        self._closing, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._work, name=f"penstock-{name}", daemon=True)
 
     def start(self) -> None:
@@ -44,13 +45,17 @@ class Courier:
     def send(self, message: FromClient, frames: Frames = ()) -> None:
         """From any thread."""
         self._outbox.append((pack_message(message), frames))
-        if threading.current_thread() is not self._thread:
-            self._carrier.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._closing:
+            if not self._closed and threading.current_thread() is not self._thread:
+                self._carrier.wake()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Send what is still to be sent, then end."""
         self._stopping = True
-        self._carrier.wake()
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -64,7 +69,9 @@ class Courier:
             self._on_end(error)
             raise
         finally:
-            self._carrier.close()
+            with self._closing:  # nobody may wake a carrier that is being closed
+                self._closed = True
+                self._carrier.close()
 
     def _turn(self) -> None:
         while self._outbox:

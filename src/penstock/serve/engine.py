@@ -26,7 +26,7 @@ from penstock.errors import (
 )
 from penstock.hold import Table
 from penstock.hold.table import MAX_PRIORITY
-from penstock.send.coordinator import Staged
+from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
 from penstock.serve.book import Book, Manifest, without_frame
 from penstock.serve.ledger import Ledger
@@ -235,13 +235,16 @@ class Engine:
         by_samples = target.samples is not None
         need = target.samples if target.samples is not None else target.tokens
         assert need is not None
+        have = self.ledger.held if by_samples else self.book.held_tokens
+        if have < need:
+            return f"generation: {have} of {target}"
         have = 0
         for taken, key in enumerate(self.table.keys(), start=1):
             row = self.book.rows[self.book.by_id[str(key)]]
             have += row.samples if by_samples else row.tokens
             if have >= need:
-                return taken
-        return f"generation: {have} of {target}"
+                break
+        return taken
 
     def _frames(self, ops: Sequence[int]) -> list[Buffer]:
         frames: list[Buffer] = []

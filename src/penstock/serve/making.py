@@ -15,7 +15,7 @@ from penstock.arrays import Samples
 from penstock.encode import decode, encode
 from penstock.errors import InvalidInput, PenstockError
 from penstock.pack import Packing, Share, Traits, check_columns, plan
-from penstock.send.coordinator import Staged
+from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
 
 

@@ -21,6 +21,7 @@ from penstock.serve.ledger import Ledger
 from penstock.serve.log import FORMAT, State
 
 LOG = "log.sqlite"
+_UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
 
 
 def is_run(folder: str | Path) -> bool:
@@ -40,13 +41,14 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         meta = {str(name): int(value) for name, value in log.execute("SELECT name, value FROM meta")}
         if meta.get("format", FORMAT) != FORMAT:
             raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
+        next_step = meta.get("next_step", 1)
         return {
             "folder": str(root),
             "epoch": meta.get("epoch", 0),
             "session": meta.get("session", 0),
-            "next_step": meta.get("next_step", 1),
-            **_counts(log),
-            "steps": _steps(log, steps),
+            "next_step": next_step,
+            **_counts(log, next_step),
+            "steps": _steps(log, steps, next_step),
             "groups": _groups(log, groups),
             "files": _files(root),
         }
@@ -67,24 +69,46 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
 
 
-def _counts(log: sqlite3.Connection) -> dict[str, Any]:
+def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
     """The ledger from the recorded states, and what is held."""
     ledger = Ledger()
     totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
     rows = log.execute(
-        "SELECT state, reason, COUNT(*), SUM(samples), SUM(tokens), SUM(size), SUM(CASE WHEN frame IS NULL THEN 0 "
-        "ELSE size END) FROM groups GROUP BY state, reason"
+        "SELECT state, reason, COUNT(*), SUM(samples), SUM(samples * uses), SUM(tokens), SUM(size), "
+        "SUM(CASE WHEN frame IS NULL THEN 0 ELSE size END) FROM groups GROUP BY state, reason"
     )
-    for state, reason, count, samples, tokens, size, kept in rows:
+    for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
+        ledger.uses += uses
         ledger.add(State(state), reason, samples)
         totals["num_groups"] += count
         totals["num_tokens"] += tokens
         totals["frame_bytes"] += kept
-        if state in (State.HELD, State.SCHEDULED, State.DELIVERED):
+        if state in (State.HELD, *_UNDER_WAY):
             totals["held_bytes"] += size
         if state == State.HELD:
             totals["held_groups"] += count
+    for state, samples, size in _trained_since(log, next_step):
+        ledger.add(state, "", -samples)
+        ledger.add(State.COMMITTED, "", samples)
+        totals["held_bytes"] -= size
+    return totals | _events(log, ledger) | {"ledger": ledger.as_dict()}
+
+
+def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[State, int, int]]:
+    """(recorded state, samples, bytes) of groups that are trained, though the log says so one transaction later."""
+    query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
+    done: set[int] = set()
+    for step, data in log.execute(query, _UNDER_WAY):
+        done = done.union(_manifest(data).groups) if step < next_step else done.difference(_manifest(data).groups)
+    for op, state, samples, size in log.execute(
+        "SELECT op, state, samples, size FROM groups WHERE state IN (?, ?)", _UNDER_WAY
+    ):
+        if op in done:
+            yield State(state), samples, size
+
+
+def _events(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
     version = 0
     for kind, data in log.execute("SELECT kind, data FROM events WHERE kind IN ('advance', 'discard') ORDER BY op"):
         if kind == "advance":
@@ -92,11 +116,10 @@ def _counts(log: sqlite3.Connection) -> dict[str, Any]:
         else:
             reason, samples = msgspec.msgpack.decode(data, type=tuple[str, int])
             ledger.discarded[reason] += samples
-    ledger.uses = sum(_manifest(data).samples for (data,) in log.execute("SELECT manifest FROM steps"))
-    return totals | {"policy_version": version, "ledger": ledger.as_dict()}
+    return {"policy_version": version}
 
 
-def _steps(log: sqlite3.Connection, limit: int | None) -> list[dict[str, Any]]:
+def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[dict[str, Any]]:
     query = "SELECT step, state, manifest FROM steps ORDER BY step DESC LIMIT ?"
     found = []
     for step, state, data in log.execute(query, (-1 if limit is None else limit,)):
@@ -105,7 +128,7 @@ def _steps(log: sqlite3.Connection, limit: int | None) -> list[dict[str, Any]]:
         found.append(
             {
                 "step": step,
-                "state": State(state).name.lower(),
+                "state": "committed" if step < next_step else State(state).name.lower(),
                 "groups": len(manifest.groups),
                 "samples": manifest.samples,
                 "tokens": manifest.tokens,

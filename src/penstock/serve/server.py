@@ -10,24 +10,16 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Overloaded, PenstockError
+from penstock.errors import CallerError, CorruptFrame, DiskFull, Overloaded, PenstockError
 from penstock.send.carrier import PlaneCarrier
-from penstock.send.coordinator import (
-    Coordinator,
-    Effect,
-    Peer,
-    Phase,
-    Reported,
-    Resume,
-    Send,
-    StepCommitted,
-    StepReceived,
-)
+from penstock.send.coordinator import Coordinator, Phase
+from penstock.send.effects import Effect, Parted, Peer, Reported, Resume, Send, Staged, StepCommitted, StepReceived
 from penstock.send.messages import (
     Accepted,
     Ask,
@@ -43,6 +35,7 @@ from penstock.send.messages import (
 )
 from penstock.serve.engine import Engine, Outcome
 from penstock.serve.log import Log
+from penstock.serve.making import Maker
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
@@ -59,9 +52,10 @@ class Server:
         carriers: Sequence[PlaneCarrier],
         *,
         on_turn: Callable[[], None] = lambda: None,
+        maker: Maker | None = None,
     ) -> None:
         self.settings = settings
-        self.engine = Engine(settings, log)
+        self.engine = Engine(settings, log, maker=maker)
         self.coordinator = Coordinator(
             run=settings.run,
             ranks=settings.packing.ranks,
@@ -79,6 +73,8 @@ class Server:
             if pollable is not None:
                 self._poller.register(pollable, zmq.POLLIN)
         self._stopping = threading.Event()
+        self._owed: deque[Effect] = deque()
+        """What is decided and could not be done for want of disk space."""
         self._retry_at = 0.0
         self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -99,8 +95,17 @@ class Server:
             self._carry_out(self.coordinator.fail(f"the plane ended: {error}"))
             raise
         finally:
-            for carrier in self._carriers:
-                carrier.close()
+            self._close()
+
+    def _close(self) -> None:
+        for carrier in self._carriers:
+            carrier.close()
+        try:
+            if self.failure is None:
+                self.engine.close()
+        except PenstockError as error:
+            logger.warning("not written at the end, and found out again at the next start: %s", error)
+        finally:
             self._log.close()
 
     def stop(self) -> None:
@@ -118,7 +123,8 @@ class Server:
                 self._on_message((carrier, peer), header, frames, now)
         for outcome in self.engine.flush():
             self._answer(outcome)
-        self._plan(now)
+        if now >= self._retry_at:
+            self._retry_at = now + _RETRY_S if not (self._pay() and self._plan(now)) else 0.0
         self._carry_out(self.coordinator.on_tick(now))
         self._on_turn()
 
@@ -134,8 +140,7 @@ class Server:
         if isinstance(message, Put):
             self._on_put(peer, message, frames)
         elif isinstance(message, Discard):
-            self.engine.discard(message.reason[:200], max(message.samples, 0))
-            self._send(peer, Accepted(ticket=message.ticket))
+            self._on_discard(peer, message)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=json.dumps(self.status()).encode()))
         else:
@@ -153,6 +158,14 @@ class Server:
             outcome = self.engine.put(ticket, message.group, frames[0])
             if outcome is not None:
                 self._answer(outcome)
+
+    def _on_discard(self, peer: Peer, message: Discard) -> None:
+        error: PenstockError | None = None
+        try:
+            self.engine.discard(message.reason[:200], max(message.samples, 0))
+        except PenstockError as refused:
+            error = refused
+        self._answer(Outcome((peer, message.ticket), error))
 
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)
@@ -172,55 +185,84 @@ class Server:
     # -------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect.peer, effect.message, effect.frames)
-            elif isinstance(effect, Resume):
-                self._resume(effect)
-            elif isinstance(effect, StepReceived):
-                self.engine.received(effect.step)
-            elif isinstance(effect, StepCommitted):
-                self.engine.commit(effect.step, effect.policy_version)
-            else:
-                self._report(effect)
+        """Do what was decided, in order; what needs the disk waits until there is room on it."""
+        if all(isinstance(effect, (Send, Parted)) for effect in effects):
+            for effect in effects:
+                self._do(effect)
+        else:
+            self._owed.extend(effects)
+            self._pay()
+
+    def _pay(self) -> bool:
+        """Do what is still to be done; False if the disk is full."""
+        while self._owed:
+            effect = self._owed.popleft()
+            try:
+                self._do(effect)
+            except DiskFull as error:
+                self._owed.appendleft(effect)
+                self.coordinator.waiting_for = f"disk space: {error}"
+                return False
+        return True
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect.peer, effect.message, effect.frames)
+        elif isinstance(effect, Parted):
+            assert isinstance(effect.peer, tuple)  # as made in `turn`
+            carrier, address = effect.peer
+            carrier.forget(address)
+        elif isinstance(effect, Resume):
+            self._resume(effect)
+        elif isinstance(effect, StepReceived):
+            self.engine.received(effect.step)
+        elif isinstance(effect, StepCommitted):
+            self.engine.commit(effect.step, effect.policy_version)
+            self._carry_out(self.coordinator.committed(effect.session, effect.step))
+        else:
+            self._report(effect)
 
     def _resume(self, effect: Resume) -> None:
         try:
             self.engine.resume(effect.session, effect.step)
-        except PenstockError as error:
+        except CallerError as error:
             self._carry_out(self.coordinator.fail(str(error), step=effect.step))
 
     def _report(self, effect: Reported) -> None:
         try:
-            self.engine.report(effect.priorities)
+            self.engine.report(effect.priorities, effect.metrics)
         except PenstockError as error:
             logger.warning("step %d: priorities refused: %s", effect.step, error)
             self.engine.counts["reports_refused"] += 1
 
     # -------------------------------------------------------------- steps
 
-    def _plan(self, now: float) -> None:
-        """Plan, in order, the steps that ranks have asked for."""
-        coordinator = self.coordinator
-        if coordinator.phase is not Phase.RUNNING or now < self._retry_at:
-            return
+    def _plan(self, now: float) -> bool:
+        """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
+        coordinator, engine = self.coordinator, self.engine
         for step in range(coordinator.next_step, coordinator.wanted + 1):
+            if coordinator.phase is not Phase.RUNNING:
+                break
             if coordinator.is_staged(step):
                 continue
             try:
-                staged = self.engine.stage_again(step) if step <= self.engine.last_step else self.engine.plan_step(step)
+                staged = engine.stage_again(step) if step <= engine.last_step else engine.plan_step(step)
             except DiskFull as error:
                 coordinator.waiting_for = f"disk space: {error}"
-                self._retry_at = now + _RETRY_S
-                return
+                return False
             except PenstockError as error:
                 self._carry_out(coordinator.fail(f"cannot be packed: {error}", step=step))
-                return
-            if isinstance(staged, str):
-                coordinator.waiting_for = staged
-                return
-            self._carry_out(coordinator.stage(staged, now))
-            coordinator.waiting_for = "the trainer"
+                break
+            if isinstance(staged, Staged):
+                self._carry_out(coordinator.stage(staged, now))
+                coordinator.waiting_for = "the trainer"
+                continue
+            coordinator.waiting_for = staged
+            if engine.is_full and engine.last_step < engine.next_step:
+                reason = f"can never be filled: {staged}, and all that may be held is; raise max_held_bytes or capacity"
+                self._carry_out(coordinator.fail(reason, step=step))
+            break
+        return True
 
     # -------------------------------------------------------------- looking
 
@@ -245,4 +287,5 @@ class Server:
             "ledger": engine.ledger.as_dict(),
             "counts": dict(engine.counts),
             "metrics": engine.table.metrics(),
+            "reported": engine.numbers,
         }

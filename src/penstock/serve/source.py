@@ -11,11 +11,11 @@ from typing import Self, overload
 
 from penstock.arrays import Samples
 from penstock.encode import decode
-from penstock.errors import Closed, CorruptFrame, InvalidInput, PenstockError, WaitTimeout
+from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import MicroBatch, RankStep, Share, fill
 from penstock.send.carrier import ClientCarrier
 from penstock.send.coordinator import Timeouts
-from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Ready, StepDone
+from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Released, StepDone
 from penstock.send.messages import Deliver, Frames, FromPlane
 from penstock.serve.courier import Courier
 from penstock.serve.making import digest_of
@@ -87,6 +87,7 @@ class Source:
             timeouts=self.timeouts,
         )
         self._arrived: dict[int, SourceStep] = {}
+        self._released: set[int] = set()
         self._asked = resume_step - 1
         self._committed = resume_step - 1
         self._error: BaseException | None = None
@@ -100,6 +101,8 @@ class Source:
         )
         with self._lock:
             self._handle(self._follower.start(time.monotonic()))
+            for ahead in range(resume_step, resume_step + prefetch):
+                self._ask(ahead)
         self._courier.start()
 
     # -------------------------------------------------------------- the rank's side
@@ -107,21 +110,27 @@ class Source:
     def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
         """The next step (or step `number`, which must be the next one).
 
-        Waits for generation as long as the plane lives; raises `WaitTimeout` after `timeout` seconds, and
-        `StepAborted`, the same on every rank, as soon as one rank or the plane has failed.
+        It is given out when every rank has it and found it whole. Waits for generation as long as the plane lives;
+        raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank
+        or the plane has failed, or a rank has left.
         """
         with self._lock:
             want = self._next
             if number is not None and number != want:
                 raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
+            self._raise_error()
             self._ask(want)
-            ready = self._changed.wait_for(lambda: want in self._arrived or self._error is not None, timeout)
+            ready = self._changed.wait_for(lambda: self._error or want in self._released or self._is_alone, timeout)
             self._raise_error()
             if not ready:
                 raise WaitTimeout(
                     f"step {want}: not here after {timeout:g} s; waited for: {self._follower.waiting_for}"
                 )
+            if want not in self._released:
+                rank = self._follower.left
+                raise StepAborted(f"step {want}: rank {rank}: left before this step", want, rank)
             self._next = want + 1
+            self._released.discard(want)
             got = self._arrived.pop(want)
             for ahead in range(want + 1, want + 1 + self._prefetch):
                 self._ask(ahead)
@@ -160,12 +169,13 @@ class Source:
         number = step if isinstance(step, int) else step.number
         with self._lock:
             self._raise_error()
-            self._handle(self._follower.report(number, dict(priorities or {}), dict(metrics or {})))
+            now = time.monotonic()
+            self._handle(self._follower.report(number, dict(priorities or {}), dict(metrics or {}), now))
 
     def fail(self, reason: str) -> None:
         """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
         with self._lock:
-            self._handle(self._follower.fail(self._next - 1, reason))
+            self._handle(self._follower.fail(self._next - 1, reason, time.monotonic()))
 
     @property
     def waiting_for(self) -> str:
@@ -195,7 +205,7 @@ class Source:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, PenstockError):
+        if error is not None and error is not self._error:
             self.fail(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -204,6 +214,8 @@ class Source:
     def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
         with self._lock:
             events = self._follower.on_message(message, frames, now)
+            if self._is_alone:
+                self._changed.notify_all()
         for event in events:
             if isinstance(event, Arrived):
                 self._receive(event)  # not under the lock: the rank's thread may be asking for something
@@ -227,12 +239,11 @@ class Source:
             step = _unpack(message, arrived.frames)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             with self._lock:
-                self._handle(self._follower.fail(message.step, f"{type(error).__name__}: {error}"))
+                self._handle(self._follower.fail(message.step, f"{type(error).__name__}: {error}", time.monotonic()))
             return
         with self._lock:
             self._arrived[message.step] = step
-            self._handle(self._follower.received(message.step, step.digest))
-            self._changed.notify_all()
+            self._handle(self._follower.received(message.step, step.digest, time.monotonic()))
 
     def _ask(self, step: int) -> None:
         if step > self._asked:
@@ -246,8 +257,15 @@ class Source:
             elif isinstance(event, Failed):
                 self._error = self._error or event.error
                 self._changed.notify_all()
-            elif isinstance(event, (Ready, StepDone)):
+            elif isinstance(event, Released):
+                self._released.add(event.step)
                 self._changed.notify_all()
+            elif isinstance(event, StepDone):
+                self._changed.notify_all()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._follower.left >= 0
 
     def _raise_error(self) -> None:
         if self._error is not None:

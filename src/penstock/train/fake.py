@@ -22,7 +22,7 @@ class FakeSource:
         self._config, self._rank, self._vocabulary = config, rank, vocabulary
         self._number = 0
 
-    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:  # noqa: ARG002
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
         self._number += 1
         fake, length = self._config.data.fake, self._config.data.seq_len
         assert fake is not None

@@ -185,9 +185,9 @@ class PpoClip:
         high = mask & (advantages > 0) & (gap.ratio > 1 + self.high)
         low = mask & (advantages < 0) & (gap.ratio < 1 - self.low)
         masks = Masks(masked=high | low, masked_high=high, masked_low=low)
-        bound = torch.where(high, 1 + self.high, 1 - self.low)
+        bound = torch.where(high, advantages * (1 + self.high), advantages * (1 - self.low))
         loss = _push(columns, trainer_logprobs, advantages, masks.masked, 0.0)
-        loss = loss - torch.where(masks.masked, advantages * bound, 0.0)
+        loss = loss - torch.where(masks.masked, bound, 0.0)
         if self.beta:
             away = need(columns, "teacher_logprobs", "PpoClip with beta") - trainer_logprobs
             away = torch.where(mask, away, 0.0)

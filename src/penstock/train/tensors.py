@@ -47,7 +47,7 @@ def to_torch(
     tensors: dict[str, torch.Tensor] = {}
     for name, values in batch.columns.items():
         if out is None:
-            tensors[name] = torch.from_numpy(_converted(name, values)).unsqueeze(0)
+            tensors[name] = torch.from_numpy(_converted(name, values)[None])
         else:
             tensors[name] = _into_pool(out, name, values).unsqueeze(0)
     tensors["sequence_lengths"] = torch.from_numpy(batch.sequence_lengths)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from penstock.assets import AssetStore
 from penstock.pack import MicroBatch
@@ -42,7 +42,7 @@ _RECENT = 10
 class Observer(Protocol):
     """Sees every micro-batch with what the loss did to it; the token exporter is one."""
 
-    def write(self, step: SourceStep, batch: MicroBatch, terms: Terms) -> None: ...
+    def write(self, step: SourceStep, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None: ...
     def close_step(self, step: SourceStep) -> None: ...
     def close(self) -> None: ...
 
@@ -113,7 +113,6 @@ class Trainer:
         self._weights = Weights(self.folder / "weights")
         self._journal = Journal(self.folder, config.run, list(config.metrics)) if rank == 0 else None
         self._rewards: list[float] = []
-        self._pool: dict[str, Tensor] = {}
         self._publish(self.done)
 
     def run(self, source: Source | FakeSource) -> None:
@@ -136,14 +135,13 @@ class Trainer:
     def train_step(self, step: SourceStep) -> Sums:
         """One optimizer step over all micro-batches of a step."""
         sums, last = Sums(), len(step) - 1
-        observed = self.config.export_every and step.number % self.config.export_every == 0
         for index, batch in enumerate(step):
             with self._sync_only(index == last):
                 terms = self._backward(step, batch)
             sums.add(batch, terms, version=step.number - 1)
-            if observed and self.observer is not None:
-                self.observer.write(step, batch, terms)
-        if observed and self.observer is not None:
+            if self.observer is not None:
+                self.observer.write(step, batch, terms, policy_version=step.number - 1)
+        if self.observer is not None:
             self.observer.close_step(step)
         sums.grad_norm = float(
             checkpoint.full(
@@ -156,7 +154,7 @@ class Trainer:
         return sums.reduced() if self.config.ranks > 1 else sums
 
     def _backward(self, step: SourceStep, batch: MicroBatch) -> Terms:
-        tensors = to_torch(batch, out=self._pool)
+        tensors = to_torch(batch)
         extra = self._vision.inputs(self.model, batch, tensors) if self._vision and batch.images else None
         logits = forward(self._wrapped, tensors, extra)
         if self.config.model.never_sampled:

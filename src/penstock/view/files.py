@@ -40,7 +40,7 @@ class HashedFile:
     """A file opened for writing that knows the digest of what went through it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=1 << 20)
+        self._file = path.open("wb", buffering=1 << 18)
         self._hash = xxhash.xxh3_128()
         self.num_bytes = 0
         self.closed = False

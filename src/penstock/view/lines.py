@@ -10,7 +10,7 @@ import numpy as np
 from penstock.arrays.columns import Array
 from penstock.view.record import COLUMNS, FACTS, TABLE, Record
 
-_KINDS: dict[str, Any] = {"int": list[int], "bool": list[bool | None], "float": list[float | None]}
+_KINDS: dict[str, Any] = {"int": list[int | None], "bool": list[bool | None], "float": list[float | None]}
 _DTYPES: dict[str, Any] = {"token_ids": np.uint32, "position_ids": np.int64, "weight_versions": np.int32}
 _NEEDED = ("token_ids", "loss_mask")
 
@@ -33,7 +33,7 @@ class MalformedLine(ValueError):
 def parse_line(line: bytes) -> Record:
     """The record in a line; `MalformedLine` says what is wrong with it."""
     try:
-        raw = _decoder.decode(line)
+        raw: Any = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedLine(str(error)) from None
     columns: dict[str, Array] = {}
@@ -52,8 +52,10 @@ def parse_line(line: bytes) -> Record:
 
 def _array(name: str, values: list[Any]) -> Array | None:
     kind = COLUMNS[name].kind
+    if kind != "float" and None in values:
+        return None
     if kind == "bool":
-        return None if None in values else np.array(values, np.bool_)
+        return np.array(values, np.bool_)
     try:
         # numpy turns None into NaN. Numbers beyond float32 become infinite, which every reader of ours skips.
         with np.errstate(over="ignore"):

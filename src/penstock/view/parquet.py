@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import batched
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -78,10 +78,11 @@ def records_to_parquet(
     layout = schema(with_images=images is not None)
     count, writer = 0, None
     try:
-        for group in batched(records, records_per_group):
+        source = iter(records)
+        while group := list(islice(source, records_per_group)):
             writer = writer or pq.ParquetWriter(path, layout, compression="zstd", use_dictionary=False)
             inline = None if images is None else [_inline(record, images, max_image_bytes) for record in group]
-            writer.write_batch(_batch(list(group), layout, inline))
+            writer.write_batch(_batch(group, layout, inline))
             count += len(group)
     except BaseException:
         if writer is not None:
@@ -161,7 +162,7 @@ def _values(table: pa.Table, column: ExportColumn, row: int) -> Array | None:
     cell = table[column.name][row]
     if not cell.is_valid:
         return None
-    values = cell.values.to_numpy(zero_copy_only=False)
+    values: Array = cell.values.to_numpy(zero_copy_only=False)
     if column.kind == "float":
         return values.astype(np.float32)
     return values.astype(np.bool_ if column.kind == "bool" else _DTYPES[column.name])

@@ -26,10 +26,13 @@ class Spread:
     high: float = -np.inf
 
     def add(self, values: Array) -> None:
-        values = values[np.isfinite(values)]
+        total = float(values.sum(dtype=np.float64))
+        if not np.isfinite(total):  # something in it is not: rare, and only then worth a second look
+            values = values[np.isfinite(values)]
+            total = float(values.sum(dtype=np.float64))
         if len(values):
             self.count += len(values)
-            self.total += float(values.sum(dtype=np.float64))
+            self.total += total
             self.low = min(self.low, float(values.min()))
             self.high = max(self.high, float(values.max()))
 

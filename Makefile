@@ -1,0 +1,27 @@
+# The commands of the project. Everything is installed into .venv by the first one that is run.
+
+.PHONY: help demo test bench clean
+
+help:
+	@echo "make demo    set up, then run the quickstart"
+	@echo "make test    set up, then run every check and every test"
+	@echo "make bench   set up, then measure against rivals on this machine"
+	@echo "make clean   remove what the others made, .venv included"
+
+demo:
+	@bash scripts/setup demo
+	.venv/bin/python examples/quickstart.py
+
+test:
+	@bash scripts/setup dev,bench
+	bash scripts/check
+	.venv/bin/pytest -n 2 --dist loadscope --doctest-modules tests src
+
+bench:
+	@bash scripts/setup dev,bench
+	for name in $$(.venv/bin/python -c "from penstock.commands.bench import BENCHES; print(*BENCHES)"); do \
+	  .venv/bin/penstock bench $$name || exit 1; echo; done
+
+clean:
+	rm -rf .venv build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,282 @@
+"""Replay tables against cpprb and torchrl: sampling, updates, inserts, mixed use, checkpoints.
+
+Ours goes through the public `Table`: lock, limiter, counters, items and weights included. cpprb goes through its
+`PrioritizedReplayBuffer` with one number per item, torchrl through its bare `PrioritizedSampler`, which has no
+items to fetch: the comparison favours them. Neither samples without replacement, so those rows compare ours
+without replacement to theirs with. Rates are per CPU second.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bench.report import Row, best
+from penstock.hold import Fifo, Prioritized, Table
+
+_EXPONENT = 0.6
+_LARGEST = 1_000_000
+_CHECKPOINT_ITEMS, _CHECKPOINT_BYTES = 1000, 150_000
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One implementation, filled, behind the calls that are timed."""
+
+    name: str
+    sample: Callable[[int], object]
+    sample_distinct: Callable[[int], object] | None
+    """None where the implementation has no sampling without replacement."""
+    update: Callable[[], object]
+    """New priorities for the next 512 of a fixed sequence of random items."""
+    mixed: Callable[[int], object]
+    """Sample, then update what was sampled."""
+    insert: Callable[[], object] | None
+    """One more item into the full buffer."""
+
+
+def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
+    rows: list[Row] = []
+    for size in (10_000, 100_000, _LARGEST):
+        progress(f"filling buffers of {size:,} items")
+        buffers, notes = _buffers(size)
+        rows += _compared(size, buffers, notes, 9 if full else 5, progress)
+    progress("inserting at capacity")
+    rows += _inserting(9 if full else 5)
+    progress("saving and loading a checkpoint")
+    return rows + _checkpoint()
+
+
+# -- the implementations ---------------------------------------------------------------------------------------
+
+
+def _buffers(size: int) -> tuple[list[Buffer], list[str]]:
+    """Ours first; a rival that is not installed, or does not load, is left out with a note."""
+    rng = np.random.default_rng(size)
+    priorities = rng.random(size) + 0.01
+    chosen = [rng.integers(0, size, 512) for _ in range(64)]
+    found, notes = [_ours(size, priorities, chosen)], []
+    for name, build in (("cpprb", _cpprb), ("torchrl", _torchrl)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found.append(build(size, priorities, chosen))
+        except (ImportError, RuntimeError) as error:
+            notes.append(f"{name} left out: {str(error).splitlines()[0][:120]}")
+    return found, notes
+
+
+def _ours(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.int64]]) -> Buffer:
+    table = _full_table(size, priorities)
+    handles = np.sort(table.sample(size).handles)
+    batches, values, keys = cycle([handles[slots] for slots in chosen]), priorities[:512].copy(), count(size)
+
+    def take(n: int, replace: bool) -> object:
+        batch = table.sample(n, replace=replace)
+        return batch.items, batch.weights
+
+    def mixed(n: int) -> object:
+        batch = table.sample(n, replace=True)
+        return batch.weights, table.update_handles(batch.handles, values[:n])
+
+    return Buffer(
+        name="penstock",
+        sample=lambda n: take(n, True),
+        sample_distinct=lambda n: take(n, False),
+        update=lambda: table.update_handles(next(batches), values),
+        mixed=mixed,
+        insert=lambda: table.insert(next(keys), None, priority=0.5),
+    )
+
+
+def _full_table(size: int, priorities: NDArray[np.float64]) -> Table:
+    table = Table(capacity=size, sampler=Prioritized(_EXPONENT), remover=Fifo(), max_times_sampled=None)
+    for key, priority in enumerate(priorities.tolist()):
+        table.insert(key, float(key), priority=priority)  # an object of its own, as real items are
+    return table
+
+
+def _cpprb(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.int64]]) -> Buffer:
+    from cpprb import PrioritizedReplayBuffer
+
+    buffer = PrioritizedReplayBuffer(size, {"item": {"shape": 1}}, alpha=_EXPONENT)
+    buffer.add(item=np.arange(size, dtype=np.float32).reshape(size, 1), priorities=priorities)
+    batches, values = cycle(chosen), priorities[:512].copy()
+
+    def mixed(n: int) -> object:
+        batch = buffer.sample(n, beta=1.0)
+        return buffer.update_priorities(batch["indexes"], values[:n])
+
+    return Buffer(
+        name="cpprb",
+        sample=lambda n: buffer.sample(n, beta=1.0),
+        sample_distinct=None,
+        update=lambda: buffer.update_priorities(next(batches), values),
+        mixed=mixed,
+        insert=lambda: buffer.add(item=1.0, priorities=0.5),
+    )
+
+
+def _torchrl(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.int64]]) -> Buffer:
+    import torch
+    from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+    class Filled:
+        """As much of a storage as the sampler looks at."""
+
+        ndim, shape = 1, (size,)
+
+        def __len__(self) -> int:
+            return size
+
+    sampler = PrioritizedSampler(size, alpha=_EXPONENT, beta=1.0)
+    everything = torch.arange(size)
+    sampler.extend(everything)
+    sampler.update_priority(everything, torch.from_numpy(priorities).float())
+    storage: Any = Filled()
+    batches = cycle([torch.from_numpy(slots) for slots in chosen])
+    values = torch.from_numpy(priorities[:512]).float()
+
+    def mixed(n: int) -> object:
+        index, _ = sampler.sample(storage, n)
+        return sampler.update_priority(index, values[:n])
+
+    return Buffer(
+        name="torchrl",
+        sample=lambda n: sampler.sample(storage, n),
+        sample_distinct=None,
+        update=lambda: sampler.update_priority(next(batches), values),
+        mixed=mixed,
+        insert=None,
+    )
+
+
+# -- the rows --------------------------------------------------------------------------------------------------
+
+
+def _repeat(call: Callable[[int], object], n: int, times: int) -> Call:
+    def loop() -> None:
+        for _ in range(times):
+            call(n)
+
+    return loop
+
+
+def _updates(buffer: Buffer, times: int) -> Call:
+    """Deferred work counts: a draw after the updates makes an implementation finish them."""
+
+    def loop() -> None:
+        for _ in range(times):
+            buffer.update()
+        buffer.sample(1)
+
+    return loop
+
+
+def _compared(
+    size: int, buffers: list[Buffer], notes: list[str], repeats: int, progress: Callable[[str], None]
+) -> list[Row]:
+    ours, rivals = buffers[0], buffers[1:]
+    assert ours.sample_distinct is not None
+    rows = []
+    for n, times in ((64, 120), (512, 40)):
+        progress(f"{size:,} items, batches of {n}")
+        sampling = [_repeat(rival.sample, n, times) for rival in rivals]
+        for what, mine, theirs in (
+            ("sample", ours.sample, sampling),
+            ("sample distinct", ours.sample_distinct, sampling),
+            ("sample + update", ours.mixed, [_repeat(rival.mixed, n, times) for rival in rivals]),
+        ):
+            seconds = best(_repeat(mine, n, times), *theirs, repeats=repeats)
+            rows += _rates(what, n, size, n * times, seconds, rivals, notes)
+    progress(f"{size:,} items, updates")
+    seconds = best(*(_updates(buffer, 64) for buffer in buffers), repeats=repeats)
+    return rows + _rates("update", 512, size, 64 * 512, seconds, rivals, notes)
+
+
+def _target(what: str, n: int, size: int, rival: str) -> float | None:
+    """Sampling from a million, and updates of 512 against cpprb; the other rows are shown without a target."""
+    if size != _LARGEST:
+        return None
+    if what == "sample" and n == 512:
+        return 1.5
+    if what == "sample" and n == 64 and rival == "cpprb":
+        return 0.7
+    return 1.1 if what == "update" and rival == "cpprb" else None
+
+
+def _rates(
+    what: str, n: int, size: int, num_items: int, seconds: list[float], rivals: list[Buffer], notes: list[str]
+) -> list[Row]:
+    name, mine = f"{what} {n} of {size:,}", num_items / seconds[0] / 1e6
+    # Said once, where the targets are.
+    note = "; ".join(notes) if (what, n, size) == ("sample", 512, _LARGEST) else ""
+    if not rivals:
+        return [Row(name=name, ours=mine, unit="M/s", note=note)]
+    return [
+        Row(
+            name=name,
+            ours=mine,
+            rival=num_items / theirs / 1e6,
+            rival_name=rival.name,
+            ratio=theirs / seconds[0],
+            unit="M/s",
+            target=_target(what, n, size, rival.name),
+            note=note,
+        )
+        for rival, theirs in zip(rivals, seconds[1:], strict=True)
+    ]
+
+
+def _inserting(repeats: int) -> list[Row]:
+    """One item into a full table, from a thousand items to a million, in interleaved rounds."""
+    sizes, times = (1000, 10_000, 100_000, _LARGEST), 4000
+    calls = []
+    for size in sizes:
+        insert = _ours(size, np.full(size, 0.5), [np.zeros(1, dtype=np.int64)]).insert
+        assert insert is not None
+        calls.append(_repeat(lambda _, insert=insert: insert(), 0, times))  # type: ignore[misc]
+    seconds = best(*calls, repeats=repeats)
+    rows = [
+        Row(name=f"insert one at capacity {size:,}", ours=times / spent / 1e3, unit="k/s", target=200, bound="min")
+        for size, spent in zip(sizes, seconds, strict=True)
+    ]
+    flat = Row(
+        name="insert: rate at 1,000,000 over rate at 1,000",
+        ours=seconds[0] / seconds[-1],
+        unit="x",
+        target=0.7,
+        bound="min",
+        note="flat is 1.0; the dictionary of keys no longer fits the cache at a million",
+    )
+    return [*rows, flat]
+
+
+def _checkpoint() -> list[Row]:
+    rng = np.random.default_rng(0)
+    table = Table(capacity=_CHECKPOINT_ITEMS, sampler=Prioritized(_EXPONENT), remover=Fifo(), max_times_sampled=None)
+    for key in range(_CHECKPOINT_ITEMS):
+        table.insert(key, rng.bytes(_CHECKPOINT_BYTES), num_bytes=_CHECKPOINT_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table"
+        saved, loaded = best(lambda: table.checkpoint(path), lambda: Table.restore(path), repeats=3)
+    size = f"{_CHECKPOINT_ITEMS:,} groups, {_CHECKPOINT_ITEMS * _CHECKPOINT_BYTES / 1e6:.0f} MB"
+    return [
+        Row(
+            name=f"checkpoint save, {size}",
+            ours=saved * 1e3,
+            unit="ms",
+            note="CPU time; the disk's own time is not in it",
+        ),
+        Row(name=f"checkpoint load, {size}", ours=loaded * 1e3, unit="ms", note="mapped, every byte checked"),
+    ]

@@ -1,0 +1,73 @@
+"""Look after the images of a run: what is stored, whether it is whole, what may go.
+
+penstock assets list runs/demo/assets
+penstock assets verify runs/demo/assets        read and hash every image; exit 1 if one is damaged or missing
+penstock assets sweep runs/demo/assets         remove processed features nobody used; images are never swept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.assets import AssetStore
+from penstock.assets.commands import list_assets, sweep_assets, verify_assets
+from penstock.assets.features import TTL_S
+from penstock.errors import InvalidInput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["list", "verify", "sweep"])
+    parser.add_argument("folder", type=Path, help="the asset store's folder")
+    parser.add_argument(
+        "--ttl", type=float, default=TTL_S, help="sweep: seconds since the last use (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.folder.is_dir():
+        raise InvalidInput(f"{args.folder}: not a folder; give the folder of an asset store")
+    store = AssetStore(args.folder)
+    if args.action == "list":
+        return _list(store, as_json=args.json)
+    if args.action == "verify":
+        return _verify(store, as_json=args.json)
+    report = sweep_assets(store, ttl_s=args.ttl)
+    text = f"{report.features_removed} features removed, {report.images_kept} images kept"
+    print(json.dumps(asdict(report)) if args.json else text)
+    return 0
+
+
+def _list(store: AssetStore, *, as_json: bool) -> int:
+    rows = list_assets(store)
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return 0
+    for row in rows:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.modified))
+        print(f"{row.hash}  {row.num_bytes:>10,} B  used {used}  {', '.join(row.runs)}")
+    print(f"{len(rows)} images, {sum(row.num_bytes for row in rows):,} bytes")
+    return 0
+
+
+def _verify(store: AssetStore, *, as_json: bool) -> int:
+    def progress(num_bytes: int) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{num_bytes:,} bytes read")
+
+    report = verify_assets(store, progress=progress)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    if as_json:
+        print(json.dumps({**asdict(report), "ok": report.ok}))
+    else:
+        for line in (*report.corrupt, *(f"{image}: claimed by a run and not there" for image in report.missing)):
+            print(line)
+        put_aside = f", {report.quarantined} put aside earlier" if report.quarantined else ""
+        print(f"{report.checked} images, {report.num_bytes:,} bytes: {'whole' if report.ok else 'DAMAGED'}{put_aside}")
+    return 0 if report.ok else 1

@@ -1,0 +1,81 @@
+"""Means and maxima over the trained tokens of finished steps: mismatch KL, entropy, masked fractions, rewards.
+
+  penstock tokens runs/demo                      one line per step
+  penstock tokens runs/demo --step 12 --json     one step, everything, for programs
+
+Only steps that every rank has finished are read. Lines that are not records are counted and skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.view.reader import Export, Skipped, StepFolder
+from penstock.view.tally import tally
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
+    parser.add_argument("--step", type=int, help="this step only")
+    parser.add_argument("--run", dest="of_run", help="this run, where the folder holds several")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    export = Export(args.folder)
+    steps = export.steps(args.of_run) if args.step is None else [export.step(args.step, args.of_run)]
+    reports = [summarize(step) for step in steps]
+    for report in reports:
+        _warn(report)
+    print(json.dumps({"folder": str(args.folder), "steps": reports}, indent=1) if args.json else _table(reports))
+    return 0
+
+
+def summarize(step: StepFolder) -> dict[str, Any]:
+    """What `penstock tokens` shows of one step, as plain data."""
+    skipped = Skipped()
+    summary = tally(step.records(skipped)).as_dict()
+    return {
+        "step": step.number,
+        "run": step.run,
+        **summary,
+        "malformed_lines": skipped.lines,
+        "reasons": skipped.reasons,
+        "altered_files": step.altered(),
+    }
+
+
+def _warn(report: dict[str, Any]) -> None:
+    count = report["malformed_lines"]
+    if count:
+        lines = "line" if count == 1 else "lines"
+        print(f"step {report['step']}: {count} malformed {lines} skipped; {report['reasons'][0]}", file=sys.stderr)
+    for name in report["altered_files"]:
+        print(f"step {report['step']}: {name} is not what its rank wrote", file=sys.stderr)
+
+
+_SHOWN = (
+    ("KL mean", "mismatch_kl", "mean"),
+    ("KL max", "mismatch_kl", "max"),
+    ("entropy", "entropy", "mean"),
+    ("reward", "reward", "mean"),
+    ("stale", "staleness", "mean"),
+)
+
+
+def _table(reports: list[dict[str, Any]]) -> str:
+    heads = "".join(f"{head:>11}" for head, _, _ in _SHOWN)
+    lines = [f"{'step':>6}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
+    for report in reports:
+        cells = [report[name][what] if report[name] else None for _, name, what in _SHOWN]
+        masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
+        lines.append(
+            f"{report['step']:>6}{report['records']:>9,}{report['loss_tokens']:>10,}"
+            + "".join(f"{'-' if cell is None else format(cell, '.4g'):>11}" for cell in cells)
+            + "".join(f"{'-' if cell is None else format(cell, '.2%'):>9}" for cell in masked)
+        )
+    return "\n".join(lines)

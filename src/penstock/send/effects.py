@@ -1,0 +1,73 @@
+"""What the coordinator wants done: messages for the carrier, decisions for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from penstock.send.messages import Frames, FromPlane
+
+Peer: TypeAlias = object
+"""Whatever the carrier uses to address a process; comes with each message and goes back with each answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give this to the carrier."""
+
+    peer: Peer
+    message: FromPlane
+    frames: Frames = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """No more steps go to this process: the carrier may give back what it keeps for it."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A new session begins and its trainer is at `step`: what came before counts as trained."""
+
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReceived:
+    """Every process has the step, and found it whole."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """Every process has trained the step: write it down, then call `Coordinator.committed`."""
+
+    session: int
+    step: int
+    policy_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A process knows something about samples."""
+
+    step: int
+    priorities: dict[str, float]
+    metrics: dict[str, float]
+
+
+Effect: TypeAlias = Send | Parted | Resume | StepReceived | StepCommitted | Reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A step that is ready for every rank."""
+
+    step: int
+    plans: list[bytes]
+    payloads: list[Frames]
+    digests: list[str]

@@ -1,0 +1,358 @@
+"""The parts of a simulated run: a network that loses messages, a log that survives crashes, ranks and producers.
+
+Protocol, engine, books and log are the real ones; threads, sockets, disks and clocks are not there. See
+`simulation.py` for what is done with them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import CorruptFrame, DiskFull, PeerError
+from penstock.send.effects import Peer, Staged
+from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Ready, Released, Standing, StepDone
+from penstock.send.messages import (
+    Accepted,
+    Buffer,
+    Frames,
+    FromClient,
+    FromPlane,
+    Put,
+    Rejected,
+    pack_message,
+    read_from_plane,
+)
+from penstock.serve.log import Log
+from penstock.serve.making import Facts, Made, digest_of
+
+if TYPE_CHECKING:
+    from penstock.testing.simulation import Simulation
+
+
+class Crash(BaseException):
+    """The process ends here, whatever it was doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """How bad the world is while faults last."""
+
+    drop: float = 0.0
+    """Share of messages that are lost."""
+    duplicate: float = 0.0
+    delay_s: float = 0.01
+    """Mean time a message travels; each one differs, so they overtake each other."""
+    rank_crash: float = 0.0
+    """Crashes of each rank per second; so for the others."""
+    plane_crash: float = 0.0
+    pause: float = 0.0
+    fill_failure: float = 0.0
+    """Share of steps that a rank fails to unpack."""
+    disk_full: float = 0.0
+
+    @staticmethod
+    def drawn(rng: Random) -> Faults:
+        """Each kind of trouble in half of the runs."""
+
+        def maybe(most: float) -> float:
+            return rng.random() * most if rng.random() < 0.5 else 0.0
+
+        return Faults(
+            drop=maybe(0.3),
+            duplicate=maybe(0.3),
+            delay_s=rng.choice([0.001, 0.01, 0.1]),
+            rank_crash=maybe(0.3),
+            plane_crash=maybe(0.6),
+            pause=maybe(0.3),
+            fill_failure=maybe(0.1),
+            disk_full=maybe(0.3),
+        )
+
+
+class Clock:
+    """Simulated time: what is to happen, in order."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._numbers), act))
+
+    def step(self) -> None:
+        """Let the next thing happen."""
+        self.now, _, act = heapq.heappop(self._queue)
+        act()
+
+
+class KeptLog(Log):
+    """A log in memory that outlives its plane, and can fail in the middle of a transaction."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.full_until = -1.0
+        self.fuse: int | None = None
+        """Transactions until the plane crashes: odd numbers before they are written, even ones after."""
+        self.now: Callable[[], float] = lambda: 0.0
+
+    def restart(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        self.fuse = None
+        self.take_over()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        if self.now() < self.full_until:
+            raise DiskFull("simulated: no room; nothing was written")
+        if self.fuse is not None:
+            self.fuse -= 1
+        with super().transaction():
+            yield
+            if self.fuse is not None and self.fuse <= 0 and self.fuse % 2:
+                raise Crash
+        if self.fuse is not None and self.fuse <= 0:
+            raise Crash
+
+
+class PlainMaker:
+    """Steps made of groups that are nothing but a name, so that thousands of runs can be simulated."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def look(self, group: str, frame: Buffer) -> Facts:
+        name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+        if name != group:
+            raise CorruptFrame(f"group {group!r}: holds {name!r}")
+        return Facts(samples=samples, tokens=10 * samples, policy_version=version)
+
+    def make(self, step: int, frames: Sequence[Buffer]) -> Made:
+        shares = tuple(f"{step}:{rank}".encode() for rank in range(self._ranks))
+        samples = sum(msgspec.msgpack.decode(frame, type=tuple[str, int, int])[1] for frame in frames)
+        staged = self.again(step, frames, shares)
+        return Made(staged=staged, shares=shares, samples=samples, tokens=10 * samples, loss_tokens=5 * samples)
+
+    def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
+        payloads = [b"".join(frames[rank :: self._ranks]) for rank in range(self._ranks)]
+        digests = [digest_of(share, payload) for share, payload in zip(shares, payloads, strict=True)]
+        return Staged(step=step, plans=list(shares), payloads=[[p] for p in payloads], digests=digests)
+
+    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
+        return []
+
+
+class Wire:
+    """The plane's end of the simulated network; it is there while the plane is."""
+
+    poll_s: float | None = None
+    url = "simulated:"
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self.inbox: list[tuple[Peer, Buffer, Frames]] = []
+        self.fuse: int | None = None
+        """Messages until the plane crashes."""
+
+    def pollable(self) -> None:
+        return None
+
+    def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
+        got, self.inbox = self.inbox, []
+        return got
+
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse <= 0:
+                raise Crash
+        self._world.travel(lambda: self._world.deliver(peer, header, frames))
+
+    def forget(self, peer: Peer) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Process:
+    """Something that can crash, be paused and be started again."""
+
+    def __init__(self, world: Simulation, name: str) -> None:
+        self.world, self.name = world, name
+        self.up = False
+        self.paused_until = -1.0
+        self.life = 0
+        """Counts starts; what was meant for an earlier life finds nobody."""
+
+    @property
+    def peer(self) -> str:
+        return f"{self.name}.{self.life}"
+
+    def hears(self, act: Callable[[], None]) -> None:
+        """Do something now, or when the pause is over, unless it has died until then."""
+        life = self.life
+        if self.world.clock.now < self.paused_until:
+            self.world.clock.after(self.paused_until - self.world.clock.now, lambda: self.hears(act))
+        elif self.up and self.life == life:
+            act()
+
+    def say(self, message: FromClient, frames: Frames = ()) -> None:
+        peer, header = self.peer, pack_message(message)
+        self.world.travel(lambda: self.world.arrive(peer, header, frames))
+
+    def stop(self) -> None:
+        self.up = False
+
+
+class Rank(Process):
+    """A trainer's process: asks one step ahead, trains, commits, and begins anew when something fails."""
+
+    def __init__(self, world: Simulation, rank: int) -> None:
+        super().__init__(world, f"rank{rank}")
+        self.rank = rank
+        self.next = 0
+        self.follower: Follower
+
+    def start(self) -> None:
+        self.up, self.life = True, self.life + 1
+        self.next = self.first = self.world.checkpoint + 1
+        self.busy = False
+        self.arrived: dict[int, str] = {}
+        self.released: set[int] = set()
+        self.follower = Follower(
+            run="simulated",
+            rank=self.rank,
+            world=self.world.ranks,
+            step=self.next,
+            incarnation=self.peer,
+            timeouts=self.world.timeouts,
+        )
+        now = self.world.clock.now
+        self.handle([*self.follower.start(now), *self.follower.request(self.next, now)])
+        self.tick()
+
+    def tick(self) -> None:
+        life = self.life
+
+        def beat() -> None:
+            if self.life == life:
+                self.handle(self.follower.on_tick(self.world.clock.now))
+                self.world.clock.after(self.world.timeouts.heartbeat_s / 2, lambda: self.hears(beat))
+
+        self.hears(beat)
+
+    def receive(self, header: bytes, frames: Frames) -> None:
+        self.handle(self.follower.on_message(read_from_plane(header), frames, self.world.clock.now))
+
+    def handle(self, events: list[Event]) -> None:
+        for event in events:
+            if not self.up:
+                return
+            if isinstance(event, Out):
+                self.say(event.message)
+            elif isinstance(event, Arrived):
+                self.unpack(event)
+            elif isinstance(event, Released):
+                self.released.add(event.step)
+            elif isinstance(event, Failed):
+                self.fail(event.error)
+            else:
+                assert isinstance(event, (Ready, StepDone))
+        self.go_on()
+
+    def unpack(self, event: Arrived) -> None:
+        step, now = event.deliver.step, self.world.clock.now
+        digest = digest_of(event.deliver.plan, event.frames[0])
+        assert digest == event.deliver.digest, "the network altered a payload"
+        if self.world.happens(self.world.faults.fill_failure):
+            self.handle(self.follower.fail(step, "cannot unpack", now))
+            return
+        self.arrived[step] = digest
+        self.world.oracle.received(self, step)
+        self.handle(self.follower.received(step, digest, now))
+
+    def go_on(self) -> None:
+        """Take the next step if it may be trained; leave when all are done."""
+        if not self.up or self.busy:
+            return
+        if self.next > self.world.last:
+            if self.follower.standing is Standing.READY and self.follower.done >= self.world.last:
+                self.up = False
+                for event in self.follower.leave():
+                    assert isinstance(event, Out)
+                    self.say(event.message)
+        elif self.next in self.released:
+            step = self.next
+            self.world.oracle.returned(self, step, self.arrived.pop(step))
+            self.busy, self.next = True, step + 1
+            if self.next <= self.world.last:
+                self.handle(self.follower.request(self.next, self.world.clock.now))
+            life = self.life
+            self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(lambda: self.trained(step, life)))
+
+    def trained(self, step: int, life: int) -> None:
+        if self.life != life:
+            return
+        self.busy = False
+        self.world.trained(self, step)
+        now = self.world.clock.now
+        if self.world.rng.random() < 0.3:
+            groups = {f"g{self.world.rng.randrange(40)}": self.world.rng.random() for _ in range(2)}
+            self.handle(self.follower.report(step, groups, {"loss": 1.0}, now))
+        self.handle(self.follower.commit(step, step, now))
+
+    def fail(self, error: PeerError) -> None:
+        self.world.oracle.raised(self, error)
+        self.crash()
+
+    def crash(self) -> None:
+        self.stop()
+        self.world.clock.after(0.05 + self.world.rng.random(), self.start)
+
+
+class Producer(Process):
+    """Puts numbered groups, one at a time, and again until each is accepted."""
+
+    def __init__(self, world: Simulation, number: int, groups: Iterator[int]) -> None:
+        super().__init__(world, f"producer{number}")
+        self._groups = groups
+        self._current: str | None = None
+        self._frame = b""
+        self._ticket = 0
+
+    def start(self) -> None:
+        self.up, self.life = True, self.life + 1
+        self.put()
+
+    def put(self) -> None:
+        if self._current is None:
+            number = next(self._groups, None)
+            if number is None:
+                self.stop()
+                return
+            self._current = f"g{number}"
+            version = self.world.published
+            self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, version))
+        self._ticket += 1
+        self.say(Put(ticket=self._ticket, run="", group=self._current), [self._frame])
+        ticket = self._ticket
+        self.world.clock.after(0.3, lambda: self.hears(lambda: self.put() if ticket == self._ticket else None))
+
+    def receive(self, header: bytes, _frames: Frames) -> None:
+        message: FromPlane = read_from_plane(header)
+        if isinstance(message, Accepted) and message.ticket == self._ticket and self._current:
+            self.world.oracle.acknowledged(self._current)
+            self._current, self._ticket = None, self._ticket + 1
+            self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(self.put))
+        elif isinstance(message, Rejected):
+            assert message.kind in ("Overloaded", "DiskFull"), message

@@ -1,0 +1,90 @@
+"""The delivery and ingest benchmarks at a tiny size: every row is there, every byte arrives, nothing stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.bench import deliver, ingest
+from penstock.bench.links import RawSharedLink, digest
+from penstock.bench.report import as_table
+from penstock.commands.bench import BENCHES
+from penstock.encode import decode
+from penstock.send.shared import ROOT
+
+
+def silent(_what: str) -> None:
+    return
+
+
+def test_deliver_measures_every_way_and_leaves_nothing_behind() -> None:
+    before = set(ROOT.iterdir())
+    rows = deliver.run(full=False, progress=silent, num_bytes=400_000, repeats=2)
+    assert set(ROOT.iterdir()) - before == set()
+    assert not multiprocessing.active_children()
+    pairs = {(row.name.rpartition(": ")[2], row.rival_name) for row in rows if row.rival is not None}
+    assert {
+        (deliver.SHARED, deliver.TCP),
+        (deliver.TCP, deliver.RAW_TCP),
+        (deliver.IPC, deliver.RAW_IPC),
+        (deliver.SHARED, deliver.RAW_SHARED),
+        (deliver.TCP, deliver.QUEUE),
+    } <= pairs
+    assert {row.target for row in rows} == {None, 0.8, 2.5}
+    assert "raw ZeroMQ tcp" in as_table("deliver", rows)
+
+
+def test_bytes_that_do_not_arrive_fail_the_benchmark() -> None:
+    class Liar:
+        def join(self) -> None:
+            return
+
+        def step(self, frames: object) -> list[bytes]:
+            return [digest(b"something else")]
+
+        def close(self) -> None:
+            return
+
+    with pytest.raises(AssertionError, match="other bytes arrived"):
+        deliver._measure({"liar": Liar()}, silent, [b"sent"], 1, silent, "")
+
+
+def test_ingest_measures_puts_that_are_durable() -> None:
+    rows = {row.name: row for row in ingest.run(full=False, progress=silent, groups=16)}
+    assert len(rows) == 6
+    assert "16 groups" in rows["embedded, 4 threads: samples/s"].note
+    assert rows["served, 2 producer processes: samples/s"].ours > 0
+    assert rows["embedded, 4 threads: acknowledgement p99"].ours > 0
+    assert not multiprocessing.active_children()
+
+
+def test_its_groups_are_what_it_says_they_are() -> None:
+    frames = ingest.make_frames("g", 3)
+    assert [name for name, _ in frames] == ["g-0", "g-1", "g-2"]
+    assert all(abs(len(frame) / ingest.SIZE - 4096) < 150 for _, frame in frames)
+    samples = decode(frames[1][1])
+    assert len(samples) == ingest.SIZE
+    assert set(samples.text["group"]) == {"g-1"}
+
+
+def test_producing_reports_one_acknowledgement_per_group(tmp_path: Path) -> None:
+    with ps.open(tmp_path / "run", ranks=1, seq_len=2048, groups_per_step=100) as plane:
+        puts = ingest.produce(plane, ingest.make_frames("g", 5), 2)
+        assert plane.ledger.held == 5 * ingest.SIZE
+    assert len(puts.acks) == 5
+    assert puts.seconds >= float(np.max(puts.acks)) > 0
+
+
+def test_raw_shared_memory_is_removed_on_close() -> None:
+    link = RawSharedLink([], 16)
+    assert link.folder.is_dir()
+    link.close()
+    assert not link.folder.exists()
+
+
+def test_both_are_registered() -> None:
+    assert {"deliver", "ingest"} <= set(BENCHES)

@@ -1,0 +1,75 @@
+"""The documentation shows what the code does: its examples run, its generated parts are those of today."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.commands.inspect import inspect_frame
+from scripts import make_diagram, make_hex
+from scripts.run_doc_blocks import blocks, main, pages
+
+ROOT = Path(__file__).parent.parent
+PAGES = pages()
+
+
+def test_readme_shows_the_quickstart_that_make_demo_runs() -> None:
+    code = (ROOT / "examples" / "quickstart.py").read_text().split('"""\n\n', 1)[1]
+    first = next(blocks((ROOT / "README.md").read_text()))
+    assert first.code == code
+    assert len([line for line in code.splitlines() if line]) < 15
+
+
+def test_quickstart_runs() -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "quickstart.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"32,000 tokens in [\d,]+ bytes\n", done.stdout)
+
+
+def test_diagram_of_imports_is_that_of_the_code() -> None:
+    page = make_diagram.PAGE.read_text()
+    assert make_diagram.updated(page) == page, "run scripts/make_diagram.py"
+
+
+def test_hex_example_is_what_the_encoder_writes() -> None:
+    page = make_hex.PAGE.read_text()
+    assert make_hex.updated(page) == page, "run scripts/make_hex.py"
+
+
+def test_inspect_example_is_what_the_command_prints() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    report = inspect_frame((ROOT / "tests" / "golden" / "v1" / "plain_group_fast.frame").read_bytes())
+    for column in report["columns"]:
+        assert re.search(rf"^{column['name']} +{re.escape(column['coding'])} +{column['bytes']:,} ", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_reached_from_the_readme(page: Path) -> None:
+    assert page.name == "README.md" or f"docs/{page.name}" in (ROOT / "README.md").read_text()
+
+
+def test_a_block_that_fails_is_named_by_page_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\ntext\n\n```python\n\nassert x == 2, 'x is one'\n```\n")
+    assert main([str(page)]) == 1
+    assert capsys.readouterr().err.strip().endswith("page.md:11: AssertionError: x is one")
+
+
+def test_a_block_is_left_out_only_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: needs two hosts -->\n\n```python\n1 / 0\n```\n\n```text\nnot Python\n```\n")
+    assert main([str(page)]) == 0
+    assert "0 blocks, 1 left out" in capsys.readouterr().out
+    page.write_text("<!-- not run: -->\n```python\n1 / 0\n```\n")
+    assert main([str(page)]) == 1
