@@ -61,10 +61,21 @@ def test_import_is_light() -> None:
     assert not set(HEAVY) & set(loaded)
 
 
+TIMED = """
+from time import process_time as now
+start = now()
+import numpy
+middle = now()
+import penstock
+print(middle - start, now() - start)
+"""
+
+
 def test_import_takes_a_quarter_of_a_second_at_most() -> None:
-    # CPU seconds, the best of five: what else the machine does must not decide.
-    program = "import time; t = time.process_time(); import penstock; print(time.process_time() - t)"
-    assert min(float(run_python(program)) for _ in range(5)) <= 0.25
+    # CPU seconds, the best of five. On a machine so busy that numpy alone takes more than its usual tenth of a
+    # second, the limit grows with it: what else runs must not decide.
+    runs = [tuple(map(float, run_python(TIMED).split())) for _ in range(5)]
+    assert min(whole / max(1.0, numpy / 0.1) for numpy, whole in runs) <= 0.25
 
 
 def test_import_prints_and_starts_nothing() -> None:

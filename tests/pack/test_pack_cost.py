@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.arrays import Sample
 from penstock.errors import ConfigError, InvalidInput
-from penstock.pack import Cost, Observation
+from penstock.pack import Cost, Observation, pack
 
 
 @pytest.mark.parametrize("field", ["overhead", "per_token", "per_token_squared", "per_patch"])
@@ -55,6 +56,20 @@ def test_fitting_recovers_the_coefficients_of_exact_times(
         )
         assert again == pytest.approx(o.seconds, rel=1e-6, abs=1e-6 * scale)
     assert found.per_token == pytest.approx(per_token, rel=1e-3, abs=1e-5)
+
+
+def test_costs_fitted_to_the_times_of_packed_steps_are_the_costs_that_made_them() -> None:
+    rng = np.random.default_rng(0)
+    truth = Cost(overhead=0.2, per_token=2e-4, per_token_squared=3e-8)
+    seen = []
+    for count in (30, 60, 90, 200, 300):
+        samples = [Sample(token_ids=np.ones(n, np.uint32)) for n in rng.integers(10, 2000, count)]
+        accounts = pack(samples, ranks=4, seq_len=2048, pad_to_multiple_of=64, cost=truth).accounting
+        seen.append(accounts.observed(seconds=accounts.step_cost))
+    found = Cost.fit(seen)
+    assert found.overhead == pytest.approx(truth.overhead, rel=1e-6)
+    assert found.per_token == pytest.approx(truth.per_token, rel=1e-6)
+    assert found.per_token_squared == pytest.approx(truth.per_token_squared, rel=1e-6)
 
 
 def test_a_fit_has_no_negative_coefficient_even_when_noise_asks_for_one() -> None:

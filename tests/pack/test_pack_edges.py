@@ -11,7 +11,7 @@ import pytest
 
 from penstock.arrays import ImageSpan, Sample, Samples
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
-from penstock.pack import Cost, MicroBatch, Modalities, Packing, Share, Step, Traits, fill, pack, plan
+from penstock.pack import Cost, MicroBatch, Modalities, Packing, Share, Step, Traits, bytes_needed, fill, pack, plan
 
 
 def sample(length: int, name: str | None = None, **more: Any) -> Sample:
@@ -355,6 +355,18 @@ def test_a_share_of_other_samples_is_refused() -> None:
     step = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8)
     with pytest.raises(InvalidInput, match=r"2 given.*samples.take"):
         fill(Samples.of([sample(4), sample(4)]), step.ranks[1].share)
+
+
+def test_memory_that_is_given_is_filled_and_used_again() -> None:
+    samples = Samples.of([sample(4 + i, f"s{i}", advantages=float(i)) for i in range(9)])
+    shares = pack(samples, ranks=2, seq_len=16, pad_to_multiple_of=8).plan.shares
+    buffer = np.zeros(max(map(bytes_needed, shares)), np.uint8)
+    for share in shares:
+        filled = fill(samples, share, out=buffer)
+        assert [b.digest for b in filled] == [b.digest for b in fill(samples, share)]
+        assert all(np.shares_memory(values, buffer) for b in filled for values in b.columns.values())
+    with pytest.raises(InvalidInput, match="out: 10 bytes; this share needs"):
+        fill(samples, shares[0], out=buffer[:10])
 
 
 def test_altered_or_truncated_shares_are_detected() -> None:

@@ -16,7 +16,7 @@ from penstock.send.messages import Buffer
 from penstock.serve.making import Facts, Made, StepMaker
 from penstock.testing.simulation import Simulation, main
 
-PLAIN_SEEDS, REAL_SEEDS, PARTS = 1600, 240, 8
+PLAIN_SEEDS, REAL_SEEDS, PARTS = 2000, 64, 8
 
 
 class RealMaker:

@@ -2,7 +2,8 @@
 
 Producers put one group after another, each waiting for its acknowledgement; the plane writes what several of them
 put with one sync. The disk is part of the figure: the same run measures how fast it makes 256 KiB durable with
-nothing of ours in between.
+nothing of ours in between. What is compared is the best of several rounds, as everywhere in these benchmarks; the
+notes carry the worst one too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SIZE = 64
 """Samples per group."""
 THREADS = 4
 PROCESSES = 2
+ROUNDS = 5
 _PROMPT, _COMPLETION = 200, 650
 """Tokens; 64 such samples encode to 256 KiB."""
 _SERVE = ("--ranks=1", "--seq-len=2048", "--groups-per-step=65536")
@@ -53,6 +55,8 @@ class Puts:
     """Seconds from each put to its acknowledgement."""
     seconds: float
     """From the first put to the last acknowledgement."""
+    cpu_s: float = 0.0
+    """CPU seconds of this process meanwhile: what the disk and other programs do not change."""
 
     @property
     def samples_per_s(self) -> float:
@@ -60,7 +64,7 @@ class Puts:
 
 
 def run(*, full: bool, progress: Callable[[str], None], groups: int | None = None) -> list[Row]:
-    count = groups or (3200 if full else 800)
+    count = ROUNDS * (groups or (640 if full else 160))
     progress(f"encoding {count} groups of {SIZE} samples")
     frames = make_frames("inside", count)
     size = len(frames[0][1])
@@ -77,32 +81,40 @@ def run(*, full: bool, progress: Callable[[str], None], groups: int | None = Non
     alone = SIZE / float(np.mean(sqlite))
     return [
         *_rows(f"embedded, {THREADS} threads", inside, alone, at_least=10_000),
+        Row(
+            name="embedded: samples per CPU second, producers and plane",
+            ours=max(SIZE * len(puts.acks) / puts.cpu_s for puts in inside),
+            unit="/s",
+            note="does not depend on the disk or on what else the machine does",
+        ),
         *_rows(f"served, {PROCESSES} producer processes", served, alone, at_least=5_000),
         Row(name=f"raw fdatasync of {size:,} B", ours=float(np.median(sync)) * 1e3, unit="ms", note=_spread(sync)),
         Row(name="raw SQLite commit of the same", ours=float(np.median(sqlite)) * 1e3, unit="ms", note=_spread(sqlite)),
     ]
 
 
-def _rows(name: str, puts: Puts, alone: float, *, at_least: float) -> list[Row]:
+def _rows(name: str, rounds: list[Puts], alone: float, *, at_least: float) -> list[Row]:
+    rates = [puts.samples_per_s for puts in rounds]
+    late = [float(np.percentile(puts.acks, 99)) * 1e3 for puts in rounds]
     return [
         Row(
             name=f"{name}: samples/s",
-            ours=puts.samples_per_s,
+            ours=max(rates),
             rival=alone,
             rival_name="raw SQLite, a commit per group",
-            ratio=puts.samples_per_s / alone,
+            ratio=max(rates) / alone,
             unit="/s",
             target=at_least,
             bound="min",
-            note=f"{len(puts.acks)} groups in {puts.seconds:.2f} s, each acknowledged when durable",
+            note=f"{len(rounds)} rounds of {len(rounds[0].acks)} groups, the slowest {min(rates):,.0f}/s",
         ),
         Row(
             name=f"{name}: acknowledgement p99",
-            ours=float(np.percentile(puts.acks, 99)) * 1e3,
+            ours=min(late),
             unit="ms",
             target=60.0,
             bound="max",
-            note=_spread(puts.acks),
+            note=f"the worst round {max(late):.1f}; all: {_spread(np.concatenate([p.acks for p in rounds]))}",
         ),
     ]
 
@@ -129,13 +141,13 @@ def make_frames(name: str, count: int) -> Frames:
 # ------------------------------------------------------------------ ours
 
 
-def _embedded(folder: Path, frames: Frames) -> Puts:
+def _embedded(folder: Path, frames: Frames) -> list[Puts]:
     with open_plane(folder / "inside", ranks=1, seq_len=2048, groups_per_step=1 << 16) as plane:
-        return produce(plane, frames, THREADS)
+        return [produce(plane, frames[i::ROUNDS], THREADS) for i in range(ROUNDS)]
 
 
-def _served(folder: Path, count: int) -> Puts:
-    """Producers in processes of their own, which encode first and begin together."""
+def _served(folder: Path, count: int) -> list[Puts]:
+    """Producers in processes of their own, which encode first and begin each round together."""
     spawn = multiprocessing.get_context("spawn")
     with PlaneProcess([str(folder / "served"), *_SERVE, f"--listen=ipc://{folder}/socket"]) as plane:
         pipes = [spawn.Pipe() for _ in range(PROCESSES)]
@@ -146,14 +158,18 @@ def _served(folder: Path, count: int) -> Puts:
             workers[-1].start()
         for ours, _ in pipes:
             ours.recv_bytes()
-        for ours, _ in pipes:
-            ours.send_bytes(b"go")
-        begin = time.perf_counter()
-        acks = np.concatenate([np.frombuffer(ours.recv_bytes()) for ours, _ in pipes])
-        seconds = time.perf_counter() - begin
+        rounds = [_round([ours for ours, _ in pipes]) for _ in range(ROUNDS)]
         for worker in workers:
             worker.join()
-        return Puts(acks, seconds)
+        return rounds
+
+
+def _round(pipes: list[Connection]) -> Puts:
+    for pipe in pipes:
+        pipe.send_bytes(b"go")
+    begin = time.perf_counter()
+    acks = np.concatenate([np.frombuffer(pipe.recv_bytes()) for pipe in pipes])
+    return Puts(acks, time.perf_counter() - begin)
 
 
 def _worker(parent: int, url: str, number: int, count: int, pipe: Connection) -> None:
@@ -162,8 +178,9 @@ def _worker(parent: int, url: str, number: int, count: int, pipe: Connection) ->
     frames = make_frames(f"worker-{number}", count)
     with open_plane(url) as plane:
         pipe.send_bytes(b"ready")
-        pipe.recv_bytes()
-        pipe.send_bytes(produce(plane, frames, THREADS // PROCESSES).acks.tobytes())
+        for i in range(ROUNDS):
+            pipe.recv_bytes()
+            pipe.send_bytes(produce(plane, frames[i::ROUNDS], THREADS // PROCESSES).acks.tobytes())
 
 
 def produce(plane: Plane, frames: Frames, threads: int) -> Puts:
@@ -177,13 +194,13 @@ def produce(plane: Plane, frames: Frames, threads: int) -> Puts:
             acks.append(time.perf_counter() - begin)
 
     workers = [threading.Thread(target=put, args=(frames[i::threads],)) for i in range(threads)]
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     assert len(acks) == len(frames), "a put failed"
-    return Puts(np.array(acks), time.perf_counter() - begin)
+    return Puts(np.array(acks), time.perf_counter() - begin, time.process_time() - cpu)
 
 
 # ------------------------------------------------------------------ the disk by itself

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.lengths import draw as draw_lengths
-from penstock.bench.pack import COST, MULTIPLE, traits_of
+from penstock.bench.list_path import MULTIPLE
+from penstock.bench.pack import COST, traits_of
 from penstock.bench.packers import ffd_stride
 from penstock.pack import Packing, Plan, plan
 

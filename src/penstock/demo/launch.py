@@ -154,14 +154,18 @@ class Launcher:
             tail = log.read_text(errors="replace")[-2000:]
             raise RunFailed(f"{name} died {_MOST_FAILURES} times, the last with code {code}; the end of {log}:\n{tail}")
 
+    def kill(self, kind: str) -> None:
+        """Kill -9 a random process of a kind: plane, worker or rank."""
+        alive = [n for n, process in self._processes.items() if n.startswith(kind) and process.poll() is None]
+        if alive:
+            process = self._processes[self._random.choice(alive)]
+            process.kill()
+            process.wait()
+
     def _kill_one(self) -> None:
         assert self.chaos is not None
-        alive = [name for name, process in self._processes.items() if process.poll() is None]
-        kinds = sorted({name.partition("-")[0] for name in alive})
-        kind = self._random.choice(kinds)
-        name = self._random.choice([n for n in alive if n.startswith(kind)])
-        self._processes[name].kill()
-        self._processes[name].wait()
+        kind = self._random.choice(["plane", "rank", "worker"])
+        self.kill(kind)
         self.chaos.kills[kind] += 1
 
     def _stop(self, kind: str) -> None:

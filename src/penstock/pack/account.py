@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pack.bins import Items
+from penstock.pack.cost import Observation
 from penstock.pack.grid import Grid, Placed
 from penstock.pack.levels import Bound
 from penstock.pack.packing import Packing
@@ -86,6 +87,12 @@ class Accounting:
     """What no packing of these samples could go below."""
     bound_by_longest_sample: bool
     """True when single samples keep the other ranks waiting, however packed."""
+    path_tokens: int
+    """Of the dearest micro-batch of every row, padding included: what the step's time is made of."""
+    path_squares: int
+    """Sum of squared segment lengths in those micro-batches."""
+    path_patches: int
+    """Image patches in those micro-batches."""
 
     @property
     def efficiency(self) -> float:
@@ -102,6 +109,16 @@ class Accounting:
     def least_waste(self) -> float:
         """The same share at the lower bound."""
         return 1 - self.sample_cost / (self.num_ranks * self.lower_bound) if self.lower_bound else 0.0
+
+    def observed(self, seconds: float) -> Observation:
+        """What `Cost.fit` takes: the time a step took, and what was on its critical path."""
+        return Observation(
+            seconds=seconds,
+            tokens=self.path_tokens,
+            squares=self.path_squares,
+            patches=self.path_patches,
+            micro_batches=self.rows,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, with the derived numbers, as plain values."""
@@ -179,7 +196,18 @@ def account(
         step_cost=sum(max(placed.cost for placed in row) for row in grid),
         lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
         bound_by_longest_sample=any(bound.by_longest for bound in bounds),
+        **_path([max(row, key=lambda placed: placed.cost) for row in grid], items),
     )
+
+
+def _path(dearest: Sequence[Placed], items: Items) -> dict[str, int]:
+    squares = [sum(items.lengths[i] ** 2 for i in p.samples) for p in dearest if not p.dummy]
+    padding = [p.padded - p.tokens for p in dearest]
+    return {
+        "path_tokens": sum(p.padded for p in dearest),
+        "path_squares": sum(squares) + sum(n * n for n in padding),
+        "path_patches": sum(items.patches[i] for p in dearest if not p.dummy for i in p.samples),
+    }
 
 
 def _count(column: Sequence[Placed], trained: Sequence[int]) -> Counts:

@@ -481,7 +481,11 @@ class Coordinator:
         who = "the plane" if rank < 0 else f"rank {rank}"
         self.phase = Phase.FAILED
         self._failure = failure = Aborted(
-            epoch=self.epoch, session=self.session, step=step, rank=rank, reason=f"step {step}: {who}: {reason}"[:MAX_REASON]
+            epoch=self.epoch,
+            session=self.session,
+            step=step,
+            rank=rank,
+            reason=f"step {step}: {who}: {reason}"[:MAX_REASON],
         )
         self._failures[self.session] = failure
         effects: list[Effect] = []

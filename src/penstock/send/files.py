@@ -1,7 +1,7 @@
 """Messages as files in a shared folder: for clusters where a filesystem is all that the hosts share.
 
-    FOLDER/plane/<client>/<number>.msg     to the plane
-    FOLDER/clients/<client>/<number>.msg   to a client
+    FOLDER/plane/<client>-<number>.msg      to the plane, from all clients: one look finds them all
+    FOLDER/clients/<client>/<number>.msg    to a client
 
 A file appears under its name only when it is complete (write to a dot-file, rename); it is checked by a
 checksum, and removed once read. There is nothing to wait on, so both ends look: every 2 ms while there is
@@ -10,10 +10,12 @@ traffic, slowing to 50 ms when there is none.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import shutil
+import stat
 import struct
 import threading
 import time
@@ -21,36 +23,43 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.errors import Closed
 from penstock.send.carrier import Envelope
 from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
 
+logger = logging.getLogger("penstock.files")
+MAX_MESSAGE = 1 << 36
 _FAST_S, _SLOW_S = 0.002, 0.05
-_NAME = re.compile(r"\d{12}\.msg")
-_CLIENT = re.compile(r"c[0-9a-f]{16}")
+_STALE_S = 24 * 3600.0
+"""What is older is not going to be read, or finished, any more."""
+_TO_CLIENT = re.compile(r"(\d{20})\.msg")
+_TO_PLANE = re.compile(r"(c[0-9a-f]{16})-(\d{20})\.msg")
 _HEAD = struct.Struct("<QI")
 
 
-def write_message(folder: Path, number: int, header: bytes, frames: Frames) -> None:
+def write_message(folder: Path, name: str, header: bytes, frames: Frames) -> None:
     """One message as one file, visible only when complete."""
     parts = [header, *frames]
     sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
     digest = xxhash.xxh3_64(sizes)
     for part in parts:
         digest.update(part)
-    temporary = folder / f".{number:012d}.{secrets.token_hex(4)}"
-    with temporary.open("wb") as file:
-        file.write(_HEAD.pack(digest.intdigest(), len(parts)))
-        file.write(sizes)
-        for part in parts:
-            file.write(part)
-    temporary.rename(folder / f"{number:012d}.msg")
+    temporary = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        with temporary.open("xb") as file:
+            file.write(_HEAD.pack(digest.intdigest(), len(parts)))
+            file.write(sizes)
+            for part in parts:
+                file.write(part)
+        temporary.rename(folder / name)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_message(path: Path) -> Envelope | None:
     """The message in a file, or None when it is not whole: then it is as if it had been lost on the way."""
-    data = memoryview(path.read_bytes())
+    data = memoryview(_read(path))
     if len(data) < _HEAD.size:
         return None
     digest, count = _HEAD.unpack_from(data)
@@ -58,6 +67,8 @@ def read_message(path: Path) -> Envelope | None:
     if count < 1 or start > len(data) or xxhash.xxh3_64_intdigest(data[_HEAD.size :]) != digest:
         return None
     sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
+    if start + sum(sizes) != len(data):
+        return None
     parts = []
     for size in sizes:
         parts.append(data[start : start + size])
@@ -65,25 +76,36 @@ def read_message(path: Path) -> Envelope | None:
     return parts[0], parts[1:]
 
 
-def _waiting(folder: Path) -> list[Path]:
+def _read(path: Path) -> bytes:
+    """The bytes of a plain file. Whatever else lies in the folder under such a name must not stop us."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_MESSAGE:
+            return b""
+        return file.read()
+
+
+def _take(path: Path) -> Envelope | None:
+    """Read a message and remove it."""
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - names are enough, and this runs every few milliseconds
+        message = read_message(path)
+        path.unlink()
+    except FileNotFoundError:
+        return None  # a stale listing of a network filesystem
+    except OSError as error:
+        logger.warning("%s: not a message: %s", path, error)
+        return None
+    if message is None:
+        logger.warning("%s: not whole; dropped", path)
+    return message
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names are enough, and this runs every few milliseconds
     except FileNotFoundError:
         return []
-    return [folder / name for name in sorted(names) if _NAME.fullmatch(name)]
-
-
-def _take(folder: Path) -> list[Envelope]:
-    got = []
-    for path in _waiting(folder):
-        try:
-            message = read_message(path)
-            path.unlink()
-        except FileNotFoundError:
-            continue  # a stale listing of a network filesystem
-        if message is not None:
-            got.append(message)
-    return got
 
 
 class FilePlane:
@@ -91,10 +113,25 @@ class FilePlane:
 
     def __init__(self, folder: str | Path) -> None:
         self._root = Path(folder).resolve()
+        self._inbox = self._root / "plane"
         for name in ("plane", "clients"):
             (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._numbers: dict[Peer, int] = {}
         self._idle_s = _FAST_S
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what earlier lives left behind and nobody will read or finish."""
+        now = time.time()
+        for path in [*self._inbox.glob(".*"), *(self._root / "clients").iterdir()]:
+            try:
+                if now - path.lstat().st_mtime < _STALE_S:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            except OSError:
+                continue  # somebody else was faster
 
     @property
     def url(self) -> str:
@@ -109,25 +146,22 @@ class FilePlane:
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         got: list[tuple[Peer, Buffer, Frames]] = []
-        for name in sorted(os.listdir(self._root / "plane")):  # noqa: PTH208
-            if _CLIENT.fullmatch(name):
-                got += [(name, header, frames) for header, frames in _take(self._root / "plane" / name)]
+        for name in _names(self._inbox):
+            match = _TO_PLANE.fullmatch(name)
+            message = _take(self._inbox / name) if match else None
+            if match and message is not None:
+                got.append((match[1], *message))
         self._idle_s = _FAST_S if got else min(self._idle_s * 1.5, _SLOW_S)
         return got
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
-        folder = self._root / "clients" / str(peer)
-        number = self._numbers[peer] = self._numbers.get(peer, self._last(folder)) + 1
+        # Numbered by the clock, so that what a plane writes comes after what its earlier life wrote.
         try:
-            write_message(folder, number, header, frames)
+            write_message(self._root / "clients" / str(peer), f"{time.time_ns():020d}.msg", header, frames)
         except FileNotFoundError:
-            self._numbers.pop(peer)  # the client left
-
-    @staticmethod
-    def _last(folder: Path) -> int:
-        """Continue behind what an earlier life of the plane wrote and nobody has read yet."""
-        waiting = _waiting(folder)
-        return int(waiting[-1].stem) if waiting else int(time.time())
+            return  # the client left
+        except OSError as error:
+            logger.warning("client %s: %s", peer, error)  # as if it had been lost: the client asks again
 
     def forget(self, peer: Peer) -> None:
         """Nothing is kept for a client but what it has not read."""
@@ -142,36 +176,45 @@ class FileClient:
     def __init__(self, folder: str | Path) -> None:
         self._name = "c" + secrets.token_hex(8)
         root = Path(folder).resolve()
-        self._outbox, self._inbox = root / "plane" / self._name, root / "clients" / self._name
-        self._inbox.mkdir(parents=True, mode=0o700)
-        self._outbox.mkdir(parents=True, mode=0o700)
+        self._outbox, self._inbox = root / "plane", root / "clients" / self._name
+        self._make_folders()
         self._number = 0
         self._ready: list[Envelope] = []
         self._woken = threading.Event()
         self._idle_s = _FAST_S
 
+    def _make_folders(self) -> None:
+        self._inbox.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self._outbox.mkdir(parents=True, mode=0o700, exist_ok=True)
+
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self._number += 1
+        name = f"{self._name}-{self._number:020d}.msg"
         try:
-            write_message(self._outbox, self._number, header, frames)
+            write_message(self._outbox, name, header, frames)
         except FileNotFoundError:
-            raise Closed(f"{self._outbox}: the folder is gone; the carrier was removed") from None
+            self._make_folders()  # somebody tidied up while we were silent
+            write_message(self._outbox, name, header, frames)
         self._idle_s = _FAST_S
 
     def receive(self, timeout_s: float) -> Envelope | None:
         deadline = time.monotonic() + timeout_s
         while not self._ready:
-            self._ready = _take(self._inbox)[::-1]
-            if self._ready:
-                self._idle_s = _FAST_S
-                break
+            self._look()
             left = deadline - time.monotonic()
-            if self._woken.is_set() or left <= 0:
-                self._woken.clear()
-                return None
+            if self._ready or self._woken.is_set() or left <= 0:
+                break
             self._woken.wait(min(left, self._idle_s))
             self._idle_s = min(self._idle_s * 1.5, _SLOW_S)
-        return self._ready.pop()
+        self._woken.clear()
+        return self._ready.pop() if self._ready else None
+
+    def _look(self) -> None:
+        names = [name for name in _names(self._inbox) if _TO_CLIENT.fullmatch(name)]
+        found = [_take(self._inbox / name) for name in names]
+        self._ready = [message for message in reversed(found) if message is not None]
+        if self._ready:
+            self._idle_s = _FAST_S
 
     def wake(self) -> None:
         self._woken.set()

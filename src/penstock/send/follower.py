@@ -159,6 +159,10 @@ class Follower:
     def request(self, step: int, now: float) -> list[Event]:
         return self._ask(self._requests, step, Request(session=self.session, step=step), now)
 
+    def altered(self, step: int, now: float) -> None:
+        """What came is not what was sent: as if it had been lost, it is asked for again."""
+        self._requests[step] = _Pending(Request(session=self.session, step=step), now, self.timeouts.resend_s)
+
     def received(self, step: int, digest: str, now: float) -> list[Event]:
         """The payload was checked."""
         return self._ask(self._received, step, Received(session=self.session, step=step, digest=digest), now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import deque
 
@@ -11,6 +10,7 @@ from penstock.errors import Closed
 from penstock.send.carrier import Envelope
 from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
+from penstock.send.wake import Wake
 
 
 class MemoryPlane:
@@ -22,8 +22,7 @@ class MemoryPlane:
         self._inbox: deque[tuple[Peer, Buffer, Frames]] = deque()
         self._clients: dict[Peer, MemoryClient] = {}
         self._numbers = itertools.count(1)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
+        self._wake = Wake()
 
     @property
     def url(self) -> str:
@@ -34,21 +33,21 @@ class MemoryPlane:
         self._clients[client.name] = client
         return client
 
+    def disconnect(self, peer: Peer) -> None:
+        self._clients.pop(peer, None)
+
     def pollable(self) -> int:
-        return self._event
+        return self._wake.descriptor
 
     def deliver(self, peer: Peer, header: bytes, frames: Frames) -> None:
         """A client's message; called from the client's thread."""
-        if self._closed:
+        if self._wake.closed:
             raise Closed("the plane in this process was closed")
         self._inbox.append((peer, header, frames))
-        os.eventfd_write(self._event, 1)
+        self._wake.call()
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
-        try:
-            os.eventfd_read(self._event)
-        except BlockingIOError:
-            return []
+        self._wake.clear()
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
@@ -59,13 +58,8 @@ class MemoryPlane:
     def forget(self, peer: Peer) -> None:
         """Nothing is kept for a client but what it has not read."""
 
-    def disconnect(self, peer: Peer) -> None:
-        self._clients.pop(peer, None)
-
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._event)
+        self._wake.close()
 
 
 class MemoryClient:

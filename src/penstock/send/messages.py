@@ -187,7 +187,8 @@ class Put(_Message, frozen=True, tag="put"):
     """Chosen by the sender, returned with the answer."""
     run: str
     group: str
-    producer: str = ""
+    digest: bytes = b""
+    """xxh3-128 of the frame, as it was sent."""
 
 
 class Discard(_Message, frozen=True, tag="discard"):
@@ -224,18 +225,7 @@ class Status(_Message, frozen=True, tag="status"):
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
 FromClient: TypeAlias = FromRank | Put | Discard | Ask
 FromPlane: TypeAlias = (
-    Welcome
-    | Deliver
-    | Release
-    | Committed
-    | Noted
-    | Aborted
-    | Refused
-    | Unknown
-    | Pulse
-    | Accepted
-    | Rejected
-    | Status
+    Welcome | Deliver | Release | Committed | Noted | Aborted | Refused | Unknown | Pulse | Accepted | Rejected | Status
 )
 
 _PACK = msgspec.msgpack.Encoder()

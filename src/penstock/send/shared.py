@@ -1,13 +1,15 @@
 """Payloads through shared memory, for clients on the plane's own host; everything else over its socket.
 
 A payload is copied once into a file under /dev/shm that the client maps: no socket buffer, no second copy. What
-travels over the socket is a handle: which segment, which part of it, which generation. The names are made by the
-plane under a folder of its own, so a handle can name nothing else. Each client has a few segments that are
-reused in turn; the protocol never has more steps under way to one rank than there are segments.
+travels over the socket is a handle: which segment, which part of it. The names are made by the plane under a folder
+of its own, so a handle can name nothing else; a name is never used twice. Each client has a few segments that are
+filled in turn; the protocol never has more steps under way to one process than there are segments.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import mmap
 import os
 import re
@@ -24,11 +26,12 @@ from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
 from penstock.send.sockets import SocketClient, SocketPlane
 
+logger = logging.getLogger("penstock.shared")
 ROOT = Path("/dev/shm")  # noqa: S108 - this is shared memory, not a temporary file
 SEGMENTS = 4
 _MIN_BYTES = 1 << 14
-_OWNER = re.compile(r"penstock-(\d+)-(\d+)-[0-9a-f]{8}")
-_SEGMENT = re.compile(r"[0-9a-f]{16}-\d")
+_FOLDER = re.compile(r"penstock-[0-9a-f]{16}")
+_SEGMENT = re.compile(r"\d{1,12}")
 _MARK = b"penstock-shm"
 _ALIGN = 64
 
@@ -44,54 +47,76 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of each buffer; each begins at a multiple of 64."""
 
 
-def _started(pid: int) -> str:
-    """When a process started, in clock ticks: a pid alone may have been given to another process since."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
 def reclaim(root: Path = ROOT) -> list[str]:
     """Remove what planes left behind that are no longer alive; returns the folders removed."""
     removed = []
     for folder in root.glob("penstock-*"):
-        match = _OWNER.fullmatch(folder.name)
-        if match and _started(int(match[1])) != match[2]:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder.name)
+        if not _FOLDER.fullmatch(folder.name):
+            continue
+        try:
+            os.close(_lock(folder))
+        except OSError:
+            continue  # its plane lives, or it is not ours
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(folder.name)
     return removed
 
 
+def _lock(folder: Path) -> int:
+    """Hold a folder as long as this process lives, however it ends; OSError while another process does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _own_folder(root: Path) -> tuple[Path, int]:
+    """A new folder, locked before it has a name under which it could be taken for one left behind."""
+    token = secrets.token_hex(8)
+    hidden, folder = root / f".penstock-{token}", root / f"penstock-{token}"
+    hidden.mkdir(mode=0o700)
+    descriptor = _lock(hidden)
+    hidden.rename(folder)
+    return folder, descriptor
+
+
 class _Segment:
-    """One mapped file that grows when needed."""
+    """One mapped file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size = 0
-        self._map: mmap.mmap | None = None
-
-    def write(self, frames: Frames) -> tuple[int, ...]:
-        places, total = [], 0
-        for frame in frames:
-            places.append(total)
-            total += -(-len(frame) // _ALIGN) * _ALIGN
-        if total > self.size:
-            self._grow(max(total, self.size * 3 // 2))
-        assert self._map is not None
-        for place, frame in zip(places, frames, strict=True):
-            self._map[place : place + len(frame)] = frame
-        return tuple(len(frame) for frame in frames)
-
-    def _grow(self, size: int) -> None:
-        # A new file rather than a longer one: a client may still look at the old mapping.
-        self.path.unlink(missing_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # no room is an error here, not a SIGBUS later
-            self._map, self.size = mmap.mmap(descriptor, size), size
+            self._map = mmap.mmap(descriptor, size)
+        except OSError:
+            path.unlink()
+            raise
         finally:
             os.close(descriptor)
+
+    def write(self, frames: Frames) -> None:
+        at = 0
+        for frame in frames:
+            self._map[at : at + len(frame)] = frame
+            at += _aligned(len(frame))
+
+    def remove(self) -> None:
+        """A client that still looks at it keeps it; the name is gone."""
+        self.path.unlink(missing_ok=True)
+        self._map.close()
+
+
+class _Ring:
+    """The segments of one client, and what lies in them."""
+
+    def __init__(self) -> None:
+        self.segments: list[_Segment | None] = [None] * SEGMENTS
+        self.placed: list[tuple[Frames, bytes] | None] = [None] * SEGMENTS
+        self.turn = 0
 
 
 class SharedPlane(SocketPlane):
@@ -101,42 +126,58 @@ class SharedPlane(SocketPlane):
         if not url.startswith("ipc://"):
             raise ConfigError(f"address {url!r}: shared memory is for one host; use ipc://PATH")
         reclaim(root)
-        self._folder = root / f"penstock-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
-        self._folder.mkdir(mode=0o700)
-        self._segments: dict[tuple[Peer, int], _Segment] = {}
-        self._turns: dict[Peer, int] = {}
-        self._placed: dict[Peer, list[tuple[Frames, bytes]]] = {}
         super().__init__(url)
+        self._folder, self._held = _own_folder(root)
+        self._rings: dict[Peer, _Ring] = {}
+        self._count = 0
 
     @property
     def url(self) -> str:
         return f"shm+{super().url}"
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
-        if sum(len(frame) for frame in frames) < _MIN_BYTES:
-            super().send(peer, header, frames)
-        else:
-            super().send(peer, header, [_MARK, self._place(peer, frames)])
+        if sum(len(frame) for frame in frames) >= _MIN_BYTES:
+            try:
+                frames = [_MARK, self._place(peer, frames)]
+            except OSError as error:
+                logger.warning("shared memory: %s; sent over the socket", error)
+        super().send(peer, header, frames)
 
     def _place(self, peer: Peer, frames: Frames) -> bytes:
         """Write the payload to the client's next segment; one that is still there is only named again."""
-        placed = self._placed.setdefault(peer, [])
-        for known, handle in placed:
-            if known is frames:
-                return handle
-        turn = self._turns[peer] = (self._turns.get(peer, -1) + 1) % SEGMENTS
-        assert isinstance(peer, bytes)
-        name = f"{peer.hex()[2:18]}-{turn}"
-        segment = self._segments.setdefault((peer, turn), _Segment(self._folder / name))
-        sizes = segment.write(frames)
-        handle = msgspec.msgpack.encode(Handle(self._folder.name, name, segment.size, sizes))
-        placed.append((frames, handle))
-        del placed[:-SEGMENTS]
+        ring = self._rings.setdefault(peer, _Ring())
+        for placed in ring.placed:
+            if placed is not None and placed[0] is frames:
+                return placed[1]
+        turn = ring.turn
+        total = sum(_aligned(len(frame)) for frame in frames)
+        segment = ring.segments[turn]
+        if segment is None or segment.size < total:
+            # A new one rather than a longer one: a client may still look at the old mapping.
+            ring.segments[turn] = ring.placed[turn] = None
+            if segment is not None:
+                segment.remove()
+            self._count += 1
+            segment = ring.segments[turn] = _Segment(self._folder / str(self._count), total * 5 // 4)
+        segment.write(frames)
+        sizes = tuple(len(frame) for frame in frames)
+        handle = msgspec.msgpack.encode(Handle(self._folder.name, segment.path.name, segment.size, sizes))
+        ring.placed[turn] = (frames, handle)
+        ring.turn = (turn + 1) % SEGMENTS
         return handle
+
+    def forget(self, peer: Peer) -> None:
+        ring = self._rings.pop(peer, None)
+        for segment in ring.segments if ring else ():
+            if segment is not None:
+                segment.remove()
 
     def close(self) -> None:
         super().close()
+        for peer in list(self._rings):
+            self.forget(peer)
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._held)
 
 
 class SharedClient(SocketClient):
@@ -145,20 +186,26 @@ class SharedClient(SocketClient):
     def __init__(self, url: str, *, keys: ClientKeys | None = None, root: Path = ROOT) -> None:
         super().__init__(url, keys=keys)
         self._root = root
-        self._maps: dict[tuple[str, str], tuple[int, mmap.mmap]] = {}
+        self._maps: dict[tuple[str, str], mmap.mmap] = {}
 
     def receive(self, timeout_s: float) -> Envelope | None:
         got = super().receive(timeout_s)
         if got is None or len(got[1]) != 2 or bytes(got[1][0]) != _MARK:
             return got
-        return got[0], self._open(got[1][1])
+        try:
+            return got[0], self._open(got[1][1])
+        except CorruptFrame as error:
+            # As if it had been lost: it is of a plane that has died since, and will be asked for again. If it is
+            # not, because the plane is on another host, the plane notices that nothing arrives, and says so to all.
+            logger.warning("%s", error)
+            return None
 
     def _open(self, data: Buffer) -> list[Buffer]:
         try:
             handle = msgspec.msgpack.decode(data, type=Handle)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFrame(f"shared memory handle: {error}") from None
-        if not (_OWNER.fullmatch(handle.folder) and _SEGMENT.fullmatch(handle.segment)):
+        if not (_FOLDER.fullmatch(handle.folder) and _SEGMENT.fullmatch(handle.segment)):
             raise CorruptFrame(f"shared memory handle: {handle.segment[:40]!r} is not a segment's name")
         view = memoryview(self._map(handle))
         frames: list[Buffer] = []
@@ -167,23 +214,30 @@ class SharedClient(SocketClient):
             if size < 0 or at + size > len(view):
                 raise CorruptFrame(f"shared memory handle: {size} bytes at {at} of {len(view)}")
             frames.append(view[at : at + size])
-            at += -(-size // _ALIGN) * _ALIGN
+            at += _aligned(size)
         return frames
 
     def _map(self, handle: Handle) -> mmap.mmap:
-        known = self._maps.get((handle.folder, handle.segment))
-        if known is not None and known[0] == handle.size:
-            return known[1]
+        key = (handle.folder, handle.segment)
+        known = self._maps.get(key)
+        if known is not None:
+            return known
         path = self._root / handle.folder / handle.segment
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise CorruptFrame(f"shared memory {path}: {error.strerror}; is the plane on another host?") from None
         try:
             mapped = mmap.mmap(descriptor, handle.size, prot=mmap.PROT_READ)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise CorruptFrame(f"shared memory {path}: {error}") from None
         finally:
             os.close(descriptor)
-        self._maps[handle.folder, handle.segment] = (handle.size, mapped)
+        self._maps[key] = mapped
+        while len(self._maps) > SEGMENTS:  # replaced by larger ones; whoever still looks at one keeps it
+            self._maps.pop(next(iter(self._maps)))
         return mapped
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import secrets
+import socket
 from collections.abc import Sequence
 
 import zmq
@@ -20,8 +21,10 @@ from penstock.send.carrier import Envelope
 from penstock.send.effects import Peer
 from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
+from penstock.send.wake import Wake
 
 MAX_MESSAGE = 2**31 - 1
+MAX_FRAMES = 16
 _NO_COPY_FROM = 1 << 16
 """Below this, copying is cheaper than keeping track of the buffer."""
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
@@ -54,6 +57,8 @@ class SocketPlane:
 
     def __init__(self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None) -> None:
         check_url(url, secured=keys is not None)
+        if url.startswith("ipc://"):
+            _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
@@ -90,7 +95,7 @@ class SocketPlane:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            if len(parts) >= 2:
+            if 2 <= len(parts) <= MAX_FRAMES:
                 got.append((parts[0].bytes, parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
 
@@ -125,10 +130,10 @@ class SocketClient:
         if keys:
             keys.apply(self._socket)
         self._socket.connect(url)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._event, zmq.POLLIN)
+        self._poller.register(self._wake.descriptor, zmq.POLLIN)
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:
@@ -139,12 +144,8 @@ class SocketClient:
     def receive(self, timeout_s: float) -> Envelope | None:
         got = self._take()
         if got is None and self._poller.poll(int(max(timeout_s, 0) * 1000)):
+            self._wake.clear()
             got = self._take()
-            if got is None:
-                try:
-                    os.eventfd_read(self._event)
-                except BlockingIOError:
-                    return None
         return got
 
     def _take(self) -> Envelope | None:
@@ -155,31 +156,41 @@ class SocketClient:
         return parts[0].buffer, [part.buffer for part in parts[1:]]
 
     def wake(self) -> None:
-        os.eventfd_write(self._event, 1)
+        self._wake.call()
 
     def close(self) -> None:
         self._socket.close(linger=500)
         self._context.term()
-        os.close(self._event)
+        self._wake.close()
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.SNDHWM, _QUEUE)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.IPV6, 1)
+def _check_free(path: str) -> None:
+    """ZeroMQ would take the path from a plane that lives; refuse, unless nobody answers there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
+        try:
+            knock.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
 
 
-def _send(socket: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
+def _configure(end: zmq.Socket[bytes]) -> None:
+    end.setsockopt(zmq.SNDHWM, _QUEUE)
+    end.setsockopt(zmq.RCVHWM, _QUEUE)
+    end.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    end.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    end.setsockopt(zmq.RECONNECT_IVL, 50)
+    end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    end.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    end.setsockopt(zmq.IPV6, 1)
+
+
+def _send(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
     if not frames:
-        socket.send_multipart(head, zmq.NOBLOCK)
+        end.send_multipart(head, zmq.NOBLOCK)
         return
     for part in head:
-        socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+        end.send(part, zmq.NOBLOCK | zmq.SNDMORE)
     for i, frame in enumerate(frames):
         more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NO_COPY_FROM)
+        end.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NO_COPY_FROM)

@@ -329,5 +329,3 @@ class Engine:
             yield
             self.book.write(self.log)
         self.book.written()
-
-

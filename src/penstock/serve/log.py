@@ -100,7 +100,9 @@ class Log:
         """
         if self._max_bytes is None:
             return
-        pages, free = (int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count"))
+        pages, free = (
+            int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count")
+        )
         used = (pages - free) * _PAGE
         if used + size > self._max_bytes:
             raise DiskFull(

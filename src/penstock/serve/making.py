@@ -131,4 +131,3 @@ def _stage(step: int, samples: Samples, shares: Sequence[Share]) -> Staged:
     frames = [encode(samples.take(share.needs)) for share in shares]
     digests = [digest_of(packed, frame) for packed, frame in zip(plans, frames, strict=True)]
     return Staged(step=step, plans=plans, payloads=[[frame] for frame in frames], digests=digests)
-

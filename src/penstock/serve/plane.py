@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import xxhash
 
 from penstock import errors
 from penstock.arrays import Sample
@@ -53,7 +55,7 @@ class Plane:
         self.timeouts = timeouts or Timeouts()
         self._connect, self._server, self._thread = connect, server, thread
         self._tickets = itertools.count(1)
-        self._open: dict[int, tuple[FromClient, Frames, Future[FromPlane], float]] = {}
+        self._open: dict[int, _Question] = {}
         self._lock = threading.Lock()
         self._heard = time.monotonic()
         self._closed: BaseException | None = None
@@ -96,8 +98,9 @@ class Plane:
     def put_frame(self, group: str, frame: bytes, *, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
         deadline = time.monotonic() + (_LARGE_S if timeout is None else timeout)
+        digest = xxhash.xxh3_128_digest(frame)
         while True:
-            answer = self._call(lambda ticket: Put(ticket=ticket, run="", group=group), [frame])
+            answer = self._call(lambda ticket: Put(ticket=ticket, run="", group=group, digest=digest), [frame])
             if isinstance(answer, Accepted):
                 return not answer.duplicate
             assert isinstance(answer, Rejected)
@@ -153,7 +156,9 @@ class Plane:
 
     def close(self) -> None:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
-        self._closed = self._closed or Closed("this plane was closed")
+        with self._lock:
+            self._closed = self._closed or Closed("this plane was closed")
+        self._give_up(self._closed)
         self._courier.stop()
         if self._server is not None and self._thread is not None:
             self._server.stop()
@@ -178,7 +183,7 @@ class Plane:
             now = time.monotonic()
             if not self._open:
                 self._heard = now
-            self._open[ticket] = (message, frames, future, now)
+            self._open[ticket] = _Question(message, frames, future, now, self.timeouts.resend_s)
         self._courier.send(message, frames)
         return future.result()
 
@@ -189,37 +194,49 @@ class Plane:
             with self._lock:
                 entry = self._open.pop(ticket, None)
             if entry is not None:
-                entry[2].set_result(message)
+                entry.future.set_result(message)
 
     def _on_tick(self, now: float) -> None:
         with self._lock:
             if not self._open:
                 return
             silent = now - self._heard
-            if silent > self.timeouts.plane_s:
-                lost, self._open = self._open, {}
-                error = PlaneLost(f"{self.url}: no answer for {silent:.1f} s; is the plane running?")
-                for *_, future, _sent in lost.values():
-                    future.set_exception(error)
-                return
-            late = [(t, e) for t, e in self._open.items() if now - e[3] > self.timeouts.resend_s]
-            for ticket, (message, frames, future, _) in late:
-                self._open[ticket] = (message, frames, future, now)
-        for _, (message, frames, _future, _sent) in late:
-            self._courier.send(message, frames)
+            late = [question for question in self._open.values() if now - question.sent > question.patience]
+            for question in late:
+                question.sent, question.patience = now, min(question.patience * 2, self.timeouts.plane_s / 4)
+        if silent > self.timeouts.plane_s:
+            self._give_up(PlaneLost(f"{self.url}: no answer for {silent:.1f} s; is the plane running?"))
+            return
+        for question in late:
+            self._courier.send(question.message, question.frames)
 
     def _on_end(self, error: BaseException) -> None:
+        self._closed = self._closed or error
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
         with self._lock:
-            self._closed = self._closed or error
             lost, self._open = self._open, {}
-        for *_, future, _sent in lost.values():
-            future.set_exception(error)
+        for question in lost.values():
+            question.future.set_exception(error)
 
     def _raise_closed(self) -> None:
         if self._server is not None and self._server.failure is not None:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         if self._closed is not None:
             raise Closed(str(self._closed))
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Something asked that was not answered yet."""
+
+    message: FromClient
+    frames: Frames
+    future: Future[FromPlane]
+    sent: float
+    patience: float
+    """Doubles each time: a large group may be on its way, or wait for a slow disk."""
 
 
 class GroupBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -11,14 +12,17 @@ from typing import Self, overload
 
 from penstock.arrays import Samples
 from penstock.encode import decode
-from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
+from penstock.errors import Closed, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import MicroBatch, RankStep, Share, fill
 from penstock.send.carrier import ClientCarrier
 from penstock.send.coordinator import Timeouts
 from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Released, StepDone
-from penstock.send.messages import Deliver, Frames, FromPlane
+from penstock.send.messages import Frames, FromPlane
 from penstock.serve.courier import Courier
 from penstock.serve.making import digest_of
+
+
+logger = logging.getLogger("penstock.source")
 
 
 class SourceStep(RankStep):
@@ -235,8 +239,14 @@ class Source:
     def _receive(self, arrived: Arrived) -> None:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
+        if len(arrived.frames) != 1 or digest_of(message.plan, arrived.frames[0]) != message.digest:
+            logger.warning("step %d: not the bytes that were sent; asking again", message.step)
+            with self._lock:
+                self._follower.altered(message.step, time.monotonic())
+            return
         try:
-            step = _unpack(message, arrived.frames)
+            share = Share.from_bytes(message.plan)
+            step = SourceStep(message.step, message.digest, share, fill(decode(arrived.frames[0]), share))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             with self._lock:
                 self._handle(self._follower.fail(message.step, f"{type(error).__name__}: {error}", time.monotonic()))
@@ -270,13 +280,3 @@ class Source:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _unpack(message: Deliver, frames: Frames) -> SourceStep:
-    if len(frames) != 1:
-        raise CorruptFrame(f"step {message.step}: {len(frames)} payloads; a step is one frame")
-    digest = digest_of(message.plan, frames[0])
-    if digest != message.digest:
-        raise CorruptFrame(f"step {message.step}: digest {digest}, announced was {message.digest}")
-    share = Share.from_bytes(message.plan)
-    return SourceStep(message.step, digest, share, fill(decode(frames[0]), share))

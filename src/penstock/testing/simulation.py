@@ -15,6 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import msgspec
@@ -117,8 +118,8 @@ class Simulation:
         for member in self.members:
             self.clock.after(self.rng.random(), member.start)
         self.clock.after(_FAULTS_END_S, self._end_faults)
-        for member in [self.plane, *self.members]:
-            self._schedule_trouble(member)
+        for process in [self.plane, *self.members]:
+            self._schedule_trouble(process)
         while not self._is_done():
             self.clock.step()
             if self.clock.now > _DEADLINE_S:
@@ -235,7 +236,7 @@ class Simulation:
         """A message reaches a client, if it still is who it was."""
         for member in self.members:
             if member.peer == peer:
-                member.hears(lambda: member.receive(header, frames))
+                member.hears(partial(member.receive, header, frames))
 
     # -------------------------------------------------------------- the trainer
 
@@ -304,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.seed is not None:
-        Simulation(arguments.seed, note=lambda line: print(line)).run()  # noqa: T201
+        Simulation(arguments.seed, note=lambda line: print(line)).run()
         return 0
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         Simulation(seed).run()

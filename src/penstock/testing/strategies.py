@@ -7,7 +7,8 @@ what you build on Penstock:
     @given(batches())
     def test_my_exporter_keeps_every_token(samples): ...
 
-Needs the `hypothesis` package.
+Which columns there are and what they are like is drawn; the values along the tokens are filled from a drawn
+seed, because drawing each of them would be slow and shrink badly. Needs the `hypothesis` package.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Sample
 from penstock.arrays.columns import Array
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
-_NANS = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF)
-_PLAIN_FLOATS = ("temperatures", "advantages", "rewards", "rl_weights", "ce_weights", "ref_kl_weights")
+_STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
 _LOGPROBS = ("logprobs", "teacher_logprobs")
+_FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.dtype.kind == "f")
+_OPTIONAL = (*_FLOATS, *_FLOATS, "routed_experts", "images", "weight_versions")  # floats twice as often
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
     """Any string that may name something: no control characters, no lone surrogates."""
-    return st.text(st.characters(blacklist_categories=("Cc", "Cs")), min_size=min_size, max_size=12)
+    return st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=min_size, max_size=8)
 
 
 def lengths(most: int = 80) -> st.SearchStrategy[int]:
@@ -38,77 +41,98 @@ def lengths(most: int = 80) -> st.SearchStrategy[int]:
     return st.one_of(st.just(1), st.integers(1, 5), st.integers(30, 36), st.integers(1, most))
 
 
+def generators() -> st.SearchStrategy[Generator]:
+    """Seeded generators to fill arrays from."""
+    return st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
 @st.composite
 def token_ids(draw: st.DrawFn, count: int) -> NDArray[np.uint32]:
-    """[count] ids of a vocabulary of any size, sometimes with long runs."""
-    top = draw(st.sampled_from(_LARGEST_IDS))
-    ids = _filler(draw).integers(0, top, count, np.uint32, endpoint=True)
-    ids[draw(st.integers(0, count - 1))] = top
+    """[count] ids of a vocabulary of any size, sometimes with a long run."""
+    top, rng = draw(st.sampled_from(_LARGEST_IDS)), draw(generators())
+    ids = rng.integers(0, top, count, np.uint32, endpoint=True)
+    ids[rng.integers(count)] = top
     if draw(st.booleans()):
-        ids[draw(st.integers(0, count - 1)) :] = top
+        ids[rng.integers(count) :] = top
     return ids
 
 
 @st.composite
 def loss_masks(draw: st.DrawFn, count: int) -> NDArray[np.bool_]:
     """[count] nothing, everything after a prompt, or scattered; never the first token."""
-    kind = draw(st.sampled_from(["none", "completion", "scattered"]))
+    kind, rng = draw(st.sampled_from(["none", "completion", "scattered"])), draw(generators())
     mask = np.zeros(count, np.bool_)
     if kind == "completion":
-        mask[draw(st.integers(0, count)) :] = True
+        mask[rng.integers(count) :] = True
     elif kind == "scattered":
-        mask[:] = _filler(draw).random(count) < 0.5
+        mask[:] = rng.random(count) < 0.5
     mask[0] = False
     return mask
 
 
 @st.composite
-def floats(draw: st.DrawFn, column: Column, count: int, mask: NDArray[np.bool_] | None = None) -> Array:
-    """[count] values that the column allows, unlikely bits included; NaNs where `mask` is False if it may."""
-    smallest, largest = _range(column)
-    number = st.floats(smallest, largest, width=32, allow_nan=False, exclude_min=column.above == 0.0)
-    values = np.array(draw(st.lists(number, min_size=1, max_size=4)), np.float32)
-    out = values[_filler(draw).integers(0, len(values), count)]
-    if draw(st.booleans()):
-        out[:] = out[0]
-    open_places = np.ones(count, np.bool_) if column.nan == "yes" else ~mask if mask is not None else None
-    if column.nan != "no" and open_places is not None and draw(st.booleans()):
+def floats(draw: st.DrawFn, name: str, mask: NDArray[np.bool_]) -> Array:
+    """Values that the column allows for tokens with this mask: one number where it may be one, or [T].
+
+    Few distinct values, or all the same; where NaN is allowed also any NaN, and always negative zeros.
+    """
+    column, rng = TOKEN_COLUMNS[name], draw(generators())
+    form = draw(st.sampled_from(["once", "constant", "mixed", "mixed", "zero where untrained"]))
+    once = form == "once" and column.per == "either"
+    pool = _pool(column, draw(_number(column)))
+    out = pool[rng.integers(0, len(pool), 1 if once else len(mask))]
+    if form == "constant":
+        out[:] = pool[-1]
+    if form == "zero where untrained" and name in _LOGPROBS:
+        out[~mask] = 0.0  # as samplers record them
+    elif column.nan != "no":
         # Written as bits: a float that passes through Python loses the signalling bit of its NaN.
-        strange = np.array(draw(st.sampled_from([*_NANS, 0x80000000, 0])), np.uint32)
-        out.view(np.uint32)[open_places] = strange
-    return out
+        free = np.ones(len(out), np.bool_) if column.nan == "yes" else ~mask
+        free &= rng.random(len(out)) < 0.5
+        out.view(np.uint32)[free] = rng.choice(np.array(_STRANGE, np.uint32), int(free.sum()))
+    return out.reshape(()) if once else out
+
+
+def _number(column: Column) -> st.SearchStrategy[float]:
+    smallest, largest = _range(column)
+    return st.floats(smallest, largest, width=32, exclude_min=column.above == 0.0)
+
+
+def _pool(column: Column, drawn: float) -> NDArray[np.float32]:
+    smallest, largest = _range(column)
+    tiny = float(np.finfo(np.float32).smallest_subnormal)
+    edges = [tiny, 1.0, largest] if column.above == 0.0 else [-0.0, 0.0, -1.5, -tiny, smallest, largest]
+    return np.array([*edges, drawn], np.float32)
 
 
 def _range(column: Column) -> tuple[float, float]:
     top = float(np.finfo(np.float32).max)
-    smallest = 0.0 if column.above == 0.0 else -top
-    largest = 0.0 if math.isfinite(column.at_most) else top
-    return smallest, largest
+    return (0.0 if column.above == 0.0 else -top), (0.0 if math.isfinite(column.at_most) else top)
 
 
 @st.composite
-def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int]) -> Array:
+def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int] = (2, 3)) -> Array:
     """[count, layers, top_k] uint8 or uint16."""
     dtype: type[Any] = draw(st.sampled_from([np.uint8, np.uint16]))
     top = draw(st.sampled_from([0, 7, 127, np.iinfo(dtype).max]))
-    return _filler(draw).integers(0, top, (count, *shape), dtype, endpoint=True)
+    return draw(generators()).integers(0, top, (count, *shape), dtype, endpoint=True)
 
 
 @st.composite
 def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[np.uint8]]:
     """Images that fit into `count` tokens, apart and in order, and the token types that go with them."""
+    rng = draw(generators())
     spans: list[ImageSpan] = []
     types = np.zeros(count, np.uint8)
-    at = draw(st.integers(0, 3))
+    at = int(rng.integers(4))
     while True:
-        high, wide, merge = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        high, wide, merge = rng.integers(1, 4, 3).tolist()
         if at + high * wide > count:
             return spans, types
-        digest = f"{draw(st.integers(0, 2**256 - 1)):064x}"
         grid = (1, high * merge, wide * merge)
-        spans.append(ImageSpan(hash=digest, grid=grid, offset=at, length=high * wide, merge=merge))
+        spans.append(ImageSpan(hash=rng.bytes(32).hex(), grid=grid, offset=at, length=high * wide, merge=merge))
         types[at : at + high * wide] = 1
-        at += high * wide + draw(st.integers(0, 8))
+        at += high * wide + int(rng.integers(9))
 
 
 @st.composite
@@ -118,15 +142,15 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
     ids = np.concatenate([start, draw(token_ids(draw(lengths())))])
     mask = draw(loss_masks(len(ids)))
     columns: dict[str, Any] = {}
-    for column_name in (*_PLAIN_FLOATS, *_LOGPROBS):
-        if draw(st.booleans()):
-            columns[column_name] = _draw_floats(draw, TOKEN_COLUMNS[column_name], mask)
-    if draw(st.integers(0, 3)) == 0:
-        columns["routed_experts"] = draw(routed_experts(len(ids), (2, 3)))
-    if draw(st.integers(0, 3)) == 0:
-        columns["images"], columns["mm_token_type_ids"] = draw(image_spans(len(ids)))
-    if draw(st.integers(0, 3)) == 0:
-        columns["weight_versions"] = _filler(draw).integers(0, 2**31 - 1, len(ids), np.int32, endpoint=True)
+    for present in sorted(draw(st.sets(st.sampled_from(_OPTIONAL), max_size=6))):
+        if present == "routed_experts":
+            columns[present] = draw(routed_experts(len(ids)))
+        elif present == "images":
+            columns["images"], columns["mm_token_type_ids"] = draw(image_spans(len(ids)))
+        elif present == "weight_versions":
+            columns[present] = draw(generators()).integers(0, 2**31 - 1, len(ids), np.int32, endpoint=True)
+        else:
+            columns[present] = draw(floats(present, mask))
     return Sample(
         id=draw(texts(min_size=1)) if name is None else name,
         group=draw(texts()),
@@ -138,15 +162,6 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
         loss_mask=mask,
         **columns,
     )
-
-
-def _draw_floats(draw: st.DrawFn, column: Column, mask: NDArray[np.bool_]) -> Any:
-    if column.per == "either" and draw(st.booleans()):
-        return draw(floats(column, 1))[0]
-    values = draw(floats(column, len(mask), mask))
-    if column.name in _LOGPROBS and draw(st.booleans()):
-        values[~mask] = 0.0  # as samplers record them
-    return values
 
 
 @st.composite
@@ -161,8 +176,3 @@ def batches(draw: st.DrawFn, most: int = 5) -> list[Sample]:
             prefix = earlier[: draw(st.integers(0, len(earlier)))]
         made.append(draw(samples(prefix=prefix, name=f"{i}{draw(texts())}")))
     return made
-
-
-def _filler(draw: st.DrawFn) -> np.random.Generator:
-    """Bulk values from a drawn seed: drawing every one of them would be slow and shrink badly."""
-    return np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

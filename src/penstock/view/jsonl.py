@@ -57,7 +57,7 @@ def _encode_array(values: Array, orjson: Any) -> bytes:
     if values.dtype == np.float32 and count > 1:
         bits = values.view(np.uint32)  # bits, so that NaN equals itself
         if bits[0] == bits[-1] and (bits == bits[0]).all():
-            one = orjson.dumps(values[:1], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            one: bytes = orjson.dumps(values[:1], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             return b"[" + (one + b",") * (count - 1) + one + b"]"
     encoded: bytes = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded

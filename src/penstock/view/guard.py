@@ -1,0 +1,116 @@
+"""Who may look: a shell around the viewer that every request passes before anything else sees it.
+
+Loopback and a token of 256 bits; the token comes once in the URL and then as a cookie that no script reads and no
+other site's request carries. The Host header must be ours, so that a name another site points at 127.0.0.1 leads
+nowhere. Only GET and HEAD exist. What is not allowed here is refused, also routes that are added later.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from penstock.errors import ConfigError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+
+
+def new_token() -> str:
+    """256 random bits, for a URL."""
+    return secrets.token_urlsafe(32)
+
+
+class Guard:
+    """Lets through what carries the token and is addressed to us."""
+
+    def __init__(self, app: App, *, token: str, port: int) -> None:
+        if len(token) < 22:
+            raise ConfigError(f"token: {len(token)} characters; at least 22, which hold 128 bits")
+        self._app, self._token = app, token
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        # Cookies know no ports: two viewers on one machine must not overwrite each other's.
+        self.cookie = f"penstock_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _answer(send, *refusal)
+        elif self._carries_token(scope):
+            cookie = f"{self.cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            await _answer(send, 303, "", [(b"location", b"/"), (b"set-cookie", cookie.encode())])
+        elif self._has_cookie(scope):
+            await self._app(scope, receive, _with_headers(send))
+        else:
+            await _answer(send, 403, "This page needs the token that `penstock view` printed; open that URL again.\n")
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "Only GET and HEAD.\n"
+        hosts = _values(scope, b"host")
+        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
+            return 421, "This name does not lead here; use the URL that `penstock view` printed.\n"
+        if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in _values(scope, b"origin")):
+            return 403, "Not from another site.\n"
+        if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):
+            return 403, "Not from another site.\n"
+        return None
+
+    def _carries_token(self, scope: Scope) -> bool:
+        if scope["path"] != "/":
+            return False
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
+        return len(given) == 1 and self._is_token(given[0])
+
+    def _has_cookie(self, scope: Scope) -> bool:
+        try:
+            cookies = SimpleCookie("; ".join(_values(scope, b"cookie")))
+        except CookieError:
+            return False
+        return self.cookie in cookies and self._is_token(cookies[self.cookie].value)
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self._token.encode())
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *_HEADERS]
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Send, status: int, text: str, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    plain = [(b"content-type", b"text/plain; charset=utf-8"), *(headers or []), *_HEADERS]
+    await send({"type": "http.response.start", "status": status, "headers": plain})
+    await send({"type": "http.response.body", "body": text.encode()})

@@ -1,0 +1,70 @@
+// Masking rules on exported values: what another rule, or another threshold, would have masked.
+"use strict";
+{
+  const HIGH = 1;
+  const LOW = 2;
+  const OTHER = 3; // masked, by neither side: an advantage of zero has no direction
+
+  ps.rules = {
+    dppo: {
+      label: "DPPO",
+      needs: ["prob_delta", "advantages"],
+      inputs: { high: 0.2, low: 0.2 },
+      about: "probability rose by more than high under a push up, or fell by more than low otherwise",
+      judge: (c, t, i) =>
+        c.advantages[i] > 0
+          ? c.prob_delta[i] > t.high ? HIGH : 0
+          : c.prob_delta[i] < -t.low ? (c.advantages[i] < 0 ? LOW : OTHER) : 0,
+    },
+    icepop: {
+      label: "IcePop",
+      needs: ["importance_ratio"],
+      inputs: { low: 0.2, high: 5 },
+      about: "ratio below low or above high, whatever the advantage",
+      judge: (c, t, i) => (c.importance_ratio[i] > t.high ? HIGH : c.importance_ratio[i] < t.low ? LOW : 0),
+    },
+    ppo: {
+      label: "PPO clip",
+      needs: ["importance_ratio", "advantages"],
+      inputs: { low: 0.2, high: 0.2 },
+      about: "ratio above 1 + high under a push up, or below 1 − low under a push down",
+      judge: (c, t, i) =>
+        c.advantages[i] > 0 && c.importance_ratio[i] > 1 + t.high
+          ? HIGH
+          : c.advantages[i] < 0 && c.importance_ratio[i] < 1 - t.low ? LOW : 0,
+    },
+    ipo: {
+      label: "IPO",
+      needs: ["prob_delta"],
+      inputs: { threshold: 0.1 },
+      about: "probability moved by more than the threshold, either way",
+      judge: (c, t, i) => (c.prob_delta[i] > t.threshold ? HIGH : c.prob_delta[i] < -t.threshold ? LOW : 0),
+    },
+  };
+
+  // Per token 0, or which side masks it; null where the sample lacks what the rule looks at.
+  ps.judge = function (sample, name, thresholds) {
+    const rule = ps.rules[name];
+    const columns = sample.columns;
+    if (!rule || !rule.needs.every((key) => columns[key])) return null;
+    const out = new Uint8Array(sample.count);
+    for (let i = 0; i < sample.count; i++) if (columns.loss_mask[i]) out[i] = rule.judge(columns, thresholds, i);
+    return out;
+  };
+
+  // The masks the loss itself reported, in the same coding.
+  ps.exported = function (sample) {
+    const { is_masked: any, is_masked_high: high, is_masked_low: low } = sample.columns;
+    if (!any) return null;
+    return any.map((masked, i) => (masked ? (high && high[i] ? HIGH : low && low[i] ? LOW : OTHER) : 0));
+  };
+
+  // The thresholds a sample was trained with, where it says so.
+  ps.thresholdsOf = function (sample, name) {
+    const own = sample.facts.rule;
+    const found = { ...ps.rules[name].inputs };
+    if (own && (own.kind === name || (own.kind === "opd" && name === "dppo")))
+      for (const key of Object.keys(found)) if (typeof own[key] === "number") found[key] = own[key];
+    return found;
+  };
+}

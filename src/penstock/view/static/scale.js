@@ -1,0 +1,62 @@
+// Numbers to colours: which columns can be coloured by, what their zero is, and how strong a value shows.
+"use strict";
+{
+  // centre: the value without colour. Two-sided columns show above in the warm, below in the cool colour.
+  ps.columns = [
+    { key: "mismatch_kl", label: "mismatch KL", centre: 0 },
+    { key: "importance_ratio", label: "ratio", centre: 1, twoSided: true },
+    { key: "log_importance_ratio", label: "log ratio", centre: 0, twoSided: true },
+    { key: "prob_delta", label: "probability delta", centre: 0, twoSided: true },
+    { key: "advantages", label: "advantage", centre: 0, twoSided: true },
+    { key: "entropy", label: "entropy", centre: 0 },
+    { key: "trainer_logprobs", label: "logprob, trainer", centre: 0 },
+    { key: "inference_logprobs", label: "logprob, sampler", centre: 0 },
+    { key: "teacher_logprobs", label: "logprob, teacher", centre: 0 },
+    { key: "loss", label: "loss", centre: 0, twoSided: true },
+    { key: "rewards", label: "reward", centre: 0, twoSided: true },
+  ];
+  ps.labels = Object.fromEntries(ps.columns.map((column) => [column.key, column.label]));
+  Object.assign(ps.labels, {
+    token_ids: "token id",
+    position_ids: "position",
+    loss_mask: "trained",
+    is_masked: "masked",
+    is_masked_high: "masked high",
+    is_masked_low: "masked low",
+    temperatures: "temperature",
+    rl_weights: "weight, RL",
+    ce_weights: "weight, CE",
+    ref_kl_weights: "weight, ref KL",
+    weight_versions: "weight version",
+  });
+
+  ps.percentile = function (values, percent) {
+    const sorted = Float64Array.from(values).sort();
+    if (!sorted.length) return NaN;
+    return sorted[Math.min(sorted.length - 1, Math.floor((sorted.length * percent) / 100))];
+  };
+
+  // How far from its centre a value must be for full colour: typed, or the percentile over trained tokens.
+  ps.scaleOf = function (sample, column, percent, typed) {
+    if (typed > 0) return typed;
+    const values = sample.columns[column.key];
+    if (!values) return 1;
+    const mask = sample.columns.loss_mask;
+    const sizes = [];
+    for (let i = 0; i < values.length; i++) {
+      const size = Math.abs(values[i] - column.centre);
+      if (mask[i] && size > 0 && Number.isFinite(size)) sizes.push(size);
+    }
+    return sizes.length ? Math.max(ps.percentile(sizes, percent), 1e-9) : 1;
+  };
+
+  ps.strength = (value, column, scale) => Math.max(-1, Math.min(1, (value - column.centre) / scale));
+
+  // The background for a strength between -1 and 1; the theme decides how the two colours look.
+  ps.colour = function (strength, column) {
+    if (!Number.isFinite(strength) || Math.abs(strength) < 0.004) return "";
+    const warm = !column.twoSided || strength > 0;
+    const amount = Math.round((0.07 + 0.68 * Math.abs(strength)) * 1000) / 10;
+    return "color-mix(in srgb, var(" + (warm ? "--warm" : "--cool") + ") " + amount + "%, transparent)";
+  };
+}

@@ -1,0 +1,50 @@
+// Text from a model is hostile until shown otherwise: it only ever becomes text nodes, and what a reader could not
+// see (controls, direction marks, zero-width characters) is written out as an escape.
+"use strict";
+const ps = {};
+
+{
+  const HIDDEN = new RegExp(
+    "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f" +
+      "\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufe00-\\ufe0f\\ufeff\\uffa0\\ufff0-\\ufffb]|" +
+      "[\\ud800-\\udbff](?![\\udc00-\\udfff])|(?<![\\ud800-\\udbff])[\\udc00-\\udfff]|\\udb40[\\udc00-\\uddef]",
+    "g",
+  );
+  const LONGEST = 240;
+
+  function escaped(found) {
+    return [...found].map((char) => "\\u{" + char.codePointAt(0).toString(16) + "}").join("");
+  }
+
+  // The text with everything invisible made visible; newlines and tabs as arrows.
+  ps.visible = function (text) {
+    const cut = text.length > LONGEST ? text.slice(0, LONGEST) + "…(+" + (text.length - LONGEST) + ")" : text;
+    return cut.replace(HIDDEN, escaped).replace(/\n/g, "↵").replace(/\t/g, "⇥");
+  };
+
+  // An element with properties and children; strings become text nodes, never markup.
+  ps.el = function (tag, properties, ...children) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(properties || {})) {
+      if (name === "class") element.className = value;
+      else if (name === "on") for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
+      else if (name === "data") Object.assign(element.dataset, value);
+      else if (name in element && name !== "list") element[name] = value;
+      else element.setAttribute(name, value);
+    }
+    element.append(...children.filter((child) => child !== null && child !== undefined));
+    return element;
+  };
+
+  // A number as short as it can be read: four digits, or an exponent where those would be zeros.
+  ps.number = function (value) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+    if (Number.isInteger(value)) return value.toLocaleString("en");
+    const size = Math.abs(value);
+    const text = size >= 1e5 || size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+    return text.replace("-", "−");
+  };
+
+  ps.percent = (part, whole) => (whole ? ps.number(Number(((100 * part) / whole).toPrecision(3))) + " %" : "–");
+}

@@ -1,0 +1,66 @@
+"""The whole of Penstock at work: real processes, kill -9 of each kind, and a ledger that balances at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.commands import demo
+from penstock.demo.launch import Launcher, Metrics, Progress
+from penstock.train.config import load
+from penstock.view import Export
+
+
+def config_for(folder: Path, *words: str) -> object:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return demo.config_of(parser.parse_args(["--folder", str(folder), *words]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_survives_the_death_of_each_kind_of_process(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run", "--steps", "16")
+    launcher = Launcher(config)  # type: ignore[arg-type]
+    deaths = {3: "worker", 6: "plane", 11: "rank"}
+
+    def show(progress: Progress) -> None:
+        done = int(progress.rows[-1]["step"]) if progress.rows else 0
+        for step in [s for s in deaths if s <= done]:
+            launcher.kill(deaths.pop(step))
+
+    status = launcher.run(show)
+    assert not deaths
+    ledger = status["ledger"]
+    assert ledger["balanced"]
+    assert ledger["committed"] == 16 * 32 * 8
+    rows = Metrics(tmp_path / "run" / "metrics.jsonl").read()
+    assert [int(row["step"]) for row in rows] == list(range(1, 17))
+    assert rows[0]["train/on_policy_gap"] < 1e-4
+    assert Export(tmp_path / "run").steps()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_vision_run_with_replay_trains_on_images_by_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    code = main(["demo", "--vision", "--replay", "--steps", "4", "--folder", str(folder), "--json"])
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert code == 1 and report["learned"] is False  # four steps teach nothing; the run itself must be whole
+    assert report["steps"] == 4 and report["ledger"]["balanced"]
+    assert report["on_policy_gap"] < 1e-4
+    assert any((folder / "assets").rglob("*.png"))
+
+
+def test_the_configuration_is_written_once_and_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.toml"
+    assert main(["demo", "--write-config", str(path)]) == 0
+    assert load(path).task is not None
+    assert main(["demo", "--write-config", str(path)]) == 1
+    assert "exists" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The demo's tasks and its sampler: rewards that cannot be hacked, log-probabilities the trainer agrees with."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.arrays import Samples
+from penstock.capture import Trajectory, Turn
+from penstock.convert import make_group
+from penstock.demo import reverse
+from penstock.demo.sampler import sample
+from penstock.demo.screen import sparkline
+from penstock.demo.tasks import make_task, model_of
+from penstock.pack import pack
+from penstock.train.config import TaskConfig
+from penstock.train.logits import token_logprobs
+from penstock.train.model import build_model, forward
+from penstock.train.tensors import to_torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def ids(word: str) -> list[int]:
+    return [reverse.TOKENS.index(c) for c in word]
+
+
+def test_only_the_reversed_word_and_its_end_earn_the_whole_reward() -> None:
+    task = reverse.Reverse(3)
+    prompt = reverse.Prompt("abc", [])
+    assert task.reward(prompt, [*ids("cba"), reverse.EOS]) == 1.0
+    assert task.reward(prompt, ids("cba")) == 0.75
+    assert task.reward(prompt, [*ids("abc"), reverse.EOS]) == 0.5
+    assert task.reward(prompt, [*ids("cba"), reverse.PAD, reverse.EOS]) == pytest.approx(0.6)
+    assert task.reward(prompt, [reverse.EOS]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["reverse", "color"])
+def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, tmp_path: Path) -> None:
+    task = make_task(TaskConfig(name=name), tmp_path)  # type: ignore[arg-type]
+    config = model_of(name)
+    model = build_model(config, seed=3).eval()
+    rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    prompts = [task.prompt(rng) for _ in range(12)]
+    rollouts = sample(
+        model,
+        [prompt.token_ids for prompt in prompts],
+        max_new_tokens=task.max_new_tokens,
+        eos=task.eos,
+        generator=generator,
+        banned=task.banned,
+        first=task.model_inputs(prompts, model),
+    )
+    assert not {token for rollout in rollouts for token in rollout.token_ids} & set(task.banned)
+    groups = [
+        make_group([Trajectory(turns=[task.turn(p), Turn(r.token_ids, logprobs=r.logprobs)], reward=0.0)], id=f"g{i}")
+        for i, (p, r) in enumerate(zip(prompts, rollouts, strict=True))
+    ]
+    samples = Samples.of(s for group in groups for s in group.samples)
+    for batch in pack(samples, ranks=1, seq_len=64).ranks[0]:
+        tensors, extra = to_torch(batch), None
+        if batch.images:
+            from penstock.assets import AssetStore
+            from penstock.train.vision import Vision
+
+            vision = Vision(model, config, AssetStore(tmp_path / "assets"))
+            extra = vision.inputs(model, batch, tensors)
+            vision.close()
+        with torch.no_grad():
+            logits = forward(model, tensors, extra)
+            if config.never_sampled:
+                logits[..., config.never_sampled] = float("-inf")
+            logprobs, _ = token_logprobs(logits, tensors["token_ids"], tensors["sequence_lengths"])
+        gap = (logprobs - tensors["logprobs"])[tensors["loss_mask"]].abs().max()
+        assert float(gap) < 1e-5
+
+
+def test_a_sparkline_follows_its_values() -> None:
+    assert sparkline([], 5) == ""
+    assert sparkline([0, 1], 10) == "▁█"
+    assert len(sparkline([0.5] * 1000, 40)) == 40
