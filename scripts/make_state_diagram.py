@@ -1,7 +1,7 @@
 """Draw the phases of a session into docs/delivery.md, from the table that the protocol is tested against.
 
-    .venv/bin/python scripts/make_state_diagram.py            write it
-    .venv/bin/python scripts/make_state_diagram.py --check    exit 1 when the page is out of date
+.venv/bin/python scripts/make_state_diagram.py            write it
+.venv/bin/python scripts/make_state_diagram.py --check    exit 1 when the page is out of date
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan, Sample, Samples
@@ -14,6 +14,7 @@ from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 
 
+@settings(max_examples=60)
 @given(batches())
 def test_a_batch_is_a_sequence_of_its_samples(rows: list[Sample]) -> None:
     batch = Samples.of(rows)
@@ -28,6 +29,7 @@ def test_a_batch_is_a_sequence_of_its_samples(rows: list[Sample]) -> None:
     assert batch.num_tokens == sum(row.num_tokens for row in rows)
 
 
+@settings(max_examples=60)
 @given(batches(), st.data())
 def test_taking_samples_equals_joining_them_anew_to_the_byte(rows: list[Sample], data: st.DataObject) -> None:
     order = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
@@ -37,11 +39,13 @@ def test_taking_samples_equals_joining_them_anew_to_the_byte(rows: list[Sample],
         assert encode(taken) == encode(joined)
 
 
+@settings(max_examples=60)
 @given(batches(), st.slices(5))
 def test_a_slice_is_a_batch_of_the_slice_of_the_list(rows: list[Sample], part: slice) -> None:
     assert list(Samples.of(rows)[part]) == rows[part]
 
 
+@settings(max_examples=60)
 @given(batches())
 def test_a_batch_joined_from_the_samples_of_a_batch_equals_it(rows: list[Sample]) -> None:
     batch = Samples.of(rows)
@@ -49,6 +53,7 @@ def test_a_batch_joined_from_the_samples_of_a_batch_equals_it(rows: list[Sample]
     assert Samples.of(batch) is batch
 
 
+@settings(max_examples=60)
 @given(batches().filter(len))
 def test_samples_of_a_batch_are_read_only_views_of_its_columns(rows: list[Sample]) -> None:
     batch = Samples.of(rows)

@@ -88,6 +88,25 @@ def use_limited(table: Table, num_steps: int = 60, seed: int = 2) -> list[Any]:
     return use(table, np.random.default_rng(seed), num_steps)
 
 
+@pytest.mark.parametrize("sampler", ALL, ids=repr)
+def test_taking_a_checkpoint_does_not_disturb_the_table(tmp_path: Path, sampler: Selector) -> None:
+    """An interrupted run must go on like one that never stopped, not only like the one that was saved."""
+
+    def play(path: Path | None) -> list[list[Key]]:
+        table = Table(capacity=30, sampler=sampler, remover=Prioritized(0.6), max_times_sampled=None)
+        rng, drawn = np.random.default_rng(3), []
+        for number in range(1300):  # past the draw at which the largest weight is looked up anew
+            table.insert(number, b"", priority=float(rng.choice([1.0, 1.5, 2.0, 50.0], p=[0.4, 0.3, 0.29, 0.01])))
+            if path is not None and number % 97 == 0:
+                table.checkpoint(path)
+                table = Table.restore(path)
+            table.update_priorities({number: 1.0})
+            drawn.append(table.sample(1 + number % 3, replace=True).keys.tolist())
+        return drawn
+
+    assert play(tmp_path / "table") == play(None)
+
+
 def test_handles_stay_valid_across_a_restore(tmp_path: Path) -> None:
     table = small_table(sampler=Prioritized(1.0), max_times_sampled=None, remover=Fifo())
     handles = table.sample(3).handles

@@ -7,6 +7,7 @@ identically: same samples, same probabilities, same evictions.
 from __future__ import annotations
 
 import tempfile
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from penstock.hold import (
     SamplesPerInsert,
     Table,
     Uniform,
+    prioritized,
 )
 from penstock.testing.reference_table import Held, ReferenceTable
 
@@ -241,5 +243,16 @@ def comparable(answer: Any) -> Any:
     return type(answer) if isinstance(answer, Exception) else answer
 
 
-TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class TestTable(TableMachine.TestCase):
+    settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
+
+
+class TestTableByTree(TableMachine.TestCase):
+    """The same with prioritized draws made by the tree, which such small tables would not need."""
+
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+    def setUp(self) -> None:
+        patch = unittest.mock.patch.object(prioritized, "_MAX_PROPOSALS", 0.0)
+        patch.start()
+        self.addCleanup(patch.stop)

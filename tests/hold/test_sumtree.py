@@ -110,7 +110,17 @@ def test_more_writes_than_are_ever_deferred_are_all_seen() -> None:
     capacity = 4 * MAX_PENDING
     tree = SumTree(capacity)
     for start in range(0, capacity, MAX_PENDING // 2):
-        tree.set_many(np.arange(start, start + MAX_PENDING // 2), 1.0)
+        tree.set_many(np.arange(start, start + MAX_PENDING // 2), np.ones(MAX_PENDING // 2))
     for slot in range(0, capacity, 2):
         tree.set(slot, 0.0)
     assert tree.total() == capacity / 2
+
+
+def test_the_ceiling_is_never_below_a_weight_and_comes_down_when_asked() -> None:
+    tree = SumTree(10)
+    tree.set(3, 100.0)
+    tree.set(3, 1.0)
+    tree.set_many(np.array([4, 5]), np.array([7.0, 2.0]))
+    assert tree.ceiling == 100.0
+    tree.lower_ceiling()
+    assert tree.ceiling == 7.0

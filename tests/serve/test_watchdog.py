@@ -30,6 +30,19 @@ def stuck_in_c():
 stuck_in_c()
 """
 
+DEADLOCKED = """
+import faulthandler, signal, threading
+from penstock.serve.watchdog import Watchdog
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+dog = Watchdog(stall_s=0.5, grace_s=0.5)
+dog.beat("step 7", 0)
+def waits_for_itself():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+waits_for_itself()
+"""
+
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
@@ -57,9 +70,16 @@ def test_a_stopped_plane_is_killed_with_its_stacks_in_the_log(log: Path) -> None
     text = log.read_text()
     assert "has not turned its loop for 0.8 s; its last word was: epoch 1, session 0 forming, step 1" in text
     assert "most recent call first" in text
-    assert "server.py" in text
+    assert "in run_plane" in text
     wait_until(lambda: not alive(plane.ready["watchdog"]))
     plane.stop()
+
+
+def test_a_deadlocked_process_is_killed_with_its_stacks_in_the_log() -> None:
+    done = subprocess.run([sys.executable, "-c", DEADLOCKED], capture_output=True, text=True, timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    assert "has not turned its loop for 0.5 s; its last word was: step 7" in done.stderr
+    assert "in waits_for_itself" in done.stderr
 
 
 def wedged() -> tuple[subprocess.Popen[str], int]:

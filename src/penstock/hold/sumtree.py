@@ -38,16 +38,21 @@ class SumTree:
         self._num_pending = 0
         self._bounds = np.zeros(len(self._levels[0]) + 1)  # cumulative sums of the top level, from 0.0
         self._current = True  # whether _bounds match the leaves
+        self.ceiling = 0.0
+        """No weight is above this. Raised by every write at once, so it never depends on when sums are made."""
 
     def set(self, slot: int, weight: float) -> None:
         self._unwritten[slot] = weight
         self._current = False
+        if weight > self.ceiling:
+            self.ceiling = weight
 
-    def set_many(self, slots: NDArray[np.int64], weights: NDArray[np.float64] | float) -> None:
+    def set_many(self, slots: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
         """Set leaves; where a slot appears twice the last weight counts, as numpy assigns in order."""
         if self._unwritten:
             self._write()
         self.weights[slots] = weights
+        self.ceiling = max(self.ceiling, float(np.maximum.reduce(weights, initial=0.0)))
         self._pending.append(slots)
         self._num_pending += len(slots)
         self._current = False
@@ -69,6 +74,11 @@ class SumTree:
             np.cumsum(self._levels[0], out=self._bounds[1:])
             self._current = True
         return float(self._bounds[-1])
+
+    def lower_ceiling(self) -> None:
+        """Make the ceiling the largest weight again; reads every leaf."""
+        self.total()
+        self.ceiling = float(self.weights.max())
 
     def find(self, targets: NDArray[np.float64]) -> NDArray[np.int64]:
         """For each target in [0, total()) the slot whose stretch of the cumulative weights contains it.

@@ -116,7 +116,7 @@ class Guard:
     """The ZAP handler: a thread that lets known keys in and nobody else."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[bytes]) -> None:
-        self._allowed = allowed
+        self._allowed = {z85.decode(key) for key in allowed}
         self._socket = context.socket(zmq.REP)
         self._socket.bind(_ZAP)
         self._stop = context.socket(zmq.PAIR)
@@ -140,10 +140,18 @@ class Guard:
 
     def _answer(self, request: list[bytes]) -> None:
         version, number, domain, _address, _identity, mechanism, *credentials = request
-        key = z85.encode(credentials[0]) if credentials and len(credentials[0]) == 32 else b""
-        good = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE" and key in self._allowed
+        known = len(credentials) == 1 and credentials[0] in self._allowed
+        good = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE" and known
         code, text = (b"200", b"OK") if good else (b"400", b"unknown key")
         self._socket.send_multipart([b"1.0", number, code, text, b"", b""])
+
+    def admit(self, public: bytes) -> None:
+        """Let a key in from now on."""
+        self._allowed.add(z85.decode(public))
+
+    def dismiss(self, public: bytes) -> None:
+        """Let it in no more; who is in stays."""
+        self._allowed.discard(z85.decode(public))
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -162,13 +170,23 @@ def guard(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], ke
     return handler
 
 
-def refuse_strangers(url: str, keys: PlaneKeys, timeout_s: float = 3.0) -> None:
-    """Knock as a stranger with a fresh key, and as one without any; raise unless both are turned away."""
+def refuse_strangers(url: str, keys: PlaneKeys, handler: Guard, timeout_s: float = 3.0) -> None:
+    """Knock as a stranger with a fresh key, as one without any, and as a friend; raise unless only the last gets in.
+
+    The friend is there so that a door nobody can reach does not pass for one that is guarded.
+    """
     public, secret = zmq.curve_keypair()
-    stranger = ClientKeys(public=public, secret=secret, plane=keys.public)
-    for who, pair in (("a stranger's key", stranger), ("no key", None)):
-        if _gets_in(_reachable(url), pair, timeout_s):
+    known = ClientKeys(public=public, secret=secret, plane=keys.public)
+    place = _reachable(url)
+    for who, pair in (("a stranger's key", known), ("no key", None)):
+        if _gets_in(place, pair, timeout_s):
             raise ConfigError(f"address {url!r}: {who} was let in; the plane does not start on an open door")
+    handler.admit(public)
+    try:
+        if not _gets_in(place, known, timeout_s):
+            raise ConfigError(f"address {url!r}: a key that is allowed was not let in; nobody could connect")
+    finally:
+        handler.dismiss(public)
 
 
 def _reachable(url: str) -> str:

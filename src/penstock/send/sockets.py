@@ -74,9 +74,9 @@ class SocketPlane:
         self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
-        if keys:
+        if keys and self._guard:
             try:
-                refuse_strangers(self._url, keys)
+                refuse_strangers(self._url, keys, self._guard)
             except Exception:
                 self.close()
                 raise

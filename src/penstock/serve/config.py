@@ -63,8 +63,8 @@ class WatchdogSettings:
 
     stall_s: float | None = 300.0
     """Seconds without a turn of the loop; None: no watchdog."""
-    end_s: float = 9.0
-    """Seconds from SIGTERM to SIGKILL."""
+    end_s: float = 7.0
+    """Seconds from SIGTERM until it is given up; SIGKILL follows after `grace_s`."""
     grace_s: float = 2.0
     """Seconds for writing the stacks."""
 

@@ -238,10 +238,10 @@ class Engine:
         have = self.ledger.held if by_samples else self.book.held_tokens
         if have < need:
             return f"generation: {have} of {target}"
-        have = 0
-        for taken, key in enumerate(self.table.keys(), start=1):
+        have = taken = 0
+        for key in self.table.keys():
             row = self.book.rows[self.book.by_id[str(key)]]
-            have += row.samples if by_samples else row.tokens
+            have, taken = have + (row.samples if by_samples else row.tokens), taken + 1
             if have >= need:
                 break
         return taken
@@ -286,7 +286,7 @@ class Engine:
         self.is_full = False
 
     def report(self, priorities: dict[str, float], metrics: dict[str, float]) -> None:
-        """New priorities, by group id or by sample id (of a group's samples the largest counts), and numbers to show."""
+        """New priorities, by group or sample id (of a group's samples the largest counts), and numbers to show."""
         self.numbers.update(metrics)
         found: dict[str, float] = {}
         for name, value in priorities.items():

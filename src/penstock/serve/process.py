@@ -37,6 +37,7 @@ from penstock.serve.watchdog import Watchdog, die_with_parent
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
+_LOOK_S = 1.0
 
 
 class Exit(IntEnum):
@@ -88,8 +89,10 @@ def run_plane(config: PlaneConfig, *, ready: Callable[[Ready], None], parent: in
         for folder in reclaim():
             logger.info("removed shared memory of a plane that is gone: %s", folder)
         turns = _open(config, stack)
+        state = turns.ready
+        logger.info("epoch %d, next step %d, listening at %s", turns.log.epoch, state.next_step, ", ".join(state.urls))
         try:
-            ready(turns.ready)
+            ready(state)
             turns.server.run()
         except Fenced as error:
             logger.error("fenced: %s", error)  # noqa: TRY400 - the sentence says it all
@@ -97,6 +100,7 @@ def run_plane(config: PlaneConfig, *, ready: Callable[[Ready], None], parent: in
         except Exception:
             logger.exception("the plane failed")
             return Exit.FAILED
+        logger.info("ended")
     return Exit.ENDED
 
 
@@ -106,10 +110,12 @@ class Turns:
     def __init__(self, config: PlaneConfig) -> None:
         self.config = config
         self.server: Server
+        self.log: Log
         self.watchdog: Watchdog | None = None
         self.page: MetricsPage | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
+        self._look_at = 0.0
         self._seen: tuple[int, ...] = ()
 
     def __call__(self) -> None:
@@ -118,6 +124,9 @@ class Turns:
             logger.warning("the watchdog had died; started another, process %d", self.watchdog.pid)
             signal.set_wakeup_fd(self.watchdog.pipe, warn_on_full_buffer=False)
         self.snapshot.on_turn()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._check_owner()
         if self._asked is not None:
             self._drain(now)
 
@@ -126,6 +135,12 @@ class Turns:
             os._exit(Exit.AT_ONCE)
         self._asked = time.monotonic()
         logger.info("%s: ending", signal.Signals(number).name)
+
+    def _check_owner(self) -> None:
+        """A plane that was taken over must end, even if nobody makes it write."""
+        current = self.log.meta("epoch", 0)
+        if current != self.log.epoch:
+            raise Fenced(f"epoch {self.log.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def _drain(self, now: float) -> None:
         """End after the first turn in which nothing happened: what had arrived by then is written and answered."""
@@ -167,6 +182,7 @@ def _open(config: PlaneConfig, stack: contextlib.ExitStack) -> Turns:
         folder = None if config.folder == "memory:" else config.folder
         log = Log(folder, max_disk_bytes=settings.max_disk_bytes)
         opened.callback(log.close)
+        turns.log = log
         carriers = []
         for url in config.listen:
             carriers.append(plane_carrier(url, config.keys))

@@ -116,8 +116,8 @@ groups = 4
 # A second process that ends a plane whose loop no longer turns: its stacks go to the log, then SIGKILL.
 # Seconds without a turn. "none": no watchdog.
 # stall_s = 300.0
-# Seconds from SIGTERM to SIGKILL, should the plane not manage to end.
-# end_s = 9.0
-# Seconds for writing the stacks.
+# Seconds from SIGTERM until the plane is given up, should it not manage to end.
+# end_s = 7.0
+# Seconds for writing the stacks, before SIGKILL.
 # grace_s = 2.0
 """

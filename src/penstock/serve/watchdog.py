@@ -44,7 +44,7 @@ class Watchdog:
     `stall_s` may be short in tests; `beat` may be called as often as the loop turns, and writes a few times a second.
     """
 
-    def __init__(self, *, stall_s: float = 300.0, end_s: float = 9.0, grace_s: float = 2.0) -> None:
+    def __init__(self, *, stall_s: float = 300.0, end_s: float = 7.0, grace_s: float = 2.0) -> None:
         self._times = {"stall": stall_s, "end": end_s, "grace": grace_s}
         self._gap_s = min(1 / _BEATS_PER_S, stall_s / 8)
         self._next = 0.0

@@ -161,7 +161,7 @@
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     const [first, last] = [known[0].x, known[known.length - 1].x];
     const x = (value) => (first === last ? width / 2 : 5 + ((value - first) / (last - first)) * (width - 10));
-    const y = (value) => floor - 4 - ((value - low) / (high - low)) * (floor - 16);
+    const y = (value) => floor - 4 - ((value - low) / (high - low)) * (floor - 10);
     const banded = known.filter((point) => point.low !== undefined);
     if (banded.length) {
       pen.fillStyle = colour.accent;
@@ -182,7 +182,6 @@
     if (known.length < 40) known.forEach((point) => pen.fillRect(x(point.x) - 2, y(point.y) - 2, 4, 4));
     pen.fillStyle = colour.ink;
     pen.textAlign = "left";
-    pen.fillText(ps.number(high), 0, 9);
     pen.fillText("step " + first, 0, height - 3);
     pen.textAlign = "right";
     pen.fillText("step " + last, width, height - 3);

@@ -36,13 +36,19 @@ const ps = {};
     return element;
   };
 
+  // Replace what an element holds; what is null is left out.
+  ps.fill = function (element, ...children) {
+    element.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
+  };
+
   // A number as short as it can be read: four digits, or an exponent where those would be zeros.
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
     if (Number.isInteger(value)) return value.toLocaleString("en");
     const size = Math.abs(value);
-    const text = size >= 1e5 || size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+    if (size >= 1000 && size < 1e6) return Math.round(value).toLocaleString("en").replace("-", "−");
+    const text = size >= 1e6 || size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
     return text.replace("-", "−");
   };
 

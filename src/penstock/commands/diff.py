@@ -1,0 +1,58 @@
+"""Where two recorded runs part: the first step, sample, token and column, in one sentence.
+
+  penstock diff runs/a runs/b                 all finished steps
+  penstock diff runs/a runs/b --step 12       one step; --json for programs, --view to open the viewer there
+
+Exits 0 when the runs are the same, 1 when they part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.view import open_library, serve
+from penstock.view.diff import Parting, compare
+from penstock.view.reader import Export
+from penstock.view.server import Library
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="a folder with token exports")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="another")
+    parser.add_argument("--step", type=int, help="compare this step only")
+    parser.add_argument("--run", dest="of_run", help="the run, where the folders hold several")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--view", action="store_true", help="open both runs in the viewer, where they part")
+    parser.add_argument("--tokenizer", type=Path, help="for --view: a folder with tokenizer.json")
+    parser.add_argument("--assets", type=Path, help="for --view: the asset store with the samples' images")
+    parser.add_argument("--assets-run", default="local", help="for --view: the run the images were stored under")
+    parser.add_argument("--port", type=int, default=0, help="for --view: on 127.0.0.1; a free one by default")
+    parser.add_argument("--no-open", action="store_true", help="for --view: only print the URL")
+
+
+def run(args: argparse.Namespace) -> int:
+    parting = compare(Export(args.a), Export(args.b), run=args.of_run, step=args.step)
+    print(json.dumps(asdict(parting), indent=1) if args.json else parting.sentence)
+    if args.view:
+        library = open_library({"A": args.a, "B": args.b}, args)
+        library.parting = place(library, parting, args.of_run)
+        return serve(library, args)
+    return 0 if parting.what == "same" else 1
+
+
+def place(library: Library, parting: Parting, run: str | None) -> dict[str, Any]:
+    """Where the viewer opens: the sample's number in the list of whichever run has it."""
+    for name, export in library.exports.items():
+        chosen = export.runs[0] if run is None else run
+        if parting.step is None or parting.step not in [step.number for step in export.steps(chosen)]:
+            continue
+        rows = library.index(name, chosen, parting.step).rows
+        found = [row["index"] for row in rows if row["sample_id"] == parting.sample_id]
+        if found:
+            at = {"export": name, "run": chosen, "step": parting.step, "sample": found[0], "token": parting.token}
+            return {"sentence": parting.sentence, **at}
+    return {"sentence": parting.sentence}

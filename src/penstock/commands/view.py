@@ -1,0 +1,77 @@
+"""Look at every token of a run: a local page with samples, tokens, packed grids and curves.
+
+  penstock view runs/demo                                     the last finished step
+  penstock view runs/demo --tokenizer models/tiny             texts instead of token ids
+  penstock view runs/demo --step 12 --html step12.html        one file to share; --sample for one sample of it
+
+The page is served on 127.0.0.1 only, to whoever has the URL that is printed, and nothing can be changed through it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.view.guard import new_token
+from penstock.view.page import write_page
+from penstock.view.reader import Export
+from penstock.view.server import Library, listening, make_app, make_server
+from penstock.view.vocabulary import open_vocabulary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; by default the run's own")
+    parser.add_argument(
+        "--assets", type=Path, help="the asset store with the samples' images; by default the run's own"
+    )
+    parser.add_argument("--assets-run", default="local", help="the run under which the images were stored")
+    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; a free one by default")
+    parser.add_argument("--no-open", action="store_true", help="only print the URL")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained file instead")
+    parser.add_argument("--run", dest="of_run", help="for --html: the run, where the folder holds several")
+    parser.add_argument("--step", type=int, help="for --html: the step; the last one by default")
+    parser.add_argument("--sample", type=int, help="for --html: this sample only, counted as in the list's own order")
+
+
+def run(args: argparse.Namespace) -> int:
+    library = open_library({args.folder.name or "run": args.folder}, args)
+    if args.html is None:
+        return serve(library, args)
+    size = write_page(args.html, library, run=args.of_run, step=args.step, sample=args.sample)
+    print(f"{args.html}: {size / 1e6:.1f} MB")
+    return 0
+
+
+def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
+    """The exports in these folders, with texts and images where they can be found."""
+    exports = {name: Export(folder) for name, folder in folders.items()}
+    homes = [export.folder for export in exports.values()]
+    tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
+    assets = args.assets or next((home / "assets" for home in homes if (home / "assets" / "images").is_dir()), None)
+    images = None
+    if assets is not None:
+        if not assets.is_dir():
+            raise ConfigError(f"{assets}: not a folder; give the asset store's")
+        from penstock.assets import AssetStore
+
+        images = AssetStore(assets, run=args.assets_run)
+    vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
+    return Library(exports=exports, vocabulary=vocabulary, images=images)
+
+
+def serve(library: Library, args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    token = new_token()
+    with listening(args.port) as (listener, port):
+        server = make_server(make_app(library, token=token, port=port))
+        url = f"http://127.0.0.1:{port}/?token={token}"
+        print(f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.", flush=True)
+        if not args.no_open and sys.stdout.isatty() and (sys.platform == "darwin" or os.environ.get("DISPLAY")):
+            webbrowser.open(url)
+        server.run(sockets=[listener])
+    return 0

@@ -1,0 +1,73 @@
+"""The viewer in a real browser: a server in a thread, and the system's Chromium driven by playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.view.guard import new_token
+from penstock.view.server import Library, listening, make_app, make_server
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def find_chromium() -> str:
+    """The browser's path; an error that says how to get one where there is none."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        raise ConfigError(f"browser: none of {', '.join(NAMES)} is installed; run scripts/setup_browser")
+    return found
+
+
+@contextlib.contextmanager
+def serving(library: Library) -> Iterator[tuple[str, int, str]]:
+    """The viewer at work: its URL with the token, its port, and the token."""
+    token = new_token()
+    with listening(0) as (listener, port):
+        server = make_server(make_app(library, token=token, port=port))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="viewer", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}/?token={token}", port, token
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+@contextlib.contextmanager
+def browsing(*, width: int = 1440, height: int = 900, dark: bool = False) -> Iterator[Any]:
+    """A page of a browser that has never been used before; errors of its scripts are collected in `page.errors`."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory(prefix="penstock-browser-") as profile, sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            profile,
+            executable_path=find_chromium(),
+            headless=True,
+            args=FLAGS,
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            device_scale_factor=1,
+        )
+        page = context.pages[0]
+        page.errors = []
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
+        try:
+            yield page
+        finally:
+            context.close()

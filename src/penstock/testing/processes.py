@@ -1,0 +1,139 @@
+"""Real processes of a small run, each started with `python -m penstock.testing.processes`, to be killed at any time.
+
+    plane FOLDER URL            the plane
+    producer FOLDER URL N OF    puts groups N, N + OF, ..., and notes what was acknowledged
+    rank FOLDER URL N OF        takes steps, notes their digests, commits, saves a checkpoint; begins anew when told
+
+They end when the file FOLDER/last names a step and it is trained. `torture.py` starts and kills them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.pack import Packing
+from penstock.send.coordinator import Timeouts
+from penstock.serve.log import Log
+from penstock.serve.opening import plane_carrier
+from penstock.serve.server import Server
+from penstock.serve.settings import PlaneSettings, Target
+from penstock.testing.groups import named_group
+
+TIMEOUTS = Timeouts(heartbeat_s=0.3, peer_s=2.0, delivery_s=5.0, plane_s=30.0, resend_s=0.2)
+
+
+def settings(ranks: int) -> PlaneSettings:
+    """Of every such run."""
+    return PlaneSettings(
+        packing=Packing(ranks=ranks, seq_len=64),
+        target=Target(groups=2),
+        run="torture",
+        max_held_bytes=50_000,
+        retain_steps=1 << 30,
+        timeouts=TIMEOUTS,
+    )
+
+
+def group_of(number: int) -> list[ps.Sample]:
+    """The content of a group; one in eight is large enough for shared memory."""
+    return named_group(f"g{number}", samples=1 + number % 3, tokens=5000 if number % 8 == 0 else 12)
+
+
+class Notes:
+    """Lines a process leaves behind; each is in the file as soon as it is written, whatever happens next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def write(self, *words: object) -> None:
+        os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
+
+    @staticmethod
+    def read(path: Path) -> list[list[str]]:
+        return [line.split(" ", 2) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_plane(folder: Path, url: str, ranks: int) -> None:
+    server = Server(settings(ranks), Log(folder / "run"), [plane_carrier(url)])
+    server.run()
+
+
+def run_producer(folder: Path, url: str, first: int, stride: int) -> None:
+    notes, path = Notes(folder / f"producer{first}.acked"), folder / f"producer{first}.acked"
+    number = first + stride * len({line[0] for line in Notes.read(path)})
+    plane = ps.open(url, timeouts=TIMEOUTS)
+    while True:
+        try:
+            plane.put(group_of(number), timeout=1.0)
+        except PenstockError:
+            continue
+        notes.write(f"g{number}")
+        number += stride
+
+
+def run_rank(folder: Path, url: str, rank: int, ranks: int) -> None:
+    notes = Notes(folder / f"rank{rank}.notes")
+    while True:
+        try:
+            _train(folder, url, rank, ranks, notes)
+        except PenstockError as error:
+            notes.write("raised", time.monotonic(), f"{type(error).__name__}: {error}")
+        else:
+            return
+
+
+def _train(folder: Path, url: str, rank: int, ranks: int, notes: Notes) -> None:
+    """Until the last step, or an error; a trainer begins behind the last step whose weights all ranks have saved."""
+    begin = 1 + min(_saved(folder, other) for other in range(ranks))
+    with ps.connect(url, rank=rank, world=ranks, resume_step=begin, run="torture", timeouts=TIMEOUTS) as source:
+        for step in source.steps():
+            notes.write("step", step.number, step.digest)
+            source.commit(step, policy_version=step.number)
+            _save(folder, rank, step.number)
+            if step.number == _last(folder):
+                source.flush(60)
+                notes.write("done", step.number)
+                return
+
+
+def _saved(folder: Path, rank: int) -> int:
+    path = folder / f"rank{rank}.checkpoint"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def _save(folder: Path, rank: int, step: int) -> None:
+    temporary = folder / f".rank{rank}.checkpoint"
+    temporary.write_text(str(step))
+    temporary.rename(folder / f"rank{rank}.checkpoint")
+
+
+def _last(folder: Path) -> int:
+    path = folder / "last"
+    return int(path.read_text()) if path.exists() else -1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One process of a small run.")
+    parser.add_argument("kind", choices=["plane", "producer", "rank"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("url")
+    parser.add_argument("number", type=int)
+    parser.add_argument("of", type=int)
+    asked = parser.parse_args(argv)
+    if asked.kind == "plane":
+        run_plane(asked.folder, asked.url, asked.of)
+    elif asked.kind == "producer":
+        run_producer(asked.folder, asked.url, asked.number, asked.of)
+    else:
+        run_rank(asked.folder, asked.url, asked.number, asked.of)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""A run of real processes that are killed again and again, and what must be true of it afterwards.
+
+One plane, two producers, four ranks. `kill -9` hits one of them at a random moment, and it is started again. In the
+end every acknowledged group must be there, every group must be in exactly one trained step, and every rank must have
+been given, each time, the very bytes that an uninterrupted plane makes of the same groups. `scripts/torture` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from penstock.encode import encode
+from penstock.send.effects import Staged
+from penstock.serve.book import Manifest
+from penstock.serve.engine import Engine
+from penstock.serve.log import Log, State
+from penstock.testing.processes import Notes, group_of, settings
+
+CARRIERS = ("tcp", "ipc", "shm", "file")
+RANKS, PRODUCERS = 4, 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came out."""
+
+    carrier: str
+    kills: Counter[str] = field(default_factory=Counter)
+    """By kind of process."""
+    steps: int = 0
+    groups: int = 0
+    lost: int = 0
+    """Groups that were acknowledged and are not in the log."""
+    doubled: int = 0
+    """Groups trained twice, or not at all, in the committed lineage."""
+    mismatches: int = 0
+    """Steps given to a rank that differ from those of an uninterrupted run."""
+    detect_s: float = 0.0
+    """The longest time from the death of a rank until every other rank had raised."""
+    seconds: float = 0.0
+    balanced: bool = True
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.doubled or self.mismatches) and self.balanced and self.steps > 0
+
+
+def address(carrier: str, folder: Path) -> str:
+    if carrier == "tcp":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    names = {"ipc": f"ipc://{folder}/s", "shm": f"shm+ipc://{folder}/s", "file": f"file://{folder}/carrier"}
+    return names[carrier]
+
+
+class Run:
+    """The processes, and the hand that kills them."""
+
+    def __init__(self, folder: Path, carrier: str, seed: int) -> None:
+        self.folder, self.result = folder, Result(carrier=carrier)
+        self._url, self._rng = address(carrier, folder), Random(seed)  # noqa: S311 - repeatable, not secret
+        self._names = ["plane-0", *(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(RANKS))]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        kind, number = name.split("-")
+        of = PRODUCERS if kind == "producer" else RANKS
+        command = [sys.executable, "-m", "penstock.testing.processes", kind, str(self.folder), self._url, number, str(of)]
+        with (self.folder / f"{name}.err").open("ab") as errors:
+            self._processes[name] = subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
+
+    def kill(self, name: str) -> float:
+        """Returns the moment of death."""
+        process = self._processes[name]
+        process.kill()
+        process.wait()
+        return time.monotonic()
+
+    def go(self, kills: int, progress: Callable[[str], None], pause_s: float = 0.5) -> Result:
+        began = time.monotonic()
+        for name in self._names:
+            self.start(name)
+        try:
+            for number in range(kills):
+                self._kill_one(pause_s)
+                progress(f"{self.result.carrier}: {number + 1} of {kills} kills, step {self._step()}")
+            self._finish()
+        finally:
+            for process in self._processes.values():
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        self._judge()
+        self.result.seconds = time.monotonic() - began
+        return self.result
+
+    # -------------------------------------------------------------- inside
+
+    def _step(self) -> int:
+        """The last step that any rank took."""
+        taken = [int(w[1]) for rank in range(RANKS) for w in Notes.read(self._notes(rank))[-3:] if w[0] == "step"]
+        return max(taken, default=0)
+
+    def _notes(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.notes"
+
+    def _kill_one(self, pause_s: float) -> None:
+        """Wait until the run moves again, then a random moment, then kill."""
+        self._await_step(self._step() + 1)
+        time.sleep(self._rng.random() * pause_s)
+        kind = self._rng.choice(["plane", "producer", "rank"])
+        name = self._rng.choice([name for name in self._names if name.startswith(kind)])
+        raised = [len(self._raises(rank)) for rank in range(RANKS)]
+        died = self.kill(name)
+        self.result.kills[kind] += 1
+        if kind == "rank":
+            self._await_raises(int(name.split("-")[1]), raised, died)
+        self.start(name)
+
+    def _raises(self, rank: int) -> list[float]:
+        return [float(words[1]) for words in Notes.read(self._notes(rank)) if words[0] == "raised"]
+
+    def _await_raises(self, dead: int, before: list[int], died: float) -> None:
+        """How long it took until every other rank knew."""
+        others = [rank for rank in range(RANKS) if rank != dead]
+        while any(len(self._raises(rank)) <= before[rank] for rank in others):
+            self._check_alive()
+            if time.monotonic() - died > 60:
+                raise AssertionError(f"rank {dead} died, and after 60 s not every other rank had raised: {self.folder}")
+            time.sleep(0.02)
+        took = max(self._raises(rank)[before[rank]] - died for rank in others)
+        self.result.detect_s = max(self.result.detect_s, took)
+
+    def _await_step(self, step: int, patience_s: float = 120.0) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._step() < step:
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no step {step} within {patience_s} s, the last was {self._step()}: {self.folder}")
+            time.sleep(0.02)
+
+    def _check_alive(self) -> None:
+        for name, process in self._processes.items():
+            if process.poll() not in (None, -signal.SIGKILL, 0):
+                raise AssertionError(f"{name} ended by itself: {(self.folder / f'{name}.err').read_text()[-3000:]}")
+
+    def _finish(self) -> None:
+        last = self._step() + 10
+        (self.folder / ".last").write_text(str(last))
+        os.replace(self.folder / ".last", self.folder / "last")  # noqa: PTH105
+        deadline = time.monotonic() + 120
+        while not any(w[0] == "done" for rank in range(RANKS) for w in Notes.read(self._notes(rank))[-3:]):
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not finished within 120 s, at step {self._step()} of {last}: {self.folder}")
+            time.sleep(0.02)
+        self.result.steps = last
+
+    def _judge(self) -> None:
+        """Compare with what an uninterrupted plane makes of the same groups."""
+        result, log = self.result, Log(self.folder / "run")
+        engine = Engine(settings(RANKS), log)
+        names = {row.op: row.id for row in log.groups()}
+        result.groups = len(names)
+        acked = {w[0] for n in range(PRODUCERS) for w in Notes.read(self.folder / f"producer{n}.acked")}
+        result.lost = len(acked - set(names.values()))
+        result.balanced = engine.ledger.balanced
+        trained = Counter(
+            names[op]
+            for _, _, manifest, state in log.steps()
+            if state is State.COMMITTED
+            for op in msgspec.msgpack.decode(manifest, type=Manifest).groups
+        )
+        expected = [names[op] for op in sorted(names)][: 2 * (engine.next_step - 1)]
+        result.doubled = sum((trained - Counter(expected)).values()) + sum((Counter(expected) - trained).values())
+        given = [(rank, int(w[1]), w[2]) for rank in range(RANKS) for w in Notes.read(self._notes(rank)) if w[0] == "step"]
+        digests = uninterrupted([names[op] for op in sorted(names)], result.steps)
+        result.mismatches = sum(digests[step - 1][rank] != digest for rank, step, digest in given)
+        log.close()
+
+
+def uninterrupted(names: list[str], steps: int) -> list[list[str]]:
+    """Each step's digests by rank, from a plane that nothing happens to."""
+    engine = Engine(settings(RANKS), Log(None))
+    digests: list[list[str]] = []
+    waiting = iter(names)
+    while len(digests) < steps:
+        made = engine.plan_step(len(digests) + 1)
+        if isinstance(made, Staged):
+            digests.append(made.digests)
+            engine.commit(made.step, None)
+        else:
+            name = next(waiting)
+            assert engine.put(0, name, encode(group_of(int(name[1:])))) is None
+            assert engine.flush()[0].error is None
+    engine.log.close()
+    return digests
+
+
+def torture(
+    folder: Path, carrier: str, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None
+) -> Result:
+    """Kill a run's processes so many times. The folder is kept if anything was wrong."""
+    folder.mkdir(parents=True)
+    result = Run(folder, carrier, seed).go(kills, progress)
+    if result.good:
+        shutil.rmtree(folder)
+    return result

@@ -1,0 +1,171 @@
+"""Where two recorded runs part: the first step, sample, token and column that is not the same in both.
+
+Steps are compared in order, samples by id (by place where they have none), tokens in order, and at the first token
+that differs the columns in the order of the table, what went in before what came out. A difference in what came out
+with nothing different in what went in is the trainer's; one in the ids or log-probabilities is the data's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.columns import Array
+from penstock.errors import InvalidInput
+from penstock.view.reader import Export, StepFolder
+from penstock.view.record import TABLE, Record
+
+_FACTS = ("env_name", "training_mode", "group_id", "policy_version", "staleness")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first difference, and how much was the same before it."""
+
+    what: str
+    """same, steps, samples, length, fact, or token."""
+    sentence: str
+    """For people."""
+    steps_compared: int
+    samples_compared: int
+    tokens_compared: int
+    step: int | None = None
+    sample_id: str | None = None
+    token: int | None = None
+    column: str | None = None
+    values: tuple[Any, Any] | None = None
+    """On either side; None for null."""
+    rank: int | None = None
+
+
+@dataclass(slots=True)
+class _Count:
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def parting(self, what: str, sentence: str, **more: Any) -> Parting:
+        return Parting(
+            what=what,
+            sentence=sentence,
+            steps_compared=self.steps,
+            samples_compared=self.samples,
+            tokens_compared=self.tokens,
+            **more,
+        )
+
+
+def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = None) -> Parting:
+    """The first difference between two exports, over the finished steps of both or in one of them."""
+    count = _Count()
+    steps = [{one.number: one for one in export.steps(run)} for export in (a, b)]
+    numbers = sorted(set(steps[0]) | set(steps[1])) if step is None else [step]
+    if not set(steps[0]) & set(steps[1]) & set(numbers):
+        raise InvalidInput(
+            f"{a.folder} and {b.folder}: no finished step in both; they have "
+            f"{_listed(list(steps[0]))} and {_listed(list(steps[1]))}"
+        )
+    for number in numbers:
+        if number not in steps[0] or number not in steps[1]:
+            missing = "A" if number not in steps[0] else "B"
+            sentence = f"The runs are the same up to step {number}, which {missing} has not finished."
+            return count.parting("steps", sentence, step=number)
+        found = _compare_steps(steps[0][number], steps[1][number], count)
+        if found is not None:
+            return found
+        count.steps += 1
+    return count.parting(
+        "same",
+        f"No difference in {count.steps:,} steps, {count.samples:,} samples and {count.tokens:,} tokens.",
+    )
+
+
+def _compare_steps(a: StepFolder, b: StepFolder, count: _Count) -> Parting | None:
+    left, right = _by_name(a), _by_name(b)
+    for name in left:
+        if name not in right:
+            return _only(a.number, name, "A", count)
+    for name in right:
+        if name not in left:
+            return _only(a.number, name, "B", count)
+    for name, record in left.items():
+        found = _compare_records(a.number, name, record, right[name], count)
+        if found is not None:
+            return found
+        count.samples += 1
+        count.tokens += record.num_tokens
+    return None
+
+
+def _by_name(step: StepFolder) -> dict[str, Record]:
+    """Records by sample id; a sample trained twice in a step counts both times."""
+    found: dict[str, Record] = {}
+    for record in step.records():
+        name, again = record.label, 1
+        while (name if again == 1 else f"{name} (use {again})") in found:
+            again += 1
+        found[name if again == 1 else f"{name} (use {again})"] = record
+    return found
+
+
+def _only(step: int, name: str, side: str, count: _Count) -> Parting:
+    sentence = f"The runs part at step {step}: only {side} trained sample {name}."
+    return count.parting("samples", sentence, step=step, sample_id=name)
+
+
+def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) -> Parting | None:
+    where = {"step": step, "sample_id": name, "rank": a.facts.get("rank")}
+    token = _first_token(a, b)
+    if token is not None:
+        index, column, values = token
+        shown = " against ".join(_shown(value) for value in values)
+        sentence = f"The runs part at step {step}, sample {name}, token {index}, in {column}: {shown}."
+        return count.parting("token", sentence, token=index, column=column, values=values, **where)
+    if a.num_tokens != b.num_tokens:
+        sentence = f"The runs part at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
+        return count.parting("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
+    for fact in _FACTS:
+        pair = (a.facts.get(fact), b.facts.get(fact))
+        if pair[0] != pair[1]:
+            sentence = f"The runs part at step {step}, sample {name}, in {fact}: {pair[0]} against {pair[1]}."
+            return count.parting("fact", sentence, column=fact, values=pair, **where)
+    return None
+
+
+def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | None:
+    """The first token that differs in any column, and the first such column; over the length both have."""
+    length = min(a.num_tokens, b.num_tokens)
+    best: tuple[int, str] | None = None
+    for column in TABLE:
+        left, right = _values(a, column.name, length), _values(b, column.name, length)
+        differs = np.flatnonzero((left != right) & ~(np.isnan(left) & np.isnan(right)))
+        if len(differs) and (best is None or differs[0] < best[0]):
+            best = (int(differs[0]), column.name)
+    if best is None:
+        return None
+    index, name = best
+    return index, name, (_cell(a, name, index), _cell(b, name, index))
+
+
+def _values(record: Record, name: str, length: int) -> Array:
+    values = record.columns.get(name)
+    return np.full(length, np.nan) if values is None else values[:length].astype(np.float64)
+
+
+def _cell(record: Record, name: str, index: int) -> Any:
+    values = record.columns.get(name)
+    if values is None or (values.dtype.kind == "f" and not np.isfinite(values[index])):
+        return None
+    # float32 values as they are written in the export, not with the digits that float64 adds
+    return float(str(values[index])) if values.dtype.kind == "f" else values[index].item()
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"steps {numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,78 @@
+"""Planes that must balance at the end of every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.pack import Packing
+from penstock.send.coordinator import Timeouts
+from penstock.serve.engine import Engine
+from penstock.serve.log import Log
+from penstock.serve.settings import PlaneSettings, Replay, Target
+
+FAST = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
+
+OpenPlane = Callable[..., ps.Plane]
+OpenEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def open_plane() -> Iterator[OpenPlane]:
+    """`ps.open` with short timeouts; every plane it opened must balance in the end."""
+    opened: list[ps.Plane] = []
+
+    def open_(where: str | Path = "memory:", **settings: Any) -> ps.Plane:
+        plane = ps.open(where, **{"ranks": 2, "seq_len": 64, "groups_per_step": 2, "timeouts": FAST, **settings})
+        opened.append(plane)
+        return plane
+
+    yield open_
+    for plane in opened:
+        try:
+            ledger = plane.ledger
+        except PenstockError:
+            continue  # closed, or killed, by the test itself
+        assert ledger.balanced, ledger
+        plane.close()
+
+
+@pytest.fixture
+def open_engine() -> Iterator[OpenEngine]:
+    """An engine over a log; every one of them must balance, and so must what it wrote down."""
+    opened: list[Engine] = []
+
+    def open_(folder: Path | None = None, *, log: Log | None = None, **settings: Any) -> Engine:
+        replay = settings.pop("replay", Replay())
+        target = settings.pop("target", Target(groups=2))
+        packing = Packing(ranks=settings.pop("ranks", 2), seq_len=64)
+        log = log or Log(folder, max_disk_bytes=settings.get("max_disk_bytes"))
+        engine = Engine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)
+        opened.append(engine)
+        return engine
+
+    yield open_
+    for engine in opened:
+        assert engine.ledger.balanced, engine.ledger
+        try:
+            engine.close()
+        except PenstockError:
+            continue  # its log was closed, or taken over, by the test itself
+        check_written(engine)
+        engine.log.close()
+
+
+def check_written(engine: Engine) -> None:
+    """What the log says of every group is what the ledger counts."""
+    totals = {(state.name.lower(), reason): n for (state, reason), n in engine.log.totals().items()}
+    counted = engine.ledger.as_dict()
+    names = ("held", "scheduled", "delivered", "committed")
+    expected = {(name, ""): counted[name] for name in names if counted[name]}
+    expected |= {("dropped", reason): n for reason, n in counted["dropped"].items()}
+    assert {key: n for key, n in totals.items() if key[0] != "quarantined"} == expected
+    assert sum(n for key, n in totals.items() if key[0] == "quarantined") == counted["quarantined"]

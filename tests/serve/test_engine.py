@@ -1,0 +1,413 @@
+"""What the plane decides, and that a plane that was killed decides the same."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.arrays import Sample
+from penstock.encode import encode
+from penstock.errors import ConfigError, Conflict, CorruptFrame, DiskFull, Fenced, InvalidInput, Overloaded
+from penstock.hold import Fifo, Prioritized, SamplesPerInsert, Uniform
+from penstock.send.effects import Staged
+from penstock.serve.engine import Engine
+from penstock.serve.log import Log
+from penstock.serve.settings import Replay, Target
+from penstock.testing.groups import named_group
+from tests.serve.conftest import OpenEngine
+
+
+def put(engine: Engine, *names: str, **group: Any) -> None:
+    """Put groups, which must all be accepted."""
+    for name in names:
+        assert engine.put(name, name, encode(named_group(name, **group))) is None
+    assert [(o.ticket, o.error) for o in engine.flush()] == [(name, None) for name in names]
+
+
+def plan(engine: Engine) -> Staged:
+    staged = engine.plan_step(engine.last_step + 1)
+    assert isinstance(staged, Staged), staged
+    return staged
+
+
+def train(engine: Engine, version: int | None = None) -> Staged:
+    """Plan, deliver and commit a step."""
+    staged = plan(engine)
+    engine.received(staged.step)
+    engine.commit(staged.step, version)
+    return staged
+
+
+# ------------------------------------------------------------------ groups in
+
+
+def test_a_group_put_again_is_accepted_and_held_once(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    put(engine, "a")
+    again = engine.put("t", "a", encode(named_group("a")))
+    assert again is not None
+    assert (again.error, again.duplicate) == (None, True)
+    assert engine.ledger.accepted == engine.ledger.held == 2
+
+
+def test_a_group_put_twice_before_it_is_written_is_acknowledged_only_then(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    frame = encode(named_group("a"))
+    assert engine.put(1, "a", frame) is None
+    assert engine.put(2, "a", frame) is None
+    assert [(o.ticket, o.error, o.duplicate) for o in engine.flush()] == [(1, None, False), (2, None, True)]
+    assert engine.ledger.accepted == 2
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_the_same_id_with_other_content_is_a_conflict(open_engine: OpenEngine, flushed: bool) -> None:
+    engine = open_engine()
+    engine.put(1, "a", encode(named_group("a")))
+    if flushed:
+        engine.flush()
+    outcome = engine.put(2, "a", encode(named_group("a", tokens=8)))
+    assert outcome is not None
+    assert isinstance(outcome.error, Conflict)
+    engine.flush()
+    assert engine.ledger.accepted == 2
+
+
+def test_a_group_is_known_for_as_long_as_the_run_lives(open_engine: OpenEngine) -> None:
+    engine = open_engine(retain_steps=0)
+    for i in range(6):
+        put(engine, f"g{i}")
+    for _ in range(3):
+        train(engine)
+    outcome = engine.put(1, "g0", encode(named_group("g0")))
+    assert outcome is not None
+    assert outcome.duplicate
+
+
+@pytest.mark.parametrize(
+    ("name", "frame", "error"),
+    [
+        ("a", b"", CorruptFrame),
+        ("a", b"junk" * 50, CorruptFrame),
+        ("a", encode(named_group("b")), InvalidInput),
+        ("", encode(named_group("a")), InvalidInput),
+        ("a", encode([]), InvalidInput),
+        ("a", encode([*named_group("a"), *named_group("a")]), InvalidInput),
+    ],
+    ids=["empty", "junk", "other group", "no name", "no samples", "same sample twice"],
+)
+def test_what_is_no_group_is_refused(open_engine: OpenEngine, name: str, frame: bytes, error: type) -> None:
+    engine = open_engine()
+    outcome = engine.put(1, name, frame)
+    assert outcome is not None
+    assert isinstance(outcome.error, error)
+    assert engine.flush() == []
+    assert engine.ledger.accepted == 0
+
+
+def test_beyond_the_bytes_that_may_wait_puts_are_refused_until_a_step_is_committed(open_engine: OpenEngine) -> None:
+    size = len(encode(named_group("g0")))
+    engine = open_engine(max_held_bytes=4 * size + size // 2)
+    put(engine, "g0", "g1", "g2", "g3")
+    outcome = engine.put(1, "g4", encode(named_group("g4")))
+    assert outcome is not None
+    assert isinstance(outcome.error, Overloaded)
+    assert outcome.error.retry_after_s > 0
+    assert engine.held_bytes <= engine.settings.max_held_bytes
+    plan(engine)
+    assert isinstance(engine.put(1, "g4", encode(named_group("g4"))).error, Overloaded)  # type: ignore[union-attr]
+    engine.commit(1, None)
+    put(engine, "g4", "g5")
+    assert engine.held_bytes <= engine.settings.max_held_bytes
+
+
+def test_a_group_that_can_never_fit_is_an_error_and_not_a_wait(open_engine: OpenEngine) -> None:
+    outcome = open_engine(max_held_bytes=100).put(1, "a", encode(named_group("a", tokens=64)))
+    assert outcome is not None
+    assert isinstance(outcome.error, InvalidInput)
+
+
+def test_a_limiter_that_holds_inserts_back_is_back_pressure(open_engine: OpenEngine) -> None:
+    limiter = SamplesPerInsert(ratio=1.0, min_size=2, error_buffer=2.0, batch_size=2)
+    engine = open_engine(replay=Replay(capacity=8, limiter=limiter, remover=Fifo(), max_times_sampled=1))
+    accepted = 0
+    for i in range(8):
+        accepted += engine.put(i, f"g{i}", encode(named_group(f"g{i}"))) is None
+    assert accepted == 4
+    assert all(outcome.error is None for outcome in engine.flush())
+    train(engine)
+    assert engine.put(9, "g9", encode(named_group("g9"))) is None
+
+
+def test_many_puts_are_one_transaction(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path)
+    count = 0
+
+    def counted(statement: str) -> None:
+        nonlocal count
+        count += statement.startswith("COMMIT")
+
+    engine.log._db.set_trace_callback(counted)
+    put(engine, *(f"g{i}" for i in range(64)))
+    assert count == 1
+
+
+# ------------------------------------------------------------------ steps out
+
+
+def test_a_step_says_what_it_waits_for(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    assert engine.plan_step(1) == "generation: 0 of 2 groups"
+    put(engine, "a")
+    assert engine.plan_step(1) == "generation: 1 of 2 groups"
+
+
+@pytest.mark.parametrize(
+    ("target", "groups"),
+    [(Target(samples=5), 3), (Target(samples=4), 2), (Target(tokens=13), 2), (Target(groups=4), 4)],
+)
+def test_a_step_is_full_by_groups_samples_or_tokens(open_engine: OpenEngine, target: Target, groups: int) -> None:
+    engine = open_engine(target=target)
+    for i in range(groups - 1):
+        put(engine, f"g{i}")
+    waiting = engine.plan_step(1)
+    assert isinstance(waiting, str)
+    assert waiting.startswith("generation")
+    for i in range(groups - 1, 6):
+        put(engine, f"g{i}")
+    plan(engine)
+    assert len(engine.book.steps[1].groups) == groups
+
+
+def test_a_group_goes_through_every_state(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    ledger = engine.ledger
+    put(engine, "a", "b")
+    assert (ledger.held, ledger.scheduled) == (4, 0)
+    plan(engine)
+    assert (ledger.held, ledger.scheduled) == (0, 4)
+    engine.received(1)
+    assert (ledger.scheduled, ledger.delivered) == (0, 4)
+    engine.commit(1, None)
+    assert (ledger.delivered, ledger.committed) == (0, 4)
+    assert engine.held_bytes == 0
+
+
+def test_groups_too_stale_are_dropped_and_counted(open_engine: OpenEngine) -> None:
+    engine = open_engine(replay=Replay(max_staleness=1))
+    put(engine, "a", "b", "c", "d")
+    train(engine, version=3)
+    assert dict(engine.ledger.dropped) == {"stale": 4}
+    put(engine, "late", policy_version=1)
+    assert dict(engine.ledger.dropped) == {"stale": 6}
+    assert engine.held_bytes == 0
+    put(engine, "e", "f", policy_version=2)
+    train(engine)
+    assert engine.ledger.committed == 8
+
+
+def test_a_group_pushed_out_after_its_use_is_committed_with_the_step_that_used_it(open_engine: OpenEngine) -> None:
+    engine = open_engine(replay=Replay(capacity=2, remover=Fifo(), sampler=Uniform(), max_times_sampled=None))
+    put(engine, "a", "b")
+    plan(engine)
+    put(engine, "c", "d")  # pushes out a and b, whose step is not trained yet
+    assert (engine.ledger.scheduled, engine.ledger.held) == (4, 4)
+    engine.received(1)
+    engine.commit(1, None)
+    assert (engine.ledger.committed, engine.ledger.held, engine.ledger.dropped.total()) == (4, 4, 0)
+    assert engine.held_bytes == sum(
+        engine.book.rows[op].size for op in (engine.book.by_id["c"], engine.book.by_id["d"])
+    )
+    engine.resume(2, 1)
+    assert engine.stage_again(1).digests == list(engine.book.steps[1].digests)
+
+
+def test_one_group_nothing_can_be_made_with_does_not_stop_the_others(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    put(engine, "a", "b", "c")
+    engine.log._db.execute("UPDATE groups SET frame = X'00112233' WHERE id = 'a'")
+    plan(engine)
+    assert (engine.ledger.quarantined, engine.ledger.scheduled) == (2, 4)
+    assert engine.counts["groups_quarantined"] == 1
+
+
+def test_a_group_that_does_not_go_with_the_others_is_set_aside(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    put(engine, "a")
+    bare = Sample.from_prompt(id="c/0", group="c", prompt_ids=[1], completion_ids=[2, 3])  # no logprobs
+    engine.put(1, "c", encode([bare]))
+    engine.flush()
+    put(engine, "b")
+    plan(engine)
+    assert (engine.ledger.quarantined, engine.ledger.scheduled) == (1, 4)
+
+
+def test_quarantine_survives_a_restart(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path)
+    put(engine, "a", "b", "c", "d", "e")
+    engine.log._db.execute("UPDATE groups SET frame = X'00112233' WHERE id = 'a'")
+    plan(engine)
+    before = engine.ledger.as_dict()
+    engine.log.close()
+    again = open_engine(tmp_path)
+    assert again.ledger.as_dict() == before
+    assert again.stage_again(1).digests == list(engine.book.steps[1].digests)
+
+
+# ------------------------------------------------------------------ restarts
+
+
+POLICIES = {
+    "queue": Replay(),
+    "uniform": Replay(capacity=6, sampler=Uniform(), remover=Fifo(), max_times_sampled=3, seed=5),
+    "prioritized": Replay(capacity=6, sampler=Prioritized(0.6), remover=Fifo(), max_times_sampled=None, seed=7),
+    "stale": Replay(capacity=6, sampler=Uniform(), remover=Fifo(), max_times_sampled=2, max_staleness=2),
+}
+
+
+def _history(engine: Engine, first: int, last: int) -> list[list[str]]:
+    """Groups in, steps out, priorities back: what a run does between two step numbers."""
+    digests = []
+    for step in range(first, last):
+        put(engine, *(f"g{step}-{i}" for i in range(3)), policy_version=step - 1)
+        digests.append(plan(engine).digests)
+        engine.received(step)
+        engine.report({f"g{step}-{i}/0": 0.1 + (step * 7 + i) % 5 for i in range(3)}, {"loss": 0.5})
+        engine.commit(step, step)
+    return digests
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
+def test_a_restart_changes_no_byte_of_what_follows(
+    open_engine: OpenEngine, tmp_path: Path, policy: str, clean: bool
+) -> None:
+    straight = _history(open_engine(replay=POLICIES[policy]), 1, 13)
+    got: list[list[str]] = []
+    for first in range(1, 13, 3):
+        engine = open_engine(tmp_path, replay=POLICIES[policy])
+        before = engine.ledger.as_dict()
+        assert before["balanced"]
+        got += _history(engine, first, first + 3)
+        after = engine.ledger.as_dict()
+        if clean:
+            engine.close()
+        engine.log.close()  # nothing more is written: as after kill -9
+        again = open_engine(tmp_path, replay=POLICIES[policy])
+        assert again.ledger.as_dict() == after
+        assert again.held_bytes == engine.held_bytes
+        again.log.close()
+    assert got == straight
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_retained_step_is_served_again_to_the_byte(open_engine: OpenEngine, tmp_path: Path, policy: str) -> None:
+    engine = open_engine(tmp_path, replay=POLICIES[policy], retain_steps=5)
+    digests = _history(engine, 1, 11)
+    held = engine.held_bytes
+    for session, step in enumerate([10, 6, 8, 7, 11], start=2):
+        engine.resume(session, step)
+        assert engine.ledger.balanced
+        for number in range(step, 11):
+            assert engine.stage_again(number).digests == digests[number - 1]
+    assert engine.held_bytes == held
+    with pytest.raises(InvalidInput, match="steps before 6 were given back"):
+        engine.resume(9, 5)
+    with pytest.raises(InvalidInput, match="only 10 steps were ever planned"):
+        engine.resume(9, 12)
+
+
+def test_what_is_retained_does_not_depend_on_resuming(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, retain_steps=3)
+    _history(engine, 1, 11)
+    engine.resume(2, 8)
+    with pytest.raises(InvalidInput, match="steps before 8"):
+        engine.resume(3, 7)
+    engine.close()
+    engine.log.close()
+    again = open_engine(tmp_path, retain_steps=3)
+    assert again.next_step == 8
+    with pytest.raises(InvalidInput, match="steps before 8"):
+        again.resume(3, 7)
+    assert again.stage_again(8).digests
+
+
+def test_frames_are_given_back_when_their_step_is_no_longer_retained(open_engine: OpenEngine) -> None:
+    engine = open_engine(retain_steps=2)
+    _history(engine, 1, 7)
+    engine.close()
+    used = {op for step in engine.book.steps.values() for op in step.groups}
+    held = {engine.book.by_id[str(key)] for key in engine.table.keys()}
+    assert engine.log.with_frames() == used | held
+
+
+def test_a_run_begun_with_other_replay_settings_is_refused(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, replay=POLICIES["uniform"])
+    _history(engine, 1, 6)
+    engine.log.close()
+    with pytest.raises(ConfigError, match="not those the run began with"):
+        open_engine(tmp_path, replay=Replay(capacity=6, sampler=Uniform(), remover=Fifo(), max_times_sampled=3, seed=6))
+
+
+def test_a_priority_that_is_no_number_changes_nothing(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, replay=POLICIES["prioritized"])
+    put(engine, "a", "b", "c")
+    for bad in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(InvalidInput, match="priority of 'b'"):
+            engine.report({"a": 5.0, "b": bad}, {})
+    engine.log.close()
+    again = open_engine(tmp_path, replay=POLICIES["prioritized"])
+    assert again.book.draw(2) == engine.book.draw(2)
+
+
+def test_an_old_plane_that_comes_back_writes_nothing(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path)
+    put(engine, "a", "b")
+    with sqlite3.connect(tmp_path / "log.sqlite") as db:
+        db.execute("UPDATE meta SET value = value + 1 WHERE name = 'epoch'")
+    db.close()
+    engine.put(1, "c", encode(named_group("c")))
+    assert isinstance(engine.flush()[0].error, Fenced)
+    with pytest.raises(Fenced, match="taken over"):
+        engine.plan_step(1)
+
+
+def test_two_planes_cannot_have_one_folder(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    with pytest.raises(Conflict, match="another plane has it open"):
+        Log(tmp_path)
+    log.close()
+    Log(tmp_path).close()
+
+
+# ------------------------------------------------------------------ the disk
+
+
+def test_beyond_the_quota_puts_are_refused_and_steps_go_on(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, max_disk_bytes=1_500_000, retain_steps=0)
+    accepted = 0
+    while (outcome := engine.put(0, f"g{accepted}", encode(named_group(f"g{accepted}", tokens=20_000)))) is None:
+        assert all(o.error is None for o in engine.flush())
+        accepted += 1
+        assert accepted < 100
+    assert isinstance(outcome.error, DiskFull)
+    assert "max_disk_bytes" in str(outcome.error)
+    assert accepted >= 4
+    train(engine)
+    train(engine)
+    put(engine, "after", tokens=20_000)
+
+
+def test_a_failed_write_is_no_acknowledgement_and_leaves_no_trace(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path)
+    put(engine, "a", "b", "c", "d")
+    engine.log._db.execute("PRAGMA max_page_count=1")  # as large as it is now: SQLite reports a full disk
+    engine.put(1, "big", encode(named_group("big", tokens=60_000)))
+    assert isinstance(engine.flush()[0].error, DiskFull)
+    assert engine.ledger.accepted == 8
+    engine.log._db.execute("PRAGMA max_page_count=1000000")
+    put(engine, "big", tokens=60_000)
+    assert engine.ledger.accepted == 10
+    train(engine)

@@ -1,0 +1,145 @@
+"""Where two runs part: every column, samples only one has, lengths, steps, and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cli import main
+from penstock.errors import InvalidInput
+from penstock.testing.exports import make_export
+from penstock.view import Export
+from penstock.view.diff import compare
+from penstock.view.record import TABLE
+
+# Every required column but those that the invented run does not have apart from others.
+CHANGED = [column.name for column in TABLE if column.required]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    make_export(folder, steps=3, ranks=2, groups=2, size=2)
+    return folder
+
+
+def changed(run: Path, to: Path, step: int, edit: Any) -> Path:
+    """A copy of the run with one record of a step edited; markers keep the digests of before, as an edit would."""
+    import shutil
+
+    shutil.copytree(run, to)
+    path = to / f"token_exports/step_{step}/rank_1.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return to
+
+
+def test_a_run_is_the_same_as_itself(run: Path) -> None:
+    parting = compare(Export(run), Export(run))
+    assert parting.what == "same" and (parting.steps_compared, parting.samples_compared) == (3, 12)
+    assert re.fullmatch(r"No difference in 3 steps, 12 samples and [\d,]+ tokens\.", parting.sentence)
+
+
+@pytest.mark.parametrize("column", CHANGED)
+def test_a_change_of_one_value_is_found_with_its_place(run: Path, tmp_path: Path, column: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def edit(lines: list[dict[str, Any]]) -> None:
+        line = next(line for line in lines if line["training_mode"] == "rl")
+        values = line[column]
+        old = values[40]
+        values[40] = not old if isinstance(old, bool) else (old or 0) + 1
+        seen.update(id=line["sample_id"], values=(old, values[40]))
+
+    other = changed(run, tmp_path / "b", 2, edit)
+    parting = compare(Export(run), Export(other))
+    assert (parting.what, parting.step, parting.sample_id, parting.token, parting.column) == (
+        "token",
+        2,
+        seen["id"],
+        40,
+        column,
+    )
+    assert parting.values == pytest.approx(seen["values"])
+    assert parting.steps_compared == 1 and parting.rank == 1
+    assert compare(Export(run), Export(other), step=1).what == "same"
+
+
+@settings(max_examples=15)
+@given(tokens=st.lists(st.integers(0, 60), min_size=1, max_size=5, unique=True))
+def test_the_first_token_wins_and_at_it_the_first_column(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, tokens: list[int]
+) -> None:
+    def edit(lines: list[dict[str, Any]]) -> None:
+        for token in tokens:
+            for column in ("entropy", "trainer_logprobs"):
+                lines[0][column][token] += 1
+
+    other = changed(run, tmp_path_factory.mktemp("b") / "b", 1, edit)
+    parting = compare(Export(run), Export(other))
+    assert (parting.token, parting.column) == (min(tokens), "trainer_logprobs")
+
+
+def test_a_null_on_one_side_is_a_difference_and_on_both_is_none(run: Path, tmp_path: Path) -> None:
+    other = changed(run, tmp_path / "b", 1, lambda lines: lines[0]["rewards"].__setitem__(3, None))
+    parting = compare(Export(run), Export(other))
+    assert (
+        (parting.column, parting.token) == ("rewards", 3) and parting.values is not None and parting.values[1] is None
+    )
+    assert compare(Export(other), Export(other)).what == "same"
+
+
+def test_a_sample_only_one_run_trained_is_named(run: Path, tmp_path: Path) -> None:
+    gone: list[str] = []
+    other = changed(run, tmp_path / "b", 3, lambda lines: gone.append(lines.pop()["sample_id"]))
+    parting = compare(Export(run), Export(other))
+    assert parting.sentence == f"The runs part at step 3: only A trained sample {gone[0]}."
+    assert compare(Export(other), Export(run)).sentence.startswith("The runs part at step 3: only B")
+
+
+def test_a_shorter_sample_parts_at_its_end(run: Path, tmp_path: Path) -> None:
+    def edit(lines: list[dict[str, Any]]) -> None:
+        count = len(lines[0]["token_ids"])
+        for values in lines[0].values():
+            if isinstance(values, list) and len(values) == count:
+                values.pop()
+
+    parting = compare(Export(run), Export(changed(run, tmp_path / "b", 1, edit)))
+    assert parting.what == "length" and "tokens." in parting.sentence
+
+
+def test_order_and_place_do_not_matter_when_samples_have_ids(run: Path, tmp_path: Path) -> None:
+    other = changed(run, tmp_path / "b", 1, lambda lines: lines.reverse())
+    assert compare(Export(run), Export(other)).what == "same"
+
+
+def test_a_run_that_went_on_is_the_same_up_to_there(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    other = tmp_path / "b"
+    shutil.copytree(run, other)
+    shutil.rmtree(other / "token_exports/step_3")
+    parting = compare(Export(run), Export(other))
+    assert parting.sentence == "The runs are the same up to step 3, which B has not finished."
+    with pytest.raises(InvalidInput, match="no finished step in both"):
+        compare(Export(run), Export(other), step=3)
+
+
+def test_diff_command_says_one_sentence_and_its_exit_code_tells(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(run), str(run)]) == 0
+    capsys.readouterr()
+    other = changed(run, tmp_path / "b", 2, lambda lines: lines[0]["entropy"].__setitem__(7, 1.5))
+    assert main(["diff", str(run), str(other), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["token"], report["column"]) == (2, 7, "entropy") and report["values"][1] == 1.5
+    assert main(["diff", str(run), str(other)]) == 1
+    assert capsys.readouterr().out.startswith("The runs part at step 2, sample s2-g")
