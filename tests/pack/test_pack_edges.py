@@ -387,6 +387,12 @@ def test_a_share_is_a_few_bytes_per_sample() -> None:
     assert len(share.to_bytes()) < 8 * len(share.order) + 10 * len(share) + 1100
 
 
+def test_the_dearest_micro_batch_of_a_row_goes_to_the_rank_with_the_least_so_far() -> None:
+    # Two rows of bins that cannot be split: 9, 8 and 7, 5.
+    step = pack([sample(n) for n in (9, 8, 7, 5)], ranks=2, seq_len=9)
+    assert sorted(sorted(b.num_tokens for b in rank) for rank in step.ranks) == [[5, 9], [7, 8]]
+
+
 def test_the_cost_decides_what_is_balanced() -> None:
     samples = [sample(40, "long"), *[sample(10, f"s{i}") for i in range(8)]]
     by_tokens = pack(samples, ranks=2, seq_len=100, cost=Cost(per_token=1.0, per_token_squared=0.0))

@@ -115,6 +115,25 @@ def test_polishing_a_row_never_raises_its_maximum_nor_breaks_the_cap(bins: list[
     assert all(sum(lengths[i] for i in b) <= items.caps.tokens for b in row)
 
 
+def test_polishing_leaves_a_full_bin_alone() -> None:
+    lengths = [60, 12, *[10] * 10]
+    items = items_of(lengths, cap=100, per_token=0.0)
+    row = [[0, 1], list(range(2, 12))]
+    polish_row(items, row, [0, 0])
+    # 12 against 10 would lower the maximum, but the second bin has no room for two tokens more.
+    assert row == [[0, 1], list(range(2, 12))]
+
+
+def test_polishing_halves_what_two_bins_differ_by() -> None:
+    items = items_of([30, 20, 10, 10], cap=100, per_token=0.0)
+    row = [[0, 1], [2, 3]]
+    polish_row(items, row, [0, 0])
+    assert sorted(map(sorted, row)) == [[0, 2], [1, 3]]
+    apart = [[0, 1], [2, 3]]
+    polish_row(items, apart, [0, 1])
+    assert apart == [[0, 1], [2, 3]]
+
+
 def test_more_rows_are_used_when_the_fewest_leave_no_room_to_balance() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(20, 60, 400).tolist()

@@ -73,6 +73,17 @@ def test_a_sample_longer_than_the_budget_goes_alone_and_is_not_starved() -> None
     assert [piece.tokens for piece in alone.draw(100)] == [5000]
 
 
+def test_a_run_without_work_is_owed_nothing_and_owes_nothing() -> None:
+    schedule: Schedule[str] = Schedule()
+    offer(schedule, "a", 0, 5000)
+    offer(schedule, "b", 0, *[100] * 100)
+    assert [piece.run for piece in schedule.draw(100)] == ["a"]
+    offer(schedule, "a", 1, 100)
+    # b is owed its half of the 5,000; what a took beyond its own half was forgotten when it had no work.
+    waited = [[piece.run for piece in schedule.draw(100)] for _ in range(30)]
+    assert waited.index(["a"]) == 25
+
+
 @pytest.mark.parametrize(
     ("step", "samples", "reason"),
     [

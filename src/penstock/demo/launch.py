@@ -93,6 +93,7 @@ class Launcher:
                 )
             self._stop("worker")
             self._status = plane.status()
+            (self.folder / "status.json").write_text(json.dumps(self._status))
             plane.close()
         finally:
             self._stop("")

@@ -103,4 +103,9 @@ _BYTES = _byte_alphabet()
 def texts(vocabulary: Vocabulary, ids: Any) -> dict[int, str]:
     """The text of every distinct id that has one."""
     found = ((int(i), vocabulary.text(int(i))) for i in set(ids))
-    return {i: text for i, text in found if text is not None}
+    return {i: _whole(text) for i, text in found if text is not None}
+
+
+def _whole(text: str) -> str:
+    """The text with lone surrogates replaced: they cannot be sent as UTF-8."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

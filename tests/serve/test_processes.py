@@ -1,0 +1,189 @@
+"""Real processes, really killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.serve.engine import Engine
+from penstock.serve.log import Log
+from penstock.testing.processes import TIMEOUTS, settings
+from penstock.testing.torture import CARRIERS, Run, torture
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(carrier: str, tmp_path: Path) -> None:
+    result = torture(tmp_path / "run", carrier, kills=3, seed=CARRIERS.index(carrier))
+    assert result.good, result
+    assert result.kills.total() == 3
+    assert result.detect_s < TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path, "ipc", seed=0)
+    yield made
+    for process in made._processes.values():
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_stands_still_stops_the_others_and_is_told_when_it_wakes(run: Run) -> None:
+    for name in run._names:
+        run.start(name)
+    run._await_step(2)
+    before = [len(run._raises(rank)) for rank in range(4)]
+    stopped = run._processes["rank-2"]
+    stopped.send_signal(signal.SIGSTOP)
+    run._await_raises(2, before, time.monotonic())
+    assert run.result.detect_s < TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s
+    stopped.send_signal(signal.SIGCONT)
+    run._await_raises(0, [before[0], before[1] - 1, before[2], before[3] - 1], time.monotonic())
+    run._await_step(run._step() + 3)
+
+
+def test_a_plane_that_stands_still_for_a_while_stops_nobody(run: Run) -> None:
+    for name in run._names:
+        run.start(name)
+    run._await_step(2)
+    plane = run._processes["plane-0"]
+    plane.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUTS.peer_s * 1.5)  # longer than any rank may be silent, and not as long as a plane may be lost
+    raised = [len(run._raises(rank)) for rank in range(4)]
+    plane.send_signal(signal.SIGCONT)
+    run._await_step(run._step() + 3)
+    assert [len(run._raises(rank)) for rank in range(4)] == raised
+
+
+def test_a_plane_killed_with_ranks_waiting_serves_them_when_it_is_back(run: Run) -> None:
+    for name in run._names:
+        run.start(name)
+    run._await_step(2)
+    run.kill("plane-0")
+    raised = [len(run._raises(rank)) for rank in range(4)]
+    run.start("plane-0")
+    run._await_step(run._step() + 5)
+    assert [len(run._raises(rank)) for rank in range(4)] == raised
+
+
+# ------------------------------------------------------------------ the disk
+
+
+FILL = """
+import resource, signal, sys
+from pathlib import Path
+import penstock as ps
+from penstock.errors import DiskFull
+from penstock.testing.groups import named_group
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+plane = ps.open(sys.argv[1], ranks=1, seq_len=64, groups_per_step=2, retain_steps=0)
+source = plane.source(0)
+for i in range(4):
+    plane.put(named_group(f"g{i}", tokens=20_000))
+source.step(timeout=20)
+size = sum(path.stat().st_size for path in Path(sys.argv[1]).iterdir())
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))
+refused = ""
+for i in range(4, 60):
+    try:
+        plane.put(named_group(f"g{i}", tokens=20_000))
+    except DiskFull as error:
+        refused = str(error)
+        break
+assert "make room" in refused, refused
+plane.status()
+source.commit(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+plane.put(named_group("after", tokens=20_000))
+source.flush(20)
+source.commit(source.step(timeout=20))
+source.flush(20)
+assert plane.ledger.balanced
+assert plane.ledger.committed >= 8
+source.close()
+plane.close()
+print("went on")
+"""
+
+
+def test_a_full_disk_refuses_puts_and_everything_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.returncode) == ("went on\n", 0), done.stderr
+
+
+def _can_mount() -> bool:
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_mount(), reason="needs a private mount namespace")
+def test_a_small_filesystem_that_is_full_refuses_puts_with_reads_going_on(tmp_path: Path) -> None:
+    script = FILL.replace("resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))", "")
+    script = script.replace(
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))",
+        "import subprocess; subprocess.run(['mount', '-o', 'remount,size=64m', sys.argv[2]], check=True)",
+    )
+    mount = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c \"$0\" {tmp_path}/run {tmp_path}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.stdout, done.returncode) == ("went on\n", 0), done.stderr
+
+
+ONE_PUT = """
+import sys
+import penstock as ps
+from penstock.encode import encode
+from penstock.serve.engine import Engine
+from penstock.serve.log import Log
+from penstock.testing.groups import named_group
+from penstock.testing.processes import settings
+
+engine = Engine(settings(2), Log(sys.argv[1]))
+for i in range(6):
+    engine.put(i, f"g{i}", encode(named_group(f"g{i}")))
+    if engine.flush()[0].error is None:
+        print(f"g{i}", flush=True)
+    if i % 2:
+        made = engine.plan_step(i // 2 + 1)
+        engine.received(i // 2 + 1)
+        engine.commit(i // 2 + 1, None)
+        print(f"committed {i // 2 + 1}", flush=True)
+"""
+
+
+def _strace_works() -> bool:
+    try:
+        return subprocess.run(["strace", "-f", "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not _strace_works(), reason="needs strace")
+@pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
+@pytest.mark.parametrize("what", ["signal=SIGKILL", "error=EIO", "error=ENOSPC"])
+def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path, call: str, what: str) -> None:
+    for when in (1, 3, 7, 12, 19):
+        folder = tmp_path / f"{when}"
+        inject = f"inject={call}:{what}:when={when}"
+        command = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject, sys.executable, "-c", ONE_PUT]
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=100, check=False)
+        said = done.stdout.split("\n")
+        engine = Engine(settings(2), Log(folder))
+        known = {row.id for row in engine.log.groups()}
+        assert {line for line in said if line.startswith("g")} <= known
+        assert engine.next_step > max([int(line[10:]) for line in said if line.startswith("committed")], default=0)
+        assert engine.ledger.balanced
+        if engine.last_step:
+            assert engine.stage_again(engine.last_step).digests
+        engine.log.close()
