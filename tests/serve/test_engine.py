@@ -227,7 +227,7 @@ def test_a_group_pushed_out_after_its_use_is_committed_with_the_step_that_used_i
 def test_one_group_nothing_can_be_made_with_does_not_stop_the_others(open_engine: OpenEngine) -> None:
     engine = open_engine()
     put(engine, "a", "b", "c")
-    engine.log._db.execute("UPDATE groups SET frame = X'00112233' WHERE id = 'a'")
+    engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op = 1")
     plan(engine)
     assert (engine.ledger.quarantined, engine.ledger.scheduled) == (2, 4)
     assert engine.counts["groups_quarantined"] == 1
@@ -247,7 +247,7 @@ def test_a_group_that_does_not_go_with_the_others_is_set_aside(open_engine: Open
 def test_quarantine_survives_a_restart(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     put(engine, "a", "b", "c", "d", "e")
-    engine.log._db.execute("UPDATE groups SET frame = X'00112233' WHERE id = 'a'")
+    engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op = 1")
     plan(engine)
     before = engine.ledger.as_dict()
     engine.log.close()

@@ -25,8 +25,9 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     op INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, policy_version INTEGER NOT NULL,
-    samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL, frame BLOB,
+    samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL,
     state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS frames (op INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (op INTEGER PRIMARY KEY, kind TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
@@ -136,13 +137,14 @@ class Log:
 
     def add_groups(self, rows: Sequence[GroupRow]) -> None:
         self._db.executemany(
-            "INSERT INTO groups (op, id, digest, policy_version, samples, tokens, size, frame, state, reason)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO groups (op, id, digest, policy_version, samples, tokens, size, state, reason)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (r.op, r.id, r.digest, r.policy_version, r.samples, r.tokens, r.size, r.frame, int(r.state), r.reason)
+                (r.op, r.id, r.digest, r.policy_version, r.samples, r.tokens, r.size, int(r.state), r.reason)
                 for r in rows
             ],
         )
+        self._db.executemany("INSERT INTO frames VALUES (?, ?)", [(r.op, r.frame) for r in rows])
 
     def add_event(self, event: EventRow) -> None:
         self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (event.op, event.kind, event.data))
@@ -163,7 +165,7 @@ class Log:
 
     def forget_frames(self, ops: Sequence[int]) -> None:
         """Give the space of frames back; the rows stay, so that a group is known for as long as the run lives."""
-        self._db.executemany("UPDATE groups SET frame = NULL WHERE op = ?", [(op,) for op in ops])
+        self._db.executemany("DELETE FROM frames WHERE op = ?", [(op,) for op in ops])
 
     # -------------------------------------------------------------- reading
 
@@ -176,7 +178,7 @@ class Log:
         return None if row is None else row[0]
 
     def frame(self, op: int) -> bytes | None:
-        row = self._db.execute("SELECT frame FROM groups WHERE op = ?", (op,)).fetchone()
+        row = self._db.execute("SELECT frame FROM frames WHERE op = ?", (op,)).fetchone()
         return None if row is None else row[0]
 
     def groups(self) -> Iterator[GroupRow]:
@@ -187,7 +189,7 @@ class Log:
 
     def with_frames(self) -> set[int]:
         """The groups whose frames were not given back."""
-        return {op for (op,) in self._db.execute("SELECT op FROM groups WHERE frame IS NOT NULL")}
+        return {op for (op,) in self._db.execute("SELECT op FROM frames")}
 
     def totals(self) -> dict[tuple[State, str], int]:
         """Samples by recorded state and reason."""

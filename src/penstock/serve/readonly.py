@@ -75,7 +75,8 @@ def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
     totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
     rows = log.execute(
         "SELECT state, reason, COUNT(*), SUM(samples), SUM(samples * uses), SUM(tokens), SUM(size), "
-        "SUM(CASE WHEN frame IS NULL THEN 0 ELSE size END) FROM groups GROUP BY state, reason"
+        "SUM(CASE WHEN frames.op IS NULL THEN 0 ELSE size END) "
+        "FROM groups LEFT JOIN frames USING (op) GROUP BY state, reason"
     )
     for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
