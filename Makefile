@@ -3,17 +3,18 @@
 .PHONY: help demo test bench clean
 
 help:
-	@echo "make demo    set up, then run the quickstart"
+	@echo "make demo    set up, then watch a policy learn on this machine"
 	@echo "make test    set up, then run every check and every test"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
 
 demo:
 	@bash scripts/setup demo
-	.venv/bin/python examples/quickstart.py
+	.venv/bin/penstock demo
 
 test:
 	@bash scripts/setup dev,bench
+	@bash scripts/setup_browser
 	bash scripts/check
 	.venv/bin/pytest -n 2 --dist loadscope --doctest-modules tests src
 

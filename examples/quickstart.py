@@ -1,15 +1,15 @@
-"""Sixteen answers to one prompt, to bytes and back."""
-
-import numpy as np
+"""Put rollouts in, take a rank's step out, say that it is trained."""
 
 import penstock as ps
 
-rng = np.random.default_rng(0)
-prompt, answers = rng.integers(0, 151_936, 1500), rng.integers(0, 151_936, (16, 500))
-group = [
-    ps.Sample.from_prompt(prompt_ids=prompt, completion_ids=answer, completion_logprobs=-rng.random(500), rewards=i % 2)
-    for i, answer in enumerate(answers)
-]
-frame = ps.encode(group)
-assert list(ps.decode(frame)) == group  # to the bit; the prompt is stored once
-print(f"{sum(sample.num_tokens for sample in group):,} tokens in {len(frame):,} bytes")
+plane = ps.open("memory:", ranks=1, seq_len=4096, groups_per_step=1)  # or a folder: durable; or tcp://host:port
+with plane.group("prompt-17", policy_version=3) as group:  # complete, or cancelled as one
+    for reward in (1.0, 0.0, 0.0, 1.0):
+        prompt, answer = ps.Turn([11, 12, 13]), ps.Turn([21, 22], logprobs=[-0.3, -1.2])
+        group.add(ps.Trajectory(turns=[prompt, answer], reward=reward, env="math"))
+
+source = plane.source(rank=0)
+step = source.step()  # waits until the step is packed for every rank
+for batch in step:  # numpy columns; ps.to_torch(batch) for tensors
+    print(batch["token_ids"], batch.sequence_lengths, step.loss_tokens)
+source.commit(step)  # after the optimizer step

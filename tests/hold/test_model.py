@@ -243,16 +243,20 @@ def comparable(answer: Any) -> Any:
     return type(answer) if isinstance(answer, Exception) else answer
 
 
-class TestTable(TableMachine.TestCase):
-    settings = settings(max_examples=90, stateful_step_count=40, deadline=None)
-
-
-class TestTableByTree(TableMachine.TestCase):
+class TreeMachine(TableMachine):
     """The same with prioritized draws made by the tree, which such small tables would not need."""
 
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    def __init__(self) -> None:
+        self.patch = unittest.mock.patch.object(prioritized, "_MAX_PROPOSALS", 0.0)
+        self.patch.start()
+        super().__init__()
 
-    def setUp(self) -> None:
-        patch = unittest.mock.patch.object(prioritized, "_MAX_PROPOSALS", 0.0)
-        patch.start()
-        self.addCleanup(patch.stop)
+    def teardown(self) -> None:
+        self.patch.stop()
+        super().teardown()
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+TestTableByTree = TreeMachine.TestCase
+TestTableByTree.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -175,7 +175,7 @@ def test_ordered_tuples_without_replacement_have_their_exact_probabilities(weigh
     # Several streams pooled: of one stream alone, seed 2 with ten thousand draws, p was 8e-6 by chance (none
     # of 600 other seeds came below 1e-3).
     seen: Counter[tuple[int, ...]] = Counter()
-    num_draws = 12_000
+    num_draws = 6_000
     for seed in range(4):
         table = table_of(np.array(weights), seed=seed)
         seen.update(tuple(table.sample(count).keys.tolist()) for _ in range(num_draws // 4))
@@ -192,14 +192,14 @@ def test_dividing_by_inclusion_is_unbiased(replace: bool, count: int) -> None:
     priorities = np.array([8.0, 4.0, 2.0, 1.0, 1.0, 0.5])
     values = np.array([3.0, -1.0, 4.0, 1.0, 5.0, 9.0])
     table = table_of(priorities, seed=21)
-    num_batches = 20_000
+    num_batches = 8_000
     estimates = np.empty(num_batches)
     for i in range(num_batches):
         batch = table.sample(count, replace=replace)
         estimates[i] = (values[batch.keys.astype(int)] / batch.inclusion).sum() / len(values)
     error = estimates.std() / np.sqrt(num_batches)
     assert abs(estimates.mean() - values.mean()) < 4 * error
-    assert error < 0.06  # or the line above could not fail
+    assert error < 0.1  # or the line above could not fail
 
 
 def test_dividing_by_n_times_p_without_replacement_is_biased() -> None:
@@ -219,10 +219,10 @@ def test_unbiased_when_the_batch_needs_items_of_priority_zero() -> None:
     values = np.array([3.0, -1.0, 4.0, 1.0, 5.0])
     table = table_of(np.array([2.0, 1.0, 0.0, 0.0, 0.0]), seed=2)
     estimates = []
-    for _ in range(5000):
+    for _ in range(3000):
         batch = table.sample(3)
         estimates.append((values[batch.keys.astype(int)] / batch.inclusion).sum() / 5)
-    assert np.mean(estimates) == pytest.approx(values.mean(), abs=4 * np.std(estimates) / np.sqrt(5000))
+    assert np.mean(estimates) == pytest.approx(values.mean(), abs=4 * np.std(estimates) / np.sqrt(3000))
 
 
 @pytest.mark.parametrize("sampler", [Uniform(), Prioritized(0.0), Freshest()], ids=repr)

@@ -209,9 +209,12 @@ def test_a_large_batch_is_not_starved_by_small_ones() -> None:
     for _ in range(4):
         crew.start(lambda: consume(1))
     wait_until(table, "buffer/waiting_samples", 5)
+    for number in range(4):
+        table.insert(number, number, timeout=0)
     with pytest.raises(WaitTimeout):
         table.sample(1, timeout=0)  # nor may one that does not wait jump the line
-    for number in range(8):
+    assert len(table) == 4
+    for number in range(4, 8):
         table.insert(number, number, timeout=0)
     for number in range(4):
         table.insert(f"more/{number}", number, timeout=PATIENCE)

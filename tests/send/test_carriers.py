@@ -170,7 +170,7 @@ def test_what_nobody_will_read_is_swept_at_the_next_start(tmp_path: Path) -> Non
     old, new = FileClient(tmp_path), FileClient(tmp_path)
     (tmp_path / "plane" / ".half-written").write_text("x")
     two_days_ago = time.time() - 2 * 86_400
-    for path in (tmp_path / "plane" / ".half-written", *[f for f in (tmp_path / "clients").iterdir()][:1]):
+    for path in (tmp_path / "plane" / ".half-written", *list((tmp_path / "clients").iterdir())[:1]):
         os.utime(path, (two_days_ago, two_days_ago))
     plane = FilePlane(tmp_path)
     assert len(list((tmp_path / "clients").iterdir())) == 1

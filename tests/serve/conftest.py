@@ -11,7 +11,7 @@ import pytest
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve.engine import Engine
 from penstock.serve.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target

@@ -339,7 +339,8 @@ def test_frames_are_given_back_when_their_step_is_no_longer_retained(open_engine
     _history(engine, 1, 7)
     engine.close()
     used = {op for step in engine.book.steps.values() for op in step.groups}
-    held = {engine.book.by_id[str(key)] for key in engine.table.keys()}
+    keys = engine.table.keys()
+    held = {engine.book.by_id[str(key)] for key in keys}
     assert engine.log.with_frames() == used | held
 
 

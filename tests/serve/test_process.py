@@ -15,8 +15,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PlaneLost
-from penstock.send.coordinator import Timeouts
 from penstock.send.shared import ROOT
+from penstock.send.timeouts import Timeouts
 from penstock.serve.launch import PlaneProcess
 from penstock.serve.lines import LineFormatter, printable
 from penstock.serve.process import Exit

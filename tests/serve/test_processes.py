@@ -35,42 +35,32 @@ def run(tmp_path: Path) -> Iterator[Run]:
         process.wait()
 
 
-def test_a_rank_that_stands_still_stops_the_others_and_is_told_when_it_wakes(run: Run) -> None:
+def test_who_stands_still_or_dies_stops_all_or_nobody(run: Run) -> None:
     for name in run._names:
         run.start(name)
     run._await_step(2)
+
     before = [len(run._raises(rank)) for rank in range(4)]
     stopped = run._processes["rank-2"]
     stopped.send_signal(signal.SIGSTOP)
     run._await_raises(2, before, time.monotonic())
     assert run.result.detect_s < TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s
-    stopped.send_signal(signal.SIGCONT)
-    run._await_raises(0, [before[0], before[1] - 1, before[2], before[3] - 1], time.monotonic())
-    run._await_step(run._step() + 3)
+    stopped.send_signal(signal.SIGCONT)  # it must hear of it too, and begin again with the others
+    run._await_step(run._step() + 2)
+    assert len(run._raises(2)) > before[2]
 
-
-def test_a_plane_that_stands_still_for_a_while_stops_nobody(run: Run) -> None:
-    for name in run._names:
-        run.start(name)
-    run._await_step(2)
     plane = run._processes["plane-0"]
     plane.send_signal(signal.SIGSTOP)
     time.sleep(TIMEOUTS.peer_s * 1.5)  # longer than any rank may be silent, and not as long as a plane may be lost
-    raised = [len(run._raises(rank)) for rank in range(4)]
+    before = [len(run._raises(rank)) for rank in range(4)]
     plane.send_signal(signal.SIGCONT)
-    run._await_step(run._step() + 3)
-    assert [len(run._raises(rank)) for rank in range(4)] == raised
+    run._await_step(run._step() + 2)
+    assert [len(run._raises(rank)) for rank in range(4)] == before
 
-
-def test_a_plane_killed_with_ranks_waiting_serves_them_when_it_is_back(run: Run) -> None:
-    for name in run._names:
-        run.start(name)
-    run._await_step(2)
     run.kill("plane-0")
-    raised = [len(run._raises(rank)) for rank in range(4)]
     run.start("plane-0")
-    run._await_step(run._step() + 5)
-    assert [len(run._raises(rank)) for rank in range(4)] == raised
+    run._await_step(run._step() + 3)
+    assert [len(run._raises(rank)) for rank in range(4)] == before
 
 
 # ------------------------------------------------------------------ the disk
@@ -133,7 +123,7 @@ def test_a_small_filesystem_that_is_full_refuses_puts_with_reads_going_on(tmp_pa
         "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))",
         "import subprocess; subprocess.run(['mount', '-o', 'remount,size=64m', sys.argv[2]], check=True)",
     )
-    mount = f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c \"$0\" {tmp_path}/run {tmp_path}"
+    mount = f'mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run {tmp_path}'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", mount, script], capture_output=True, text=True, timeout=100, check=False
     )
@@ -173,10 +163,22 @@ def _strace_works() -> bool:
 @pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
 @pytest.mark.parametrize("what", ["signal=SIGKILL", "error=EIO", "error=ENOSPC"])
 def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path, call: str, what: str) -> None:
-    for when in (1, 3, 7, 12, 19):
+    for when in (2, 9):
         folder = tmp_path / f"{when}"
         inject = f"inject={call}:{what}:when={when}"
-        command = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject, sys.executable, "-c", ONE_PUT]
+        command = [
+            "strace",
+            "-f",
+            "-o",
+            "/dev/null",
+            "-e",
+            f"trace={call}",
+            "-e",
+            inject,
+            sys.executable,
+            "-c",
+            ONE_PUT,
+        ]
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=100, check=False)
         said = done.stdout.split("\n")
         engine = Engine(settings(2), Log(folder))

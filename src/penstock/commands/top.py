@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
     if "://" in where:
-        from penstock.send.coordinator import Timeouts
+        from penstock.send.timeouts import Timeouts
         from penstock.serve.opening import open as open_plane
 
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:

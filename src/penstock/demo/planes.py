@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.hold import Fifo, MinPriority, Prioritized, Selector, Uniform
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve import PlaneSettings, Replay, Server, Target
 from penstock.serve.log import Log
 from penstock.serve.opening import plane_carrier

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from penstock.errors import Fenced, PeerError
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve.watchdog import die_with_parent
 from penstock.train.config import TrainConfig, load
 

@@ -21,7 +21,7 @@ from penstock.convert import Group, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
 from penstock.errors import PlaneLost
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve import Plane
 from penstock.serve import open as open_plane
 from penstock.train.config import TrainConfig

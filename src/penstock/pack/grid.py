@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays import offsets_of
 from penstock.pack.bins import Bin, Items
 from penstock.pack.packing import Packing
 from penstock.pack.traits import TEXT, Traits
@@ -38,18 +39,20 @@ Grid: TypeAlias = list[list[Placed]]
 """[rows][ranks]"""
 
 
-def planned(items: Items, samples: Bin, modality: Sequence[int], packing: Packing) -> Placed:
-    """A micro-batch of these samples; `modality` is that of every sample of the step."""
-    tokens = sum(map(items.lengths.__getitem__, samples))
-    padded = packing.padded(tokens)
-    return Placed(
-        samples=sorted(samples),
-        tokens=tokens,
-        padded=padded,
-        cost=packing.cost.overhead + items.cost_of(samples) + _padding_cost(packing, padded - tokens),
-        dummy=False,
-        modality=max(map(modality.__getitem__, samples)),
-    )
+def planned(traits: Traits, items: Items, bins: Sequence[Bin], packing: Packing) -> list[Placed]:
+    """The micro-batches of these bins."""
+    ids = np.array([i for b in bins for i in b], np.intp)
+    starts = offsets_of([len(b) for b in bins])[:-1]
+    tokens = np.add.reduceat(items.length_array[ids], starts)
+    padded = -(-tokens // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
+    costs = np.add.reduceat(items.cost_array[ids], starts)
+    costs += packing.cost.overhead + packing.cost.of_samples(padded - tokens)
+    modality = np.maximum.reduceat(traits.modality[ids], starts)
+    columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
+    return [
+        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m)
+        for b, t, p, c, m in zip(bins, *columns, strict=True)
+    ]
 
 
 def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> Placed:
@@ -58,7 +61,7 @@ def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> P
     if traits.modality[ids].min() == TEXT:
         # A class of text, or one that declared that its rows do not need images on every rank.
         padded = packing.padded(0)
-        cost = overhead + _padding_cost(packing, padded)
+        cost = overhead + float(packing.cost.of_samples(np.array(padded)))
         return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
     costs = packing.cost.of_samples(traits.stub[ids], traits.stub_patches[ids])
     i = int(ids[np.argmin(costs)])
@@ -68,7 +71,7 @@ def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> P
         samples=[i],
         tokens=tokens,
         padded=padded,
-        cost=overhead + float(costs.min()) + _padding_cost(packing, padded - tokens),
+        cost=overhead + float(costs.min()) + float(packing.cost.of_samples(np.array(padded - tokens))),
         dummy=True,
         modality=int(traits.modality[i]),
     )
@@ -83,7 +86,3 @@ def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Plac
     for rank, micro_batch in enumerate(out):
         loads[rank] += micro_batch.cost
     return out
-
-
-def _padding_cost(packing: Packing, padding: int) -> float:
-    return packing.cost.per_token * padding + packing.cost.per_token_squared * padding * padding

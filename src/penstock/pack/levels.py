@@ -20,21 +20,36 @@ from penstock.pack.bins import Items
 
 
 def forced_costs(items: Items, longest_first: NDArray[np.intp], count: int) -> NDArray[np.float64]:
-    """For each of `count` bins the cost it cannot avoid, dearest first.
-
-    A bin holds at most cap // n samples of n tokens or more, so the k longest samples occupy at least
-    k / (cap // n) bins, n being the shortest of them: the b-th bin must hold one of those that need b bins.
-    """
+    """For each of `count` bins the cost it cannot avoid, dearest first."""
     if len(longest_first) == 0:
         return np.zeros(count)
-    per_bin = np.clip(items.caps.tokens // items.length_array[longest_first], 1, items.caps.samples)
-    needed = np.maximum.accumulate(-(-np.arange(1, len(longest_first) + 1) // per_bin))
+    needed = _bins_needed(items, longest_first)
     # With patches the longest need not be the dearest; the cheapest so far is what cannot be avoided.
     cheapest = np.minimum.accumulate(items.cost_array[longest_first])
     bins = min(int(needed[-1]), count)
     forced = np.zeros(count)
     forced[:bins] = cheapest[np.searchsorted(needed, np.arange(1, bins + 1))]
     return forced
+
+
+def least_bins(items: Items, longest_first: NDArray[np.intp]) -> int:
+    """How many bins any packing of these samples needs at least."""
+    if len(longest_first) == 0:
+        return 0
+    tokens = int(items.length_array[longest_first].sum())
+    patches = int(items.patch_array[longest_first].sum())
+    by_size = max(-(-tokens // items.caps.tokens), -(-patches // items.caps.patches))
+    return max(by_size, int(_bins_needed(items, longest_first)[-1]))
+
+
+def _bins_needed(items: Items, longest_first: NDArray[np.intp]) -> NDArray[np.int64]:
+    """For each k the bins that the k longest samples need at least.
+
+    A bin holds at most cap // n samples of n tokens or more, so the k longest samples occupy at least
+    k / (cap // n) bins, n being the shortest of them: the b-th bin must hold one of those that need b bins.
+    """
+    per_bin = np.clip(items.caps.tokens // items.length_array[longest_first], 1, items.caps.samples)
+    return np.maximum.accumulate(-(-np.arange(1, len(longest_first) + 1) // per_bin))
 
 
 def level_rows(forced: Sequence[float] | NDArray[np.float64], total: float) -> list[float]:

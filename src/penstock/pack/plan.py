@@ -8,6 +8,7 @@ ranks (`grid`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,13 +129,13 @@ def _grid(
     grid: Grid = []
     bounds: list[Bound] = []
     loads = [0.0] * packing.ranks
-    modality = traits.modality.tolist()
     for keys in classes:
         members = np.concatenate(keys)
         bounds.append(lower_bound(items, members, packing.ranks))
         dummy = cheapest_dummy(traits, members, packing)
-        for row in rows_of(items, keys, packing.ranks, packing.cost.overhead):
-            grid.append(place([planned(items, b, modality, packing) for b in row], dummy, loads))
+        rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
+        placed = iter(planned(traits, items, [b for row in rows for b in row], packing))
+        grid += [place(list(islice(placed, len(row))), dummy, loads) for row in rows]
     return grid, bounds
 
 

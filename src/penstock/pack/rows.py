@@ -2,7 +2,8 @@
 
 The step waits for the dearest micro-batch of every row, so what is minimized is the sum over rows of that maximum.
 
-1. Best fit decreasing per key (samples that may share a micro-batch) tells how many bins, hence how many rows.
+1. How many bins does each key (samples that may share a micro-batch) need, hence how many rows? At least what the
+   lengths demand; when that leaves little room, what best fit decreasing needs.
 2. Bins left over in the last row go to the keys with the dearest average bin: splitting beats dummies.
 3. Rows get levels (`levels`), and samples are spread over the bins towards them (`spread`).
 4. A key whose caps are too tight for that keeps its best-fit bins, the dearest halved.
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.pack.bins import Bin, Items, best_fit, halve_dearest
-from penstock.pack.levels import forced_costs, level_rows
+from penstock.pack.levels import forced_costs, least_bins, level_rows
 from penstock.pack.polish import ENOUGH_PER_BIN, polish_row
 from penstock.pack.spread import spread
 
@@ -47,8 +48,19 @@ class _Key:
     dearest_first: NDArray[np.intp]
     cost: float
     """Of the others."""
-    fewest_bins: list[Bin]
-    """Best-fit bins of the others: how few are possible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    items: Items
+    keys: list[_Key]
+    key_of: list[int]
+    """The key of each sample; -1 for those alone, so that nothing is exchanged with a bin beyond its caps."""
+    ranks: int
+
+    def rows_for(self, bins: Sequence[int]) -> int:
+        """Rows that these many bins per key make, with those that stand alone."""
+        return -(-(sum(bins) + sum(len(key.alone) for key in self.keys)) // self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +77,39 @@ class _Attempt:
 def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead: float) -> list[Row]:
     """Rows of at most `ranks` bins, dearest row first, dearest bin first; every sample in exactly one bin."""
     parts = [_key(items, ids) for ids in keys]
-    fewest = -(-sum(len(key.fewest_bins) + len(key.alone) for key in parts) // ranks)
+    problem = _Problem(items=items, keys=parts, key_of=_key_numbers(parts, len(items.lengths)), ranks=ranks)
     everything = np.concatenate(keys)
-    price = overhead or ROW_OVERHEAD * float(items.cost_array[everything].sum()) / ranks / fewest
-    fill = int(items.length_array[everything].sum()) / (fewest * ranks * items.caps.tokens)
-    key_of = _key_numbers(parts, len(items.lengths))
+    tokens = int(items.length_array[everything].sum())
+    least = [least_bins(items, key.longest_first) for key in parts]
+    fewest = problem.rows_for(least)
+    if tokens < TIGHT * fewest * ranks * items.caps.tokens:
+        # With room to spare the fewest rows that are possible at all nearly always do.
+        roomy = _attempt(problem, least, fewest, None)
+        if roomy is not None:
+            return roomy.rows
+    fewest_bins = [best_fit(items, key.longest_first) for key in parts]
+    return _best_of_several(problem, fewest_bins, float(items.cost_array[everything].sum()) / ranks, overhead).rows
+
+
+def _best_of_several(problem: _Problem, fewest_bins: list[list[Bin]], even: float, overhead: float) -> _Attempt:
+    """The cheapest of a few numbers of rows, from the fewest that best fit finds."""
+    least = [len(bins) for bins in fewest_bins]
+    fewest = problem.rows_for(least)
+    price = overhead or ROW_OVERHEAD * even / fewest
     # The more samples, the longer another attempt takes, and the less there is to gain.
-    good_enough = max(1e-3, 5e-8 * len(items.lengths))
-    best = _attempt(items, parts, key_of, ranks, fewest)
+    good_enough = max(1e-3, 5e-8 * len(problem.items.lengths))
+    best = _attempt(problem, least, fewest, fewest_bins)
+    assert best is not None
     for count in _more_rows(fewest):
-        excess = best.cost - best.level
-        if excess <= max(price, good_enough * best.level) or (best.fits and (fill < TIGHT or len(best.rows) > fewest)):
+        if best.cost - best.level <= max(price, good_enough * best.level) or (best.fits and len(best.rows) > fewest):
             break
-        other = _attempt(items, parts, key_of, ranks, count)
+        other = _attempt(problem, least, count, fewest_bins)
+        assert other is not None
         if other.cost + price * len(other.rows) < best.cost + price * len(best.rows):
             best = other
         elif other.fits:
             break
-    return best.rows
+    return best
 
 
 def _more_rows(fewest: int) -> list[int]:
@@ -92,41 +119,44 @@ def _more_rows(fewest: int) -> list[int]:
 def _key(items: Items, ids: NDArray[np.intp]) -> _Key:
     beyond = items.beyond_caps(ids)
     rest = ids[~beyond]
-    longest_first = items.longest_first(rest)
     return _Key(
         alone=ids[beyond],
-        longest_first=longest_first,
+        longest_first=items.longest_first(rest),
         dearest_first=items.dearest_first(rest),
         cost=float(items.cost_array[rest].sum()),
-        fewest_bins=best_fit(items, longest_first),
     )
 
 
 def _key_numbers(keys: Sequence[_Key], count: int) -> list[int]:
-    """[count] the key of each sample; -1 for those alone, so that nothing is exchanged with a bin beyond its caps."""
     out = np.full(count, -1)
     for k, key in enumerate(keys):
         out[key.longest_first] = k
     return out.tolist()
 
 
-def _attempt(items: Items, keys: Sequence[_Key], key_of: Sequence[int], ranks: int, count: int) -> _Attempt:
-    numbers = _bin_counts(keys, count * ranks)
+def _attempt(
+    problem: _Problem, least: Sequence[int], count: int, fewest_bins: Sequence[list[Bin]] | None
+) -> _Attempt | None:
+    """`count` rows; a key that cannot be spread falls back to its fewest bins, or without those to None."""
+    items, keys, ranks = problem.items, problem.keys, problem.ranks
+    numbers = _bin_counts(keys, least, count * ranks)
     targets, level = _targets(items, keys, numbers, ranks)
     bins = [[i] for key in keys for i in key.alone.tolist()]
     fits = True
-    for key, target, number in zip(keys, targets, numbers, strict=True):
-        made = spread(items, key.dearest_first, target)
+    for k, key in enumerate(keys):
+        made = spread(items, key.dearest_first, targets[k])
         if made is None:
+            if fewest_bins is None:
+                return None
             fits = False
-            made = halve_dearest(items, key.fewest_bins, number)
+            made = halve_dearest(items, fewest_bins[k], numbers[k])
         bins += [b for b in made if b]
     # Where low targets left bins of the last row empty, splitting is still better than a dummy.
     bins = _sorted(items, halve_dearest(items, bins, -(-len(bins) // ranks) * ranks))
     if len(bins) * ENOUGH_PER_BIN <= sum(len(key.longest_first) for key in keys):
         for at in range(0, len(bins), ranks):
             row = bins[at : at + ranks]
-            polish_row(items, row, [key_of[b[0]] for b in row])
+            polish_row(items, row, [problem.key_of[b[0]] for b in row])
         bins = _sorted(items, bins)
     return _Attempt(
         rows=[bins[at : at + ranks] for at in range(0, len(bins), ranks)],
@@ -141,9 +171,9 @@ def _sorted(items: Items, bins: Sequence[Bin]) -> list[Bin]:
     return sorted(bins, key=lambda b: (-items.cost_of(b), min(b)))
 
 
-def _bin_counts(keys: Sequence[_Key], total: int) -> list[int]:
+def _bin_counts(keys: Sequence[_Key], least: Sequence[int], total: int) -> list[int]:
     """How many bins each key gets: what it needs, and of the spare ones those with the dearest average bin."""
-    counts = [len(key.fewest_bins) for key in keys]
+    counts = list(least)
     heap = [(-key.cost / counts[k], k) for k, key in enumerate(keys) if counts[k] < len(key.longest_first)]
     heapify(heap)
     for _ in range(total - sum(counts) - sum(len(key.alone) for key in keys)):

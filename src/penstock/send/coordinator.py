@@ -8,17 +8,11 @@ session gets the same steps, or all of them get the same error. Three phases:
     FAILED    the session is over; every process was told why; a fresh hello starts the next session
 
 A step is released, and only then trained, when every process has it and found it whole: whatever goes wrong on the
-way to one of them stops all of them before the forward pass. `TRANSITIONS` lists what moves one phase to another and
-is what docs/delivery.md draws. Feed it messages with `on_message` and time with `on_tick`; it answers with effects.
+way to one of them stops all of them before the forward pass. `phases.py` lists what moves one phase to another. Feed it messages with `on_message` and time with `on_tick`; it answers with effects.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeAlias
-
-from penstock.errors import ConfigError
 from penstock.send.effects import (
     Effect,
     Parted,
@@ -30,8 +24,9 @@ from penstock.send.effects import (
     StepCommitted,
     StepReceived,
 )
+from penstock.send.endings import Endings
 from penstock.send.messages import (
-    SCHEMA,
+    MAX_REASON,
     Aborted,
     Beat,
     Bye,
@@ -39,7 +34,6 @@ from penstock.send.messages import (
     Committed,
     Deliver,
     Fail,
-    FromPlane,
     FromRank,
     Hello,
     Noted,
@@ -52,75 +46,12 @@ from penstock.send.messages import (
     Unknown,
     Welcome,
 )
-
-
-class Phase(Enum):
-    FORMING = "forming"
-    RUNNING = "running"
-    FAILED = "failed"
-
-
-TRANSITIONS: dict[tuple[Phase, str], Phase] = {
-    (Phase.FORMING, "hello"): Phase.FORMING,
-    (Phase.FORMING, "last hello"): Phase.RUNNING,
-    (Phase.FORMING, "mismatch"): Phase.FAILED,
-    (Phase.FORMING, "silence"): Phase.FORMING,
-    (Phase.RUNNING, "request, received, commit, report"): Phase.RUNNING,
-    (Phase.RUNNING, "fail"): Phase.FAILED,
-    (Phase.RUNNING, "silence"): Phase.FAILED,
-    (Phase.RUNNING, "mismatch"): Phase.FAILED,
-    (Phase.RUNNING, "a process restarted"): Phase.FAILED,
-    (Phase.RUNNING, "everybody left"): Phase.FORMING,
-    (Phase.FAILED, "fresh hello"): Phase.FORMING,
-}
-
-Place: TypeAlias = tuple[int, int]
-"""(rank, replica)."""
+from penstock.send.phases import Phase
+from penstock.send.roster import Member, Place, Roster
+from penstock.send.timeouts import Timeouts
 
 AHEAD = 4
 """Steps beyond the last planned one that may be asked for; no source asks for more than three."""
-MAX_REASON = 2000
-_REMEMBERED = 4096
-"""Processes of ended sessions that would still be told how theirs ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """How long silence may last. All waits in the protocol are bounded by one of these, or by a live peer."""
-
-    heartbeat_s: float = 2.0
-    peer_s: float = 11.0
-    """Silence after which a process counts as dead: three missed heartbeats and five seconds of grace."""
-    delivery_s: float = 30.0
-    """From sending a step to the rank's word that it has it."""
-    plane_s: float = 30.0
-    """How long ranks and producers wait for a lost plane to come back."""
-    resend_s: float = 1.0
-    """An unanswered question is asked again after this, then after twice as long, and so on."""
-
-    def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "peer_s", "delivery_s", "plane_s", "resend_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"timeouts.{name}: {getattr(self, name)}; must be a positive number of seconds")
-        if self.peer_s < 2 * self.heartbeat_s:
-            raise ConfigError(
-                f"timeouts: peer_s {self.peer_s} with heartbeat_s {self.heartbeat_s}; "
-                "allow at least two heartbeats, or live peers will be called dead"
-            )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Member:
-    peer: Peer
-    incarnation: str
-    start: int
-    """The first step it wants."""
-    heard: float
-    wants: set[int] = field(default_factory=set)
-    sent: dict[int, float] = field(default_factory=dict)
-    """Step -> when it was first sent; removed when received."""
-    reports: int = 0
-    """How many of its reports arrived."""
 
 
 class Coordinator:
@@ -152,8 +83,7 @@ class Coordinator:
         self._fresh = session == 0
         self._forming_since = 0.0
         self._ticked: float | None = None
-        self._members: dict[Place, _Member] = {}
-        self._places: dict[Peer, Place] = {}
+        self._roster = Roster(run, ranks, replicas)
         self._staged: dict[int, Staged] = {}
         """Steps that somebody may still have to be sent."""
         self._digests: dict[int, list[str]] = {}
@@ -165,17 +95,14 @@ class Coordinator:
         """The step that every process has trained, while it is being written down."""
         self._left = -1
         self._failure: Aborted | None = None
-        self._failures: dict[int, Aborted] = {}
-        """How earlier sessions ended."""
-        self._past: dict[str, Aborted | None] = {}
-        """Incarnations of processes whose session ended, or who left."""
+        self._endings = Endings(epoch)
 
     # -------------------------------------------------------------- what the engine asks
 
     @property
     def wanted(self) -> int:
         """The highest step any process asked for or says it has; 0 when there is none."""
-        asked = (step for member in self._members.values() for step in member.wants)
+        asked = (step for member in self._roster.members for step in member.wants)
         return max((*asked, *self._received), default=0)
 
     def is_staged(self, step: int) -> bool:
@@ -184,15 +111,14 @@ class Coordinator:
     @property
     def missing(self) -> list[Place]:
         """Processes that have not joined."""
-        every = [(rank, replica) for rank in range(self.ranks) for replica in range(self.replicas)]
-        return [place for place in every if place not in self._members]
+        return self._roster.missing
 
     def stage(self, staged: Staged, now: float) -> list[Effect]:
         """A step is packed and durable: deliver it to whoever asked for it."""
         assert len(staged.payloads) == self.ranks
         self._staged[staged.step], self._digests[staged.step] = staged, staged.digests
         self.last_step = max(self.last_step, staged.step)
-        effects = [e for place in self._members for e in self._deliver(place, staged.step, now)]
+        effects = [e for place in self._roster for e in self._deliver(place, staged.step, now)]
         return effects + self._check_received(staged.step)
 
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
@@ -204,14 +130,14 @@ class Coordinator:
     def on_message(self, peer: Peer, message: FromRank, now: float) -> list[Effect]:
         if isinstance(message, Hello):
             return self._on_hello(peer, message, now)
-        place = self._places.get(peer)
+        place = self._roster.place_of(peer)
         if message.session < self.session:
-            return [Send(peer, self._ending_of(message.session))]
+            return [Send(peer, self._endings.of_session(message.session, self.session))]
         if self._failure is not None and message.session == self.session:
             return [Send(peer, self._failure)]
         if place is None or message.session > self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
-        self._members[place].heard = now
+        self._roster[place].heard = now
         if isinstance(message, Request):
             return self._on_request(place, message.step, now)
         if isinstance(message, Received):
@@ -236,30 +162,20 @@ class Coordinator:
         if self.phase is Phase.FAILED:
             return []
         if last is not None and now - last > pace:
-            self._excuse(now - last)
+            # The plane itself stood still so long; what was said meanwhile may not have been read yet.
+            self._forming_since += now - last
+            self._roster.excuse(now - last)
         if self.phase is Phase.FORMING and self._fresh:
-            self._drop_silent(now)
+            self._roster.drop_silent(now - self.timeouts.peer_s)
             return []
         return self._notice_silence(now)
 
-    def _excuse(self, gap: float) -> None:
-        """The plane itself stood still so long; what was said meanwhile may not have been read yet."""
-        self._forming_since += gap
-        for member in self._members.values():
-            member.heard += gap
-            member.sent = {step: sent + gap for step, sent in member.sent.items()}
-
-    def _drop_silent(self, now: float) -> None:
-        """Who falls silent before the session runs has taken no part: its place is free again."""
-        for place, member in list(self._members.items()):
-            if now - member.heard > self.timeouts.peer_s:
-                self._places.pop(self._members.pop(place).peer, None)
-
     def _notice_silence(self, now: float) -> list[Effect]:
         waited = now - self._forming_since
-        if self.phase is Phase.FORMING and self._members and waited > self.timeouts.peer_s:
+        if self.phase is Phase.FORMING and self._roster and waited > self.timeouts.peer_s:
             return self._abort(self.next_step, self.missing[0][0], f"did not come back within {waited:.1f} s")
-        for place, member in self._members.items():
+        for place in self._roster:
+            member = self._roster[place]
             silent = now - member.heard
             if silent > self.timeouts.peer_s:
                 return self._abort(
@@ -274,25 +190,25 @@ class Coordinator:
     # -------------------------------------------------------------- joining
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> list[Effect]:
-        problem = self._mismatch(hello)
+        problem = self._roster.mismatch(hello)
         if problem:
             return [Send(peer, Refused(epoch=self.epoch, reason=problem))]
-        if hello.incarnation in self._past:
-            ending = self._past[hello.incarnation]
+        if self._endings.knows(hello.incarnation):
+            ending = self._endings.of_process(hello.incarnation)
             return [Send(peer, ending)] if ending else []
         place = (hello.rank, hello.replica)
         if hello.session:
             return self._rejoin(peer, place, hello, now)
-        known = self._members.get(place)
+        known = self._roster.get(place)
         if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
-            return self._come_back(place, known, peer, now)
+            return self._come_back(place, peer, now)
         effects: list[Effect] = []
-        if self._members and not self._fresh:
+        if self._roster and not self._fresh:
             effects += self._abort(self.next_step, hello.rank, "restarted while the session was running")
         if self.phase is Phase.FAILED or not self._fresh or self.session == 0:
             self._new_session()
-        self._join(place, _Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
-        other = next((m.start for m in self._members.values() if m.start != hello.step), hello.step)
+        self._roster.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
+        other = next((m.start for m in self._roster.members if m.start != hello.step), hello.step)
         if other != hello.step:
             reason = f"wants to resume at step {hello.step}, others at {other}; resume all from one checkpoint"
             return [*effects, *self._abort(hello.step, hello.rank, reason)]
@@ -301,31 +217,22 @@ class Coordinator:
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
         """A process of this session comes back after its connection, or the plane, was lost."""
         if hello.session != self.session or self._fresh:
-            return [Send(peer, self._ending_of(hello.session))]
+            return [Send(peer, self._endings.of_session(hello.session, self.session))]
         if self._failure is not None:
             return [Send(peer, self._failure)]
-        known = self._members.get(place)
+        known = self._roster.get(place)
         if known is None:
-            if not self._members:
+            if not self._roster:
                 self._forming_since = now
-            self._join(place, _Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
+            self._roster.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
             return self._admit(peer, now)
         if known.incarnation != hello.incarnation:
-            return [Send(peer, self._ending_of(hello.session))]
-        return self._come_back(place, known, peer, now)
+            return [Send(peer, self._endings.of_session(hello.session, self.session))]
+        return self._come_back(place, peer, now)
 
-    def _come_back(self, place: Place, member: _Member, peer: Peer, now: float) -> list[Effect]:
-        self._places.pop(member.peer, None)
-        member.peer, member.heard, member.sent = peer, now, {}
-        self._places[peer] = place
+    def _come_back(self, place: Place, peer: Peer, now: float) -> list[Effect]:
+        self._roster.move(place, peer, now)
         return [Send(peer, self._welcome())]
-
-    def _join(self, place: Place, member: _Member) -> None:
-        old = self._members.get(place)
-        if old is not None:
-            self._places.pop(old.peer, None)
-        self._members[place] = member
-        self._places[member.peer] = place
 
     def _admit(self, peer: Peer, now: float) -> list[Effect]:
         if self.missing or self.phase is Phase.RUNNING:
@@ -334,36 +241,17 @@ class Coordinator:
         effects: list[Effect] = []
         if self._fresh:
             self._fresh = False
-            self.next_step = start = next(iter(self._members.values())).start
+            self.next_step = start = self._roster.members[0].start
             self._staged = {step: staged for step, staged in self._staged.items() if step >= start}
             self._digests = {step: staged.digests for step, staged in self._staged.items()}
             effects.append(Resume(self.session, start))
-        effects += [Send(member.peer, self._welcome()) for member in self._members.values()]
-        return effects + [
-            e for place in self._members for step in self._staged for e in self._deliver(place, step, now)
-        ]
-
-    def _mismatch(self, hello: Hello) -> str:
-        pairs = (
-            ("run", hello.run or self.run, self.run),
-            ("world", hello.world, self.ranks),
-            ("replicas", hello.replicas, self.replicas),
-            ("schema", hello.schema, SCHEMA),
-        )
-        for name, theirs, ours in pairs:
-            if theirs != ours:
-                return f"{name}: this process says {theirs!r}, the plane has {ours!r}; start both with the same value"
-        if not (0 <= hello.rank < self.ranks and 0 <= hello.replica < self.replicas):
-            have = f"{self.ranks} ranks of {self.replicas} processes"
-            return f"rank {hello.rank}, replica {hello.replica}: the plane has {have}, counted from 0"
-        if hello.step < 1:
-            return f"step {hello.step}: steps are counted from 1"
-        return ""
+        effects += [Send(member.peer, self._welcome()) for member in self._roster.members]
+        return effects + [e for place in self._roster for step in self._staged for e in self._deliver(place, step, now)]
 
     def _new_session(self) -> None:
         self.session += 1
         self.phase, self._fresh, self._failure, self._left = Phase.FORMING, True, None, -1
-        self._members, self._places = {}, {}
+        self._roster.clear()
         self._received, self._committed, self._versions, self._released, self._closing = {}, {}, {}, set(), 0
 
     # -------------------------------------------------------------- steps
@@ -373,11 +261,11 @@ class Coordinator:
             return []  # a late duplicate: this process already committed that step
         if step > self.last_step + AHEAD:
             return self._abort(step, place[0], f"asks for step {step}; the last one planned is {self.last_step}")
-        self._members[place].wants.add(step)
+        self._roster[place].wants.add(step)
         return self._deliver(place, step, now)
 
     def _deliver(self, place: Place, step: int, now: float) -> list[Effect]:
-        member, staged = self._members[place], self._staged.get(step)
+        member, staged = self._roster[place], self._staged.get(step)
         if self.phase is not Phase.RUNNING or staged is None or step not in member.wants:
             return []
         if place in self._received.get(step, ()):
@@ -397,7 +285,7 @@ class Coordinator:
         return [Send(member.peer, message, staged.payloads[rank])]
 
     def _on_received(self, place: Place, message: Received) -> list[Effect]:
-        member, step = self._members[place], message.step
+        member, step = self._roster[place], message.step
         member.sent.pop(step, None)
         member.wants.discard(step)
         if not self.next_step <= step <= self.last_step:
@@ -422,13 +310,13 @@ class Coordinator:
         self._released.add(step)
         self._staged.pop(step)
         release = self._release(step)
-        return [StepReceived(step), *(Send(member.peer, release) for member in self._members.values())]
+        return [StepReceived(step), *(Send(member.peer, release) for member in self._roster.members)]
 
     def _on_commit(self, place: Place, message: Commit) -> list[Effect]:
         step = message.step
         if step < self.next_step:
             done = Committed(epoch=self.epoch, session=self.session, step=self.next_step - 1)
-            return [Send(self._members[place].peer, done)]
+            return [Send(self._roster[place].peer, done)]
         if step > self.last_step:
             return self._abort(step, place[0], f"commits step {step}, which was never delivered")
         if message.policy_version is not None:
@@ -453,10 +341,10 @@ class Coordinator:
             table.pop(step, None)
         self._released.discard(step)
         done = Committed(epoch=self.epoch, session=self.session, step=step)
-        return [*(Send(member.peer, done) for member in self._members.values()), *self._check_committed()]
+        return [*(Send(member.peer, done) for member in self._roster.members), *self._check_committed()]
 
     def _on_report(self, place: Place, message: Report) -> list[Effect]:
-        member = self._members[place]
+        member = self._roster[place]
         noted = Send(member.peer, Noted(epoch=self.epoch, session=self.session, number=message.number))
         if message.number <= member.reports:
             return [noted]
@@ -467,11 +355,10 @@ class Coordinator:
 
     def _on_bye(self, place: Place) -> list[Effect]:
         """Leaving is no failure; when all have left, the next hello begins a session of its own."""
-        member = self._members.pop(place)
-        self._places.pop(member.peer, None)
+        member = self._roster.leave(place)
         self._left = place[0]
-        self._remember(member.incarnation, None)
-        if not self._members:
+        self._endings.left(member.incarnation)
+        if not self._roster:
             self._new_session()
         return [Parted(member.peer)]
 
@@ -487,24 +374,9 @@ class Coordinator:
             rank=rank,
             reason=f"step {step}: {who}: {reason}"[:MAX_REASON],
         )
-        self._failures[self.session] = failure
-        effects: list[Effect] = []
-        for member in self._members.values():
-            self._remember(member.incarnation, failure)
-            effects += [Send(member.peer, failure), Parted(member.peer)]
-        return effects
-
-    def _remember(self, incarnation: str, ending: Aborted | None) -> None:
-        self._past[incarnation] = ending
-        while len(self._past) > _REMEMBERED:
-            self._past.pop(next(iter(self._past)))
-        while len(self._failures) > _REMEMBERED:
-            self._failures.pop(next(iter(self._failures)))
-
-    def _ending_of(self, session: int) -> FromPlane:
-        """What to tell a process of a session that is over."""
-        reason = f"session {session} is over; the current one is {self.session}; restart this process"
-        return self._failures.get(session) or Refused(epoch=self.epoch, reason=reason, session=session)
+        members = self._roster.members
+        self._endings.failed(failure, [member.incarnation for member in members])
+        return [effect for member in members for effect in (Send(member.peer, failure), Parted(member.peer))]
 
     def _release(self, step: int) -> Release:
         return Release(epoch=self.epoch, session=self.session, step=step)
@@ -516,7 +388,7 @@ class Coordinator:
     def _pulse(self, peer: Peer) -> Send:
         waiting = self.waiting_for
         if self.phase is Phase.FORMING:
-            waiting = f"{self._names(self.missing)} to join"
+            waiting = f"{self._roster.names(self.missing)} to join"
         elif late := self._late():
             waiting = late
         return Send(peer, Pulse(epoch=self.epoch, session=self.session, waiting_for=waiting, left=self._left))
@@ -524,10 +396,7 @@ class Coordinator:
     def _late(self) -> str:
         """Whom a step waits for that some have received, in words."""
         for step, have in self._received.items():
-            late = [place for place in self._members if place not in have]
+            late = [place for place in self._roster if place not in have]
             if late and step in self._digests:
-                return f"{self._names(late)} to receive step {step}"
+                return f"{self._roster.names(late)} to receive step {step}"
         return ""
-
-    def _names(self, places: list[Place]) -> str:
-        return ", ".join(f"rank {r}" + (f" replica {c}" if self.replicas > 1 else "") for r, c in places[:8])

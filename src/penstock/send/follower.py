@@ -14,8 +14,8 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.errors import Fenced, PeerError, PlaneLost, StepAborted
-from penstock.send.coordinator import MAX_REASON, Timeouts
 from penstock.send.messages import (
+    MAX_REASON,
     Aborted,
     Beat,
     Bye,
@@ -37,6 +37,7 @@ from penstock.send.messages import (
     Unknown,
     Welcome,
 )
+from penstock.send.timeouts import Timeouts
 
 
 class Standing(Enum):

@@ -16,6 +16,8 @@ from penstock.errors import CorruptFrame
 
 SCHEMA = 1
 MAX_HEADER = 1 << 24
+MAX_REASON = 2000
+"""Characters of what went wrong."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
 

@@ -34,7 +34,7 @@ from penstock.hold import (
     Uniform,
 )
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve.settings import PlaneSettings, Replay, Target
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:7440"

@@ -239,7 +239,8 @@ class Engine:
         if have < need:
             return f"generation: {have} of {target}"
         have = taken = 0
-        for key in self.table.keys():
+        keys = self.table.keys()
+        for key in keys:
             row = self.book.rows[self.book.by_id[str(key)]]
             have, taken = have + (row.samples if by_samples else row.tokens), taken + 1
             if have >= need:

@@ -19,12 +19,12 @@ from penstock.errors import ConfigError
 from penstock.hold import Fifo, Limiter, Selector
 from penstock.pack import Cost, Packing
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
-from penstock.send.coordinator import Timeouts
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
 from penstock.send.memory import MemoryPlane
 from penstock.send.shared import SharedClient, SharedPlane
 from penstock.send.sockets import SocketClient, SocketPlane
+from penstock.send.timeouts import Timeouts
 from penstock.serve.log import Log
 from penstock.serve.plane import Plane
 from penstock.serve.server import Server

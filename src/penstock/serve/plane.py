@@ -27,8 +27,8 @@ from penstock.convert.filters import Filter
 from penstock.encode import encode
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError, PlaneLost
 from penstock.send.carrier import ClientCarrier
-from penstock.send.coordinator import Timeouts
 from penstock.send.messages import Accepted, Ask, Discard, Frames, FromClient, FromPlane, Put, Rejected, Status
+from penstock.send.timeouts import Timeouts
 from penstock.serve.courier import Courier
 from penstock.serve.ledger import Ledger
 from penstock.serve.server import Server

@@ -19,7 +19,7 @@ import zmq
 
 from penstock.errors import CallerError, CorruptFrame, DiskFull, Overloaded, PenstockError
 from penstock.send.carrier import PlaneCarrier
-from penstock.send.coordinator import Coordinator, Phase
+from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, Parted, Peer, Reported, Resume, Send, Staged, StepCommitted, StepReceived
 from penstock.send.messages import (
     Accepted,
@@ -34,6 +34,7 @@ from penstock.send.messages import (
     pack_message,
     read_from_client,
 )
+from penstock.send.phases import Phase
 from penstock.serve.engine import Engine, Outcome
 from penstock.serve.log import Log
 from penstock.serve.making import Maker

@@ -8,7 +8,7 @@ from penstock.errors import ConfigError
 from penstock.hold import Fifo, Limiter, Selector, Table
 from penstock.hold.store import OnEvict
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,11 @@ from penstock.encode import decode
 from penstock.errors import Closed, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import MicroBatch, RankStep, Share, fill
 from penstock.send.carrier import ClientCarrier
-from penstock.send.coordinator import Timeouts
 from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Released, StepDone
 from penstock.send.messages import Frames, FromPlane
+from penstock.send.timeouts import Timeouts
 from penstock.serve.courier import Courier
 from penstock.serve.making import digest_of
-
 
 logger = logging.getLogger("penstock.source")
 

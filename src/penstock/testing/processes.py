@@ -18,7 +18,7 @@ from pathlib import Path
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve.log import Log
 from penstock.serve.opening import plane_carrier
 from penstock.serve.server import Server

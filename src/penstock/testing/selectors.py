@@ -19,7 +19,7 @@ from penstock.hold.selector import Role
 _CAPACITIES = (1, 2, 7, 33)
 
 
-def check_selector(selector: Selector, *, seed: int = 0, num_operations: int = 600) -> None:
+def check_selector(selector: Selector, *, seed: int = 0, num_operations: int = 300) -> None:
     """Raise AssertionError unless the selector keeps every promise of `penstock.hold.selector`."""
     assert isinstance(selector, Selector), f"{selector!r} has no method build(capacity, role)"
     roles: tuple[Role, ...] = get_args(Role)

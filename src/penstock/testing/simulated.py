@@ -147,7 +147,7 @@ class PlainMaker:
         digests = [digest_of(share, payload) for share, payload in zip(shares, payloads, strict=True)]
         return Staged(step=step, plans=list(shares), payloads=[[p] for p in payloads], digests=digests)
 
-    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
+    def misfits(self, frames: Sequence[Buffer]) -> list[int]:  # noqa: ARG002
         return []
 
 

@@ -23,8 +23,8 @@ import msgspec
 from penstock.errors import PeerError, StepAborted
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.pack import Packing
-from penstock.send.coordinator import Timeouts
 from penstock.send.messages import Frames
+from penstock.send.timeouts import Timeouts
 from penstock.serve.book import Book, Manifest
 from penstock.serve.making import Maker
 from penstock.serve.server import Server

@@ -79,7 +79,16 @@ class Run:
     def start(self, name: str) -> None:
         kind, number = name.split("-")
         of = PRODUCERS if kind == "producer" else RANKS
-        command = [sys.executable, "-m", "penstock.testing.processes", kind, str(self.folder), self._url, number, str(of)]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.testing.processes",
+            kind,
+            str(self.folder),
+            self._url,
+            number,
+            str(of),
+        ]
         with (self.folder / f"{name}.err").open("ab") as errors:
             self._processes[name] = subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
 
@@ -149,7 +158,9 @@ class Run:
         while self._step() < step:
             self._check_alive()
             if time.monotonic() > deadline:
-                raise AssertionError(f"no step {step} within {patience_s} s, the last was {self._step()}: {self.folder}")
+                raise AssertionError(
+                    f"no step {step} within {patience_s} s, the last was {self._step()}: {self.folder}"
+                )
             time.sleep(0.02)
 
     def _check_alive(self) -> None:
@@ -186,7 +197,9 @@ class Run:
         )
         expected = [names[op] for op in sorted(names)][: 2 * (engine.next_step - 1)]
         result.doubled = sum((trained - Counter(expected)).values()) + sum((Counter(expected) - trained).values())
-        given = [(rank, int(w[1]), w[2]) for rank in range(RANKS) for w in Notes.read(self._notes(rank)) if w[0] == "step"]
+        given = [
+            (rank, int(w[1]), w[2]) for rank in range(RANKS) for w in Notes.read(self._notes(rank)) if w[0] == "step"
+        ]
         digests = uninterrupted([names[op] for op in sorted(names)], result.steps)
         result.mismatches = sum(digests[step - 1][rank] != digest for rank, step, digest in given)
         log.close()

@@ -19,7 +19,7 @@ from torch import distributed
 
 from penstock.assets import AssetStore
 from penstock.pack import MicroBatch
-from penstock.send.coordinator import Timeouts
+from penstock.send.timeouts import Timeouts
 from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
 from penstock.train.config import LossConfig, TrainConfig

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from penstock.arrays.columns import Array
-from penstock.view.record import COLUMNS, FACTS, TABLE, Record
+from penstock.view.record import COLUMNS, FACTS, TABLE, Record, without_empty
 
 _KINDS: dict[str, Any] = {"int": list[int | None], "bool": list[bool | None], "float": list[float | None]}
 _DTYPES: dict[str, Any] = {"token_ids": np.uint32, "position_ids": np.int64, "weight_versions": np.int32}
@@ -45,9 +45,7 @@ def parse_line(line: bytes) -> Record:
         if len(found) != len(raw.token_ids):
             raise MalformedLine(f"{name} has {len(found)} values for {len(raw.token_ids)} tokens")
         columns[name] = found
-    if "mismatch_kl" not in columns:
-        columns["mismatch_kl"] = np.full(len(raw.token_ids), np.nan, np.float32)
-    return Record(facts={name: getattr(raw, name) for name in FACTS}, columns=columns)
+    return Record(facts={name: getattr(raw, name) for name in FACTS}, columns=without_empty(columns))
 
 
 def _array(name: str, values: list[Any]) -> Array | None:

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.arrays.columns import Array
 from penstock.assets.offload import INLINE_BYTES
 from penstock.errors import AssetError, ConfigError, CorruptFile, StorageError
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record
+from penstock.view.record import FACTS, TABLE, ExportColumn, Record, without_empty
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -151,7 +151,7 @@ def _rows(table: pa.Table) -> Iterator[Record]:
         columns = {column.name: _values(table, column, row) for column in TABLE if column.name in names}
         yield Record(
             facts={name: values[row] for name, values in facts.items()},
-            columns={name: values for name, values in columns.items() if values is not None},
+            columns=without_empty({name: values for name, values in columns.items() if values is not None}),
         )
 
 

@@ -83,7 +83,7 @@ class Record:
     facts: dict[str, Any]
     """The fields of FACTS; None where unknown."""
     columns: dict[str, Array]
-    """[T] by name. Floats are float32 with NaN for null; a bool column that is null is absent."""
+    """[T] by name. Floats are float32 with NaN for null; a column that is null on every token is absent."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +92,10 @@ class Record:
     @property
     def worst_kl(self) -> float:
         """The largest mismatch KL of a trained token; -inf where there is none."""
-        values = self.columns["mismatch_kl"][self.columns["loss_mask"]]
-        values = values[np.isfinite(values)]
+        measured = self.columns.get("mismatch_kl")
+        if measured is None:
+            return -np.inf
+        values = measured[self.columns["loss_mask"] & np.isfinite(measured)]
         return float(values.max()) if len(values) else -np.inf
 
     @property
@@ -193,6 +195,15 @@ def filled(record: Record) -> dict[str, Array]:
         for column in TABLE
         if column.required or column.name in record.columns
     }
+
+
+def without_empty(columns: dict[str, Array]) -> dict[str, Array]:
+    """The columns without those that hold no number at all: readers of every format give the same records."""
+    return {name: values for name, values in columns.items() if not _is_empty(values)}
+
+
+def _is_empty(values: Array) -> bool:
+    return bool(values.dtype.kind == "f" and len(values) and np.isnan(values[0]) and np.isnan(values).all())
 
 
 def _to_host(value: Any, kind: str) -> Array | None:

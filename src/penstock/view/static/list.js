@@ -48,10 +48,8 @@
   function refresh() {
     const [key, , sign] = SORTS[filters.sort];
     shown = samples.filter(accepts).sort(compare(key, sign));
-    parts.count.textContent =
-      shown.length === samples.length
-        ? samples.length.toLocaleString("en") + " samples"
-        : shown.length.toLocaleString("en") + " of " + samples.length.toLocaleString("en") + " samples";
+    const all = ps.number(samples.length) + (samples.length === 1 ? " sample" : " samples");
+    parts.count.textContent = shown.length === samples.length ? all : ps.number(shown.length) + " of " + all;
     parts.spacer.style.height = shown.length * ROW + "px";
     parts.scroller.scrollTop = 0;
     draw();

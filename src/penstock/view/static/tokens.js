@@ -53,7 +53,7 @@
     const images = new Map((sample.facts.images || []).map((image) => [image.offset, image]));
     const labels = new Map(view.blocks.map((block) => [block.start, block.label]));
     const hasTexts = Object.keys(sample.texts).length > 0;
-    const gap = hasTexts ? 1 : 8;
+    const gap = hasTexts ? 1 : 7;
     let x = Infinity;
     let top = 6;
     const begin = (i) => {
@@ -203,7 +203,8 @@
       onCursor = tell;
       shownTexts = Array.from({ length: sample.count }, (_, i) => ps.visible(textOf(i)));
       const spacer = ps.el("div", { class: "spacer" });
-      const scroller = ps.el("div", { class: "scroller tokens", id: "tokens", tabIndex: 0 }, spacer);
+      const named = Object.keys(sample.texts).length > 0;
+      const scroller = ps.el("div", { class: "scroller tokens" + (named ? "" : " ids"), id: "tokens", tabIndex: 0 }, spacer);
       scroller.setAttribute("aria-label", "Tokens; arrow keys move between them");
       scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
       scroller.addEventListener("mouseover", (event) => {
