@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.list_path import as_lists, lists_to_tensors, make_samples, to_tensors
+from penstock.bench.list_path import ToTensors, as_lists, lists_to_tensors, make_samples
 from penstock.bench.pack import case, ours, score
 from penstock.bench.packers import RIVALS, first_fit, first_fit_plain, karmarkar_karp
 from penstock.pack import Packing
@@ -39,7 +39,7 @@ def test_both_ways_to_tensors_compute_the_same_samples() -> None:
     pytest.importorskip("torch")
     samples = make_samples(20, 4_000)
     packing = Packing(ranks=2, seq_len=2_048)
-    assert to_tensors(samples, packing) == samples.num_tokens
+    assert ToTensors(samples, packing)() == samples.num_tokens
     assert lists_to_tensors(as_lists(samples), 1, 2_048) >= samples.num_tokens
 
 

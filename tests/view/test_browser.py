@@ -287,10 +287,11 @@ def test_the_step_page_and_the_run_page_draw_and_lead_on(opened: Any, demo: Path
     keep(opened, "step")
     opened.click("#grid", position={"x": 100, "y": 50})
     opened.wait_for_selector("#rows .row")
-    rank = opened.input_value("#filter-rank")
-    assert rank in ("0", "1", "2") and opened.text_content("#count").startswith(
-        str(sum(r.facts["rank"] == int(rank) for r in records(demo)))
-    )
+    rank, micro = int(opened.input_value("#filter-rank")), int(opened.text_content("#micro").split()[1])
+    own = [r for r in records(demo) if (r.facts["rank"], r.facts["micro_step"]) == (rank, micro)]
+    assert own and opened.text_content("#count") == f"{len(own)} of {len(records(demo))} samples"
+    opened.click("#micro")
+    assert opened.text_content("#count").startswith(f"{sum(r.facts['rank'] == rank for r in records(demo))} of")
     opened.select_option("#filter-rank", "")
     opened.click("#tab-run")
     opened.wait_for_selector(".curves canvas")

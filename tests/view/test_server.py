@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
 from penstock.view.guard import POLICY, Guard, new_token
 from penstock.view.page import make_page
-from penstock.view.server import Library, listening, static_files
+from penstock.view.server import SCRIPTS, Library, listening, static_files
 from penstock.view.vocabulary import open_vocabulary, piece_text
 
 
@@ -237,7 +240,7 @@ def test_a_self_contained_page_has_its_data_inside_and_nothing_that_ends_it(tmp_
     )
     library = Library(exports={"demo": Export(folder)}, vocabulary=open_vocabulary(folder))
     page = make_page(library, sample=1).decode()
-    assert page.count("<script") == page.count("</script>") == 1 + 10
+    assert page.count("<script") == page.count("</script>") == 1 + 11
     data = re.search(r'<script type="application/json" id="embedded">(.*?)</script>', page, re.DOTALL)
     assert data is not None and len(json.loads(data[1])["answers"]) == 5
     assert "src=" not in page.split("<style>")[0] and "href=" not in page.split("<style>")[0]
@@ -283,3 +286,29 @@ def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     vocabulary = open_vocabulary(tmp_path)
     assert [vocabulary.text(i) for i in range(4)] == ["<unk>", " a", "Ġ<x>", None]
+
+
+def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    """The whole command in a process of its own: it prints the URL, answers, and ends on Ctrl-C."""
+    make_export(tmp_path / "demo", steps=1, groups=1, size=1)
+    command = [sys.executable, "-m", "penstock.cli", "view", str(tmp_path / "demo"), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().strip()
+        match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{43})", url)
+        assert match is not None
+        caller = Caller(int(match[1]), match[2], "")
+        assert caller("/api/overview")[0] == 200 and caller("/api/overview", cookie=None)[0] == 403
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130)
+        assert match[2] not in process.stderr.read()
+
+
+def test_reading_and_showing_need_no_torch() -> None:
+    code = "import sys, penstock.view, penstock.view.server, penstock.view.diff; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_loads_every_script_in_the_order_that_files_are_written_in() -> None:
+    found = re.findall(r'<script src="static/(\w+)\.js" defer>', static_files()["index.html"].decode())
+    assert tuple(found) == SCRIPTS

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.arrays import Ragged, Samples, offsets_of
 from penstock.bench.packers import first_fit_plain
-from penstock.pack import Packing, RankStep, Traits, plan
+from penstock.pack import Packing, Traits, bytes_needed, fill, plan
 
 MULTIPLE = 64
 
@@ -43,12 +43,24 @@ def make_samples(count: int = 512, tokens: int = 2_000_000, seed: int = 0) -> Sa
     )
 
 
-def to_tensors(samples: Samples, packing: Packing) -> int:
-    """Ours: plan, fill and tensors of all ranks, each micro-batch dropped once it is used; the tokens computed."""
-    from penstock.train import to_torch
+class ToTensors:
+    """Ours: plan, fill and tensors of all ranks. Like a training rank, it fills the same memory at every step."""
 
-    shares = plan(Traits.of(samples, packing.seq_len), packing).shares
-    return sum(to_torch(batch)["token_ids"].shape[1] for share in shares for batch in RankStep(samples, share))
+    def __init__(self, samples: Samples, packing: Packing) -> None:
+        self.samples, self.packing = samples, packing
+        self.memory = [np.zeros(0, np.uint8) for _ in range(packing.ranks)]
+
+    def __call__(self) -> int:
+        """One step; the tokens computed."""
+        from penstock.train import to_torch
+
+        tokens = 0
+        for share in plan(Traits.of(self.samples, self.packing.seq_len), self.packing).shares:
+            if len(self.memory[share.rank]) < bytes_needed(share):
+                self.memory[share.rank] = np.zeros(bytes_needed(share), np.uint8)
+            for batch in fill(self.samples, share, out=self.memory[share.rank]):
+                tokens += to_torch(batch)["token_ids"].shape[1]
+        return tokens
 
 
 def as_lists(samples: Samples) -> list[dict[str, Any]]:

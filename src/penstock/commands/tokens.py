@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     export = Export(args.folder)
     steps = export.steps(args.of_run) if args.step is None else [export.step(args.step, args.of_run)]
-    reports = [summarize(step) for step in steps]
+    reports = [summarize(step) for step in _shown(steps)]
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(args.folder), "steps": reports}, indent=1) if args.json else _table(reports))
     return 0
+
+
+def _shown(steps: list[StepFolder]) -> Iterator[StepFolder]:
+    """The steps, with a line on a terminal that says which one is being read."""
+    for step in steps:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[Kreading step {step.number}")
+            sys.stderr.flush()
+        yield step
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
 
 
 def summarize(step: StepFolder) -> dict[str, Any]:
@@ -58,7 +70,7 @@ def _warn(report: dict[str, Any]) -> None:
         print(f"step {report['step']}: {name} is not what its rank wrote", file=sys.stderr)
 
 
-_SHOWN = (
+_CELLS = (
     ("KL mean", "mismatch_kl", "mean"),
     ("KL max", "mismatch_kl", "max"),
     ("entropy", "entropy", "mean"),
@@ -68,10 +80,10 @@ _SHOWN = (
 
 
 def _table(reports: list[dict[str, Any]]) -> str:
-    heads = "".join(f"{head:>11}" for head, _, _ in _SHOWN)
+    heads = "".join(f"{head:>11}" for head, _, _ in _CELLS)
     lines = [f"{'step':>6}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
     for report in reports:
-        cells = [report[name][what] if report[name] else None for _, name, what in _SHOWN]
+        cells = [report[name][what] if report[name] else None for _, name, what in _CELLS]
         masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
         lines.append(
             f"{report['step']:>6}{report['records']:>9,}{report['loss_tokens']:>10,}"

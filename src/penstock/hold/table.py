@@ -269,8 +269,8 @@ class Table:
         """Wake everyone who waits, with `Closed`; inserts and samples raise it from now on."""
         with self._lock:
             self._closed = True
-            self._inserters.wake_all()
-            self._samplers.wake_all()
+            self._inserters.wake()
+            self._samplers.wake()
 
     # -- looking -------------------------------------------------------------------------------------------
 

@@ -47,10 +47,9 @@ class Line:
             self.wake()
 
     def wake(self) -> None:
-        """Let the head of the line look again; call with the lock held, after any change."""
+        """Let the head of the line look again; call with the lock held, after any change.
+
+        Whoever leaves the line wakes the next, so waking the head reaches everyone who may go.
+        """
         if self.turns:
             self.turns[0].notify()
-
-    def wake_all(self) -> None:
-        for turn in self.turns:
-            turn.notify()

@@ -15,6 +15,7 @@ The step waits for the dearest micro-batch of every row, so what is minimized is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
@@ -34,7 +35,13 @@ ROW_OVERHEAD = 0.02
 """Share of an average row that one more row costs when no overhead is given: launches, a gather per layer."""
 
 TIGHT = 0.96
-"""Share of the row's tokens in use from which one more row is worth trying."""
+"""Share of the rows' tokens in use from which one more row is worth trying."""
+
+ROOMY = 0.985
+"""Share of the rows' tokens in use up to which samples can nearly always be spread."""
+
+GOOD_ENOUGH = 3e-3
+"""Share above the levels that ends the search where there are many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +86,28 @@ def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead
     parts = [_key(items, ids) for ids in keys]
     problem = _Problem(items=items, keys=parts, key_of=_key_numbers(parts, len(items.lengths)), ranks=ranks)
     everything = np.concatenate(keys)
-    tokens = int(items.length_array[everything].sum())
-    least = [least_bins(items, key.longest_first) for key in parts]
+    row_tokens = int(items.length_array[everything].sum()) / (ranks * items.caps.tokens)
+    even = float(items.cost_array[everything].sum()) / ranks
+    roomy = _attempt_with_room(problem, row_tokens, even, overhead)
+    if roomy is not None:
+        return roomy.rows
+    return _best_of_several(problem, [best_fit(items, key.longest_first) for key in parts], even, overhead).rows
+
+
+def _attempt_with_room(problem: _Problem, full_rows: float, even: float, overhead: float) -> _Attempt | None:
+    """The fewest rows that lengths allow, if they leave room; with many rows, up to 2 % more to make that room.
+
+    Spares asking best fit how few rows there can be, a third of the time, and attempts that are bound to fail.
+    """
+    least = [least_bins(problem.items, key.longest_first) for key in problem.keys]
     fewest = problem.rows_for(least)
-    if tokens < TIGHT * fewest * ranks * items.caps.tokens:
-        # With room to spare the fewest rows that are possible at all nearly always do.
-        roomy = _attempt(problem, least, fewest, None)
-        if roomy is not None:
-            return roomy.rows
-    fewest_bins = [best_fit(items, key.longest_first) for key in parts]
-    return _best_of_several(problem, fewest_bins, float(items.cost_array[everything].sum()) / ranks, overhead).rows
+    count = max(fewest, math.ceil(full_rows / ROOMY))
+    if full_rows < TIGHT * fewest:
+        return _attempt(problem, least, fewest, None)
+    if (count - fewest) * 50 > fewest or full_rows > ROOMY * count or overhead > ROW_OVERHEAD * even / fewest:
+        return None
+    made = _attempt(problem, least, count, None)
+    return made if made is not None and made.cost - made.level <= GOOD_ENOUGH * made.level else None
 
 
 def _best_of_several(problem: _Problem, fewest_bins: list[list[Bin]], even: float, overhead: float) -> _Attempt:

@@ -8,7 +8,8 @@ session gets the same steps, or all of them get the same error. Three phases:
     FAILED    the session is over; every process was told why; a fresh hello starts the next session
 
 A step is released, and only then trained, when every process has it and found it whole: whatever goes wrong on the
-way to one of them stops all of them before the forward pass. `phases.py` lists what moves one phase to another. Feed it messages with `on_message` and time with `on_tick`; it answers with effects.
+way to one of them stops all of them before the forward pass. `phases.py` lists what moves one phase to another. Feed
+it messages with `on_message` and time with `on_tick`; it answers with effects.
 """
 
 from __future__ import annotations

@@ -194,6 +194,8 @@ class Book:
 
     def _settle(self) -> None:
         """Groups the table let go of end as the last step that used them, or are dropped."""
+        if not self._left:
+            return
         left, self._left = self._left, []
         for key, reason in left:
             op = self.by_id[key]

@@ -9,6 +9,9 @@ from typing import Any
 from penstock.serve.log import State
 
 
+_FIELDS = {state: state.name.lower() for state in State}
+
+
 @dataclass(slots=True)
 class Ledger:
     """Samples by state. `accepted` is always the sum of all the others."""
@@ -31,7 +34,7 @@ class Ledger:
         if state is State.DROPPED:
             self.dropped[reason] += samples
         else:
-            name = state.name.lower()
+            name = _FIELDS[state]
             setattr(self, name, getattr(self, name) + samples)
 
     @property

@@ -59,11 +59,11 @@ class Export:
         named = sorted(path.parent.name for path in self.folder.glob(f"*/{EXPORTS}") if path.is_dir())
         return [""] * (self.folder / EXPORTS).is_dir() + named
 
-    def steps(self, run: str | None = None) -> list[StepFolder]:
-        """Finished steps of a run, oldest first."""
+    def steps(self, run: str | None = None, *, after: int = -1) -> list[StepFolder]:
+        """Finished steps of a run, oldest first; `after` is the last one that a logger has seen."""
         run = self._run(run)
         found = (StepFolder(number=number, run=run, path=path) for number, path in steps_in(self._exports(run)))
-        return [step for step in found if step.is_stable]
+        return [step for step in found if step.number > after and step.is_stable]
 
     def step(self, number: int, run: str | None = None) -> StepFolder:
         """One finished step; raises with the ones there are."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from penstock.assets import AssetStore
 
-SCRIPTS = ("text", "source", "scale", "rules", "charts", "list", "tokens", "side", "pages", "app")
+SCRIPTS = ("text", "source", "scale", "rules", "charts", "list", "tokens", "side", "bar", "pages", "app")
 """In the order in which they are loaded."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",

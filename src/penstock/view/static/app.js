@@ -3,12 +3,10 @@
 {
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
-  const look = { column: ps.columns[0], percent: 95, typed: NaN };
   let overview = null;
   let step = null;
   let sample = null;
   let shownKey = "";
-  let bar = null;
 
   // ---------------------------------------------------------------- the address
 
@@ -52,27 +50,34 @@
 
   // ---------------------------------------------------------------- the top bar
 
-  function select(id, label, options, value, act) {
-    const box = ps.el("select", { id, "aria-label": label, on: { change: () => act(box.value) } }, ...options.map(([key, text]) => ps.el("option", { value: key }, text)));
-    box.value = value;
-    return box;
-  }
-
   function drawTop(run) {
     const steps = run.steps.map((number) => [String(number), "step " + number]).reverse();
     const exports = overview.exports;
     const chosen = exports.find((one) => one.name === at.export);
-    const tab = (page, text) => ps.el("a", { href: address({ ...at, page }), class: at.page === page ? "on" : "", id: "tab-" + page }, text);
+    const tab = (page, text) =>
+      ps.el("a", { href: address({ ...at, page }), class: at.page === page ? "on" : "", id: "tab-" + page }, text);
     const runs = chosen.runs.map((one) => [one.run, one.run === "" ? chosen.folder : one.run]);
     ps.fill(
       byId("top"),
       ps.el("span", { class: "brand" }, "penstock"),
-      exports.length > 1 ? select("export", "Export", exports.map((one) => [one.name, one.name]), at.export, (value) => go({ export: value, sample: -1, token: -1 })) : null,
-      runs.length > 1 ? select("run", "Run", runs, at.run, (value) => go({ run: value, sample: -1, token: -1 })) : ps.el("span", { class: "dim" }, runs[0][1]),
-      select("step", "Step", steps, String(at.step), (value) => go({ step: Number(value), sample: -1, token: -1 })),
+      exports.length > 1
+        ? ps.select(
+            "export",
+            "Export",
+            exports.map((one) => [one.name, one.name]),
+            at.export,
+            (value) => go({ export: value, sample: -1, token: -1 }),
+          )
+        : null,
+      runs.length > 1
+        ? ps.select("run", "Run", runs, at.run, (value) => go({ run: value, sample: -1, token: -1 }))
+        : ps.el("span", { class: "dim" }, runs[0][1]),
+      ps.select("step", "Step", steps, String(at.step), (value) => go({ step: Number(value), sample: -1, token: -1 })),
       ps.el("nav", {}, tab("samples", "Samples"), tab("step", "Step"), tab("run", "Run")),
       ps.el("span", { class: "grow" }),
-      overview.parting && overview.parting.step !== undefined ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they part") : null,
+      overview.parting && overview.parting.step !== undefined
+        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they part")
+        : null,
       ps.el("button", { type: "button", id: "theme", title: "Light or dark  (t)", on: { click: theme } }, "◐"),
       ps.el("button", { type: "button", id: "show-help", title: "Keyboard  (?)", on: { click: help } }, "?"),
     );
@@ -80,70 +85,24 @@
 
   function openParting() {
     const parting = overview.parting;
-    notice(parting.sentence);
-    go({ page: "samples", export: parting.export, run: parting.run, step: parting.step, sample: parting.sample, token: parting.token ?? -1 });
+    go({
+      page: "samples",
+      export: parting.export,
+      run: parting.run,
+      step: parting.step,
+      sample: parting.sample,
+      token: parting.token ?? -1,
+    });
   }
 
   function theme() {
-    const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    const dark = document.documentElement.dataset.theme
+      ? document.documentElement.dataset.theme === "dark"
+      : matchMedia("(prefers-color-scheme: dark)").matches;
     document.documentElement.dataset.theme = dark ? "light" : "dark";
     ps.tokens.paint({});
     ps.side.redraw();
     if (at.page !== "samples") showPage();
-  }
-
-  // ---------------------------------------------------------------- the bar over the tokens
-
-  function drawBar() {
-    const facts = sample.facts;
-    const known = ps.columns.filter((column) => sample.columns[column.key]);
-    if (!known.includes(look.column)) look.column = known[0];
-    const colour = select("colour", "Colour by", known.map((column) => [column.key, column.label]), look.column.key, (key) => {
-      look.column = ps.columns.find((column) => column.key === key);
-      look.typed = NaN;
-      typed.value = "";
-      repaint();
-    });
-    const percent = ps.el("input", { type: "number", id: "percent", min: "50", max: "100", step: "1", value: String(look.percent), "aria-label": "Percentile for full colour" });
-    percent.addEventListener("input", () => {
-      look.percent = Math.max(1, Math.min(100, Number(percent.value) || 95));
-      repaint();
-    });
-    const typed = ps.el("input", { type: "number", id: "typed", min: "0", step: "any", placeholder: "auto", "aria-label": "Value for full colour", value: Number.isNaN(look.typed) ? "" : String(look.typed) });
-    typed.addEventListener("input", () => {
-      look.typed = typed.value === "" ? NaN : Number(typed.value);
-      repaint();
-    });
-    bar = { typed };
-    const reward = (sample.columns.rewards || [NaN]).find((value) => Number.isFinite(value));
-    const detail = [facts.env_name, facts.training_mode, facts.group_id && "group " + facts.group_id, "rank " + facts.rank + ", micro-step " + facts.micro_step, facts.policy_version !== null && "policy " + facts.policy_version, facts.staleness !== null && facts.staleness + " behind", reward !== undefined && "reward " + ps.number(reward), ps.number(sample.count) + " tokens"];
-    return ps.el("div", { class: "bar-top" },
-      ps.el("h1", {}, ps.visible(facts.sample_id || "sample " + at.sample)),
-      ps.el("p", { class: "dim" }, detail.filter(Boolean).map((text) => ps.visible(String(text))).join("  ·  ")),
-      ps.el("div", { class: "controls" },
-        ps.el("label", {}, "colour by", colour), ps.el("label", {}, "full at percentile", percent), ps.el("label", {}, "or value", typed), ps.el("span", { class: "legend", id: "legend" })));
-  }
-
-  function drawLegend(scale) {
-    const column = look.column;
-    const stops = column.twoSided ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
-    const sign = column.key.endsWith("logprobs") ? -1 : 1;
-    const swatches = stops.map((stop) => {
-      const swatch = ps.el("i", {});
-      swatch.style.backgroundColor = ps.colour(stop, column);
-      return swatch;
-    });
-    const low = column.twoSided ? column.centre - scale : column.centre;
-    const marks = [["masked high", "high"], ["masked low", "low"], ["masked", "other"]].map(([text, kind]) => ps.el("span", { class: "tok masked " + kind }, text));
-    byId("legend").replaceChildren(ps.number(low), ...swatches, ps.number(column.centre + sign * scale), ...(ps.side.exported() ? marks : []), ps.el("span", { class: "tok live" }, "by the rule tried"));
-  }
-
-  function repaint() {
-    const scale = ps.scaleOf(sample, look.column, look.percent, look.typed);
-    bar.typed.placeholder = ps.number(scale);
-    const live = ps.side.masks();
-    ps.tokens.paint({ column: look.column, scale, exported: ps.side.exported(), live });
-    drawLegend(scale);
   }
 
   // ---------------------------------------------------------------- what is shown
@@ -154,10 +113,12 @@
   }
 
   async function showSample() {
+    const wanted = address({ ...at, token: -1 });
     const opened = await ps.source.sample(at);
+    if (address({ ...at, token: -1 }) !== wanted) return; // the reader has gone on meanwhile
     sample = opened;
     const holder = ps.el("div", { class: "holder" });
-    byId("middle").replaceChildren(drawBar(), holder);
+    byId("middle").replaceChildren(ps.bar.show(sample, at.sample), holder);
     ps.tokens.show(holder, sample, (token, settled) => {
       ps.side.token(token);
       if (settled) {
@@ -166,8 +127,13 @@
         ps.side.settle();
       }
     });
-    ps.side.show(byId("side"), sample, (token) => ps.tokens.go(token), () => bar && byId("legend") && sample === opened && repaint());
-    repaint();
+    ps.side.show(
+      byId("side"),
+      sample,
+      (token) => ps.tokens.go(token),
+      () => sample === opened && ps.bar.repaint(),
+    );
+    ps.bar.repaint();
     ps.list.mark(at.sample);
   }
 
@@ -175,12 +141,13 @@
     const page = byId("page");
     if (at.page === "step") {
       const found = await ps.source.step(at);
-      ps.stepPage(page, found, (rank) => {
-        ps.list.only(rank);
+      ps.stepPage(page, found, (rank, micro) => {
+        ps.list.only(rank, micro);
         shownKey = "";
         go({ page: "samples", sample: -1, token: -1 });
       });
-    } else ps.runPage(page, await ps.source.run(at), (number) => go({ page: "step", step: number, sample: -1, token: -1 }));
+    } else
+      ps.runPage(page, await ps.source.run(at), (number) => go({ page: "step", step: number, sample: -1, token: -1 }));
   }
 
   function showFirst() {
@@ -192,6 +159,7 @@
   async function follow() {
     const before = { ...at };
     const run = parse();
+    notice(overview.parting ? overview.parting.sentence : "");
     drawTop(run);
     if (!run.steps.length) return notice("No finished step yet. Reload when one is.");
     const samples = at.page === "samples";
@@ -205,8 +173,10 @@
         shownKey = key;
         await showStep();
       }
-      if (at.sample < 0 && !showFirst()) return byId("middle").replaceChildren(ps.el("p", { class: "empty" }, "No sample here."));
+      if (at.sample < 0 && !showFirst())
+        return byId("middle").replaceChildren(ps.el("p", { class: "empty" }, "No sample here."));
       if (fresh || before.sample !== at.sample || !sample) await showSample();
+      else if (before.page !== "samples") resized();
       if (at.token >= 0) ps.tokens.go(at.token);
     } catch (error) {
       notice(error.message);
@@ -220,37 +190,39 @@
     for (let i = from + by; i >= 0 && i < sample.count; i += by) if (wanted(i)) return ps.tokens.go(i);
   }
 
-  function worst() {
-    const values = sample.columns[look.column.key];
-    let best = -1;
-    for (let i = 0; i < sample.count; i++)
-      if (sample.columns.loss_mask[i] && Number.isFinite(values[i]) && (best < 0 || Math.abs(values[i] - look.column.centre) > Math.abs(values[best] - look.column.centre))) best = i;
-    if (best >= 0) ps.tokens.go(best);
-  }
-
-  function cycle() {
-    const known = ps.columns.filter((column) => sample.columns[column.key]);
-    look.column = known[(known.indexOf(look.column) + 1) % known.length];
-    look.typed = NaN;
-    bar.typed.value = "";
-    byId("colour").value = look.column.key;
-    repaint();
-  }
-
   const isMasked = (i) => (ps.side.exported() || [])[i];
   const disagrees = (i) => Boolean(isMasked(i)) !== Boolean((ps.side.masks() || [])[i]);
 
   const KEYS = [
-    ["←  →", "previous, next token", { ArrowLeft: () => ps.tokens.go(ps.tokens.cursor() - 1), ArrowRight: () => ps.tokens.go(ps.tokens.cursor() + 1) }],
-    ["↑  ↓", "line above, below", { ArrowUp: () => ps.tokens.go(ps.tokens.vertical(-1)), ArrowDown: () => ps.tokens.go(ps.tokens.vertical(1)) }],
+    [
+      "←  →",
+      "previous, next token",
+      { ArrowLeft: () => ps.tokens.go(ps.tokens.cursor() - 1), ArrowRight: () => ps.tokens.go(ps.tokens.cursor() + 1) },
+    ],
+    [
+      "↑  ↓",
+      "line above, below",
+      { ArrowUp: () => ps.tokens.go(ps.tokens.vertical(-1)), ArrowDown: () => ps.tokens.go(ps.tokens.vertical(1)) },
+    ],
     ["Home  End", "first, last token", { Home: () => ps.tokens.go(0), End: () => ps.tokens.go(sample.count - 1) }],
     ["n  p", "next, previous masked token", { n: () => jump(1, isMasked), p: () => jump(-1, isMasked) }],
     ["d", "next token where the rule tried disagrees with training", { d: () => jump(1, disagrees) }],
-    ["w", "worst token of the column shown", { w: worst }],
-    ["j  k", "next, previous sample", { j: () => go({ sample: ps.list.neighbour(1), token: -1 }), k: () => go({ sample: ps.list.neighbour(-1), token: -1 }) }],
+    ["w", "worst token of the column shown", { w: () => ps.tokens.go(ps.bar.worst()) }],
+    [
+      "j  k",
+      "next, previous sample",
+      {
+        j: () => go({ sample: ps.list.neighbour(1), token: -1 }),
+        k: () => go({ sample: ps.list.neighbour(-1), token: -1 }),
+      },
+    ],
     ["[  ]", "previous, next step", { "[": () => neighbourStep(-1), "]": () => neighbourStep(1) }],
-    ["c", "colour by the next column", { c: cycle }],
-    ["1  2  3", "samples, step, run", { 1: () => go({ page: "samples" }), 2: () => go({ page: "step" }), 3: () => go({ page: "run" }) }],
+    ["c", "colour by the next column", { c: ps.bar.cycle }],
+    [
+      "1  2  3",
+      "samples, step, run",
+      { 1: () => go({ page: "samples" }), 2: () => go({ page: "step" }), 3: () => go({ page: "run" }) },
+    ],
     ["/", "search samples", { "/": () => byId("search") && byId("search").focus() }],
     ["t", "light or dark", { t: theme }],
     ["?", "this list", { "?": help }],
@@ -266,7 +238,26 @@
   function help() {
     const dialog = byId("help");
     if (dialog.open) return dialog.close();
-    dialog.replaceChildren(ps.el("h2", {}, "Keyboard"), ps.el("table", {}, ps.el("tbody", {}, ...KEYS.map(([keys, text]) => ps.el("tr", {}, ps.el("th", { scope: "row" }, ps.el("kbd", {}, keys)), ps.el("td", {}, text))))), ps.el("p", { class: "dim small" }, "Lines under tokens: what the loss masked, solid by the upper threshold, dashed by the lower, dotted without direction. Lines over tokens: the rule being tried. Dimmed tokens are context."), ps.el("button", { type: "button", on: { click: () => dialog.close() } }, "close"));
+    dialog.replaceChildren(
+      ps.el("h2", {}, "Keyboard"),
+      ps.el(
+        "table",
+        {},
+        ps.el(
+          "tbody",
+          {},
+          ...KEYS.map(([keys, text]) =>
+            ps.el("tr", {}, ps.el("th", { scope: "row" }, ps.el("kbd", {}, keys)), ps.el("td", {}, text)),
+          ),
+        ),
+      ),
+      ps.el(
+        "p",
+        { class: "dim small" },
+        "Lines under tokens: what the loss masked, solid by the upper threshold, dashed by the lower, dotted without direction. Lines over tokens: the rule being tried. Dimmed tokens are context.",
+      ),
+      ps.el("button", { type: "button", on: { click: () => dialog.close() } }, "close"),
+    );
     dialog.showModal();
   }
 
@@ -308,10 +299,7 @@
     addEventListener("keydown", pressed);
     addEventListener("resize", resized);
     if (ps.source.isEmbedded && overview.start && !location.hash) history.replaceState(null, "", overview.start);
-    if (overview.parting) {
-      notice(overview.parting.sentence);
-      if (!location.hash && overview.parting.step !== undefined) return openParting();
-    }
+    if (overview.parting && !location.hash && overview.parting.step !== undefined) return openParting();
     await follow();
   }
 

@@ -92,8 +92,7 @@
     const { pen, width, height } = prepare(canvas, Math.min(canvas.clientWidth || 240, 240));
     const colour = colours();
     const points = [];
-    for (let i = 0; i < xs.length; i++)
-      if (mask[i] && Number.isFinite(xs[i]) && Number.isFinite(ys[i])) points.push(i);
+    for (let i = 0; i < xs.length; i++) if (mask[i] && Number.isFinite(xs[i]) && Number.isFinite(ys[i])) points.push(i);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", "trainer against sampler log-probability, " + points.length + " tokens");
     canvas.onclick = null;
@@ -168,7 +167,10 @@
       pen.globalAlpha = 0.12;
       pen.beginPath();
       banded.forEach((point) => pen.lineTo(x(point.x), y(point.high)));
-      banded.slice().reverse().forEach((point) => pen.lineTo(x(point.x), y(point.low)));
+      banded
+        .slice()
+        .reverse()
+        .forEach((point) => pen.lineTo(x(point.x), y(point.low)));
       pen.fill();
       pen.globalAlpha = 1;
     }

@@ -16,7 +16,18 @@
     ["index", "order in the step", 1],
   ];
 
-  const filters = { search: "", env: "", rank: "", mode: "", low: NaN, high: NaN, stale: NaN, masked: false, sort: 0 };
+  const filters = {
+    search: "",
+    env: "",
+    rank: "",
+    mode: "",
+    low: NaN,
+    high: NaN,
+    stale: NaN,
+    masked: false,
+    micro: -1,
+    sort: 0,
+  };
   let samples = [];
   let shown = [];
   let current = -1;
@@ -27,6 +38,7 @@
     if (filters.search && !row.haystack.includes(filters.search)) return false;
     if (filters.env && (row.env_name || "–") !== filters.env) return false;
     if (filters.rank !== "" && String(row.rank) !== filters.rank) return false;
+    if (filters.micro >= 0 && row.micro_step !== filters.micro) return false;
     if (filters.mode && row.training_mode !== filters.mode) return false;
     if (!Number.isNaN(filters.low) && !(row.reward >= filters.low && row.reward !== null)) return false;
     if (!Number.isNaN(filters.high) && !(row.reward <= filters.high && row.reward !== null)) return false;
@@ -50,6 +62,8 @@
     shown = samples.filter(accepts).sort(compare(key, sign));
     const all = ps.number(samples.length) + (samples.length === 1 ? " sample" : " samples");
     parts.count.textContent = shown.length === samples.length ? all : ps.number(shown.length) + " of " + all;
+    parts.micro.hidden = filters.micro < 0;
+    parts.micro.textContent = "micro-step " + filters.micro + "  ×";
     parts.spacer.style.height = shown.length * ROW + "px";
     parts.scroller.scrollTop = 0;
     draw();
@@ -65,7 +79,10 @@
   }
 
   function rowOf(row, place, worst) {
-    const reward = row.reward === null ? null : ps.el("span", { class: "pill" + (row.reward > 0 ? " good" : "") }, ps.number(row.reward));
+    const reward =
+      row.reward === null
+        ? null
+        : ps.el("span", { class: "pill" + (row.reward > 0 ? " good" : "") }, ps.number(row.reward));
     const bar = ps.el("i", { class: "bar" });
     bar.style.width = (row.max_kl === null ? 0 : Math.max(2, 100 * Math.sqrt(row.max_kl / worst))) + "%";
     const element = ps.el(
@@ -82,7 +99,11 @@
         "span",
         { class: "line dim" },
         ps.el("span", {}, [ps.visible(row.env_name || "–"), row.training_mode, "rank " + row.rank].join(" · ")),
-        ps.el("span", {}, ps.number(row.tokens) + " tok" + (row.masked ? " · " + ps.number(row.masked) + " masked" : "")),
+        ps.el(
+          "span",
+          {},
+          ps.number(row.tokens) + " tok" + (row.masked ? " · " + ps.number(row.masked) + " masked" : ""),
+        ),
       ),
       ps.el("span", { class: "track" }, bar),
     );
@@ -121,15 +142,36 @@
       onOpen = open;
       for (const row of samples)
         row.haystack = [row.sample_id, row.group_id, row.env_name, row.training_mode].join(" ").toLowerCase();
-      for (const [name, key] of [["env", "env_name"], ["rank", "rank"], ["mode", "training_mode"]])
+      for (const [name, key] of [
+        ["env", "env_name"],
+        ["rank", "rank"],
+        ["mode", "training_mode"],
+      ])
         if (!rows.some((row) => (row[key] === null ? "–" : String(row[key])) === filters[name])) filters[name] = "";
-      const search = ps.el("input", { type: "search", id: "search", placeholder: "Search samples  /", "aria-label": "Search samples", value: filters.search });
+      const search = ps.el("input", {
+        type: "search",
+        id: "search",
+        placeholder: "Search samples  /",
+        "aria-label": "Search samples",
+        value: filters.search,
+      });
       search.addEventListener("input", () => set("search")(search.value.trim().toLowerCase()));
       const masked = ps.el("input", { type: "checkbox", id: "only-masked", checked: filters.masked });
       masked.addEventListener("change", () => set("masked")(masked.checked));
       const count = ps.el("span", { class: "count", id: "count", role: "status" });
+      const micro = ps.el("button", {
+        type: "button",
+        class: "chip",
+        id: "micro",
+        title: "Show all micro-steps again",
+      });
+      micro.addEventListener("click", () => set("micro")(-1));
       const spacer = ps.el("div", { class: "spacer" });
-      const scroller = ps.el("div", { class: "scroller", id: "rows", on: { scroll: () => requestAnimationFrame(draw) } }, spacer);
+      const scroller = ps.el(
+        "div",
+        { class: "scroller", id: "rows", on: { scroll: () => requestAnimationFrame(draw) } },
+        spacer,
+      );
       const kept = [
         ["env", select("Environment", choices("all envs", "env_name", rows), set("env"), "filter-env")],
         ["rank", select("Rank", choices("all ranks", "rank", rows), set("rank"), "filter-rank")],
@@ -139,13 +181,24 @@
         ["stale", field("stale ≥", set("stale"), "filter-stale")],
       ];
       for (const [name, box] of kept) box.value = Number.isNaN(filters[name]) ? "" : filters[name];
-      const sort = select("Sort by", SORTS.map(([, label], i) => [String(i), label]), (value) => set("sort")(Number(value)), "sort");
+      const sort = select(
+        "Sort by",
+        SORTS.map(([, label], i) => [String(i), label]),
+        (value) => set("sort")(Number(value)),
+        "sort",
+      );
       sort.value = String(filters.sort);
-      parts = { count, spacer, scroller };
+      parts = { count, micro, spacer, scroller };
       element.replaceChildren(
-        ps.el("div", { class: "filters" }, search, ps.el("div", { class: "three" }, ...kept.map(([, box]) => box)),
+        ps.el(
+          "div",
+          { class: "filters" },
+          search,
+          ps.el("div", { class: "three" }, ...kept.map(([, box]) => box)),
           ps.el("label", { class: "check" }, masked, "only with masked tokens"),
-          ps.el("label", { class: "sort" }, "sort by", sort), count),
+          ps.el("label", { class: "sort" }, "sort by", sort),
+          ps.el("div", { class: "found" }, count, micro),
+        ),
         scroller,
       );
       refresh();
@@ -156,7 +209,10 @@
       if (!parts) return;
       const place = shown.findIndex((row) => row.index === index);
       const top = place * ROW;
-      if (place >= 0 && (top < parts.scroller.scrollTop || top + ROW > parts.scroller.scrollTop + parts.scroller.clientHeight))
+      if (
+        place >= 0 &&
+        (top < parts.scroller.scrollTop || top + ROW > parts.scroller.scrollTop + parts.scroller.clientHeight)
+      )
         parts.scroller.scrollTop = top - parts.scroller.clientHeight / 3;
       draw();
     },
@@ -168,8 +224,9 @@
     },
     first: () => (shown.length ? shown[0].index : -1),
     // Show only what one micro-batch of one rank held.
-    only(rank) {
+    only(rank, micro) {
       filters.rank = String(rank);
+      filters.micro = micro;
     },
     redraw: () => parts && draw(),
   };

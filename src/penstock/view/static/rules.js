@@ -13,8 +13,14 @@
       about: "probability rose by more than high under a push up, or fell by more than low otherwise",
       judge: (c, t, i) =>
         c.advantages[i] > 0
-          ? c.prob_delta[i] > t.high ? HIGH : 0
-          : c.prob_delta[i] < -t.low ? (c.advantages[i] < 0 ? LOW : OTHER) : 0,
+          ? c.prob_delta[i] > t.high
+            ? HIGH
+            : 0
+          : c.prob_delta[i] < -t.low
+            ? c.advantages[i] < 0
+              ? LOW
+              : OTHER
+            : 0,
     },
     icepop: {
       label: "IcePop",
@@ -31,7 +37,9 @@
       judge: (c, t, i) =>
         c.advantages[i] > 0 && c.importance_ratio[i] > 1 + t.high
           ? HIGH
-          : c.advantages[i] < 0 && c.importance_ratio[i] < 1 - t.low ? LOW : 0,
+          : c.advantages[i] < 0 && c.importance_ratio[i] < 1 - t.low
+            ? LOW
+            : 0,
     },
     ipo: {
       label: "IPO",

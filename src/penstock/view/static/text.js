@@ -41,6 +41,17 @@ const ps = {};
     element.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
   };
 
+  // A select box; options are pairs of value and text.
+  ps.select = function (id, label, options, value, act) {
+    const box = ps.el(
+      "select",
+      { id, "aria-label": label, on: { change: () => act(box.value) } },
+      ...options.map(([key, text]) => ps.el("option", { value: key }, text)),
+    );
+    box.value = value;
+    return box;
+  };
+
   // A number as short as it can be read: four digits, or an exponent where those would be zeros.
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";

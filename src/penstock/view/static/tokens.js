@@ -36,7 +36,8 @@
   function blocksOf() {
     const found = [];
     for (let i = 0; i < sample.count; i++)
-      if (shownTexts[i] === "<|im_start|>") found.push({ start: i, label: (shownTexts[i + 1] || "").trim() || "message" });
+      if (shownTexts[i] === "<|im_start|>")
+        found.push({ start: i, label: (shownTexts[i + 1] || "").trim() || "message" });
     if (found.length) {
       if (found[0].start > 0) found.unshift({ start: 0, label: "context" });
       return found;
@@ -122,7 +123,8 @@
     element.dataset.i = i;
     element.textContent = shownTexts[i];
     const values = sample.columns[look.column.key];
-    if (trained && values) element.style.backgroundColor = ps.colour(ps.strength(values[i], look.column, look.scale), look.column);
+    if (trained && values)
+      element.style.backgroundColor = ps.colour(ps.strength(values[i], look.column, look.scale), look.column);
     return element;
   }
 
@@ -130,7 +132,12 @@
     const source = ps.source.image(image.hash);
     const caption = image.width + " × " + image.height + " · " + image.length + " tokens from " + first;
     const shown = source
-      ? ps.el("img", { src: source, alt: "image of the sample", loading: "lazy", on: { error: () => shown.replaceWith("image " + image.hash.slice(0, 12)) } })
+      ? ps.el("img", {
+          src: source,
+          alt: "image of the sample",
+          loading: "lazy",
+          on: { error: () => shown.replaceWith("image " + image.hash.slice(0, 12)) },
+        })
       : ps.el("span", { class: "dim" }, "image " + image.hash.slice(0, 12));
     return ps.el("figure", {}, shown, ps.el("figcaption", {}, caption));
   }
@@ -204,14 +211,20 @@
       shownTexts = Array.from({ length: sample.count }, (_, i) => ps.visible(textOf(i)));
       const spacer = ps.el("div", { class: "spacer" });
       const named = Object.keys(sample.texts).length > 0;
-      const scroller = ps.el("div", { class: "scroller tokens" + (named ? "" : " ids"), id: "tokens", tabIndex: 0 }, spacer);
+      const scroller = ps.el(
+        "div",
+        { class: "scroller tokens" + (named ? "" : " ids"), id: "tokens", tabIndex: 0 },
+        spacer,
+      );
       scroller.setAttribute("aria-label", "Tokens; arrow keys move between them");
       scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
       scroller.addEventListener("mouseover", (event) => {
-        if (event.target.dataset && event.target.dataset.i !== undefined) onCursor(Number(event.target.dataset.i), false);
+        if (event.target.dataset && event.target.dataset.i !== undefined)
+          onCursor(Number(event.target.dataset.i), false);
       });
       scroller.addEventListener("click", (event) => {
-        if (event.target.dataset && event.target.dataset.i !== undefined) ps.tokens.go(Number(event.target.dataset.i), false);
+        if (event.target.dataset && event.target.dataset.i !== undefined)
+          ps.tokens.go(Number(event.target.dataset.i), false);
       });
       view = { scroller, spacer, blocks: blocksOf() };
       lines = new Map();
