@@ -205,6 +205,14 @@ def test_of_a_repeated_handle_the_last_priority_counts() -> None:
     assert dict(zip(batch.keys, batch.probabilities, strict=True)) == {"a": 0.75, "b": 0.25}
 
 
+def test_minus_zero_is_zero_and_the_largest_priority_is_accepted() -> None:
+    table = replay(2, Prioritized(1.0))
+    a, b = table.insert("a", 1, priority=-0.0), table.insert("b", 1, priority=1e100)
+    assert table.update_handles(np.array([a, b]), [-0.0, 1e100]) == 2
+    assert set(table.sample(50, replace=True).keys.tolist()) == {"b"}
+    assert table.sample(2).num_filled == 1
+
+
 def test_handles_and_priorities_must_be_aligned() -> None:
     table = replay()
     with pytest.raises(InvalidInput, match="one per handle"):

@@ -48,7 +48,7 @@ class ToTensors:
 
     def __init__(self, samples: Samples, packing: Packing) -> None:
         self.samples, self.packing = samples, packing
-        self.memory = [np.zeros(0, np.uint8) for _ in range(packing.ranks)]
+        self.memory = [np.empty(0, np.uint8) for _ in range(packing.ranks)]
 
     def __call__(self) -> int:
         """One step; the tokens computed."""
@@ -57,7 +57,7 @@ class ToTensors:
         tokens = 0
         for share in plan(Traits.of(self.samples, self.packing.seq_len), self.packing).shares:
             if len(self.memory[share.rank]) < bytes_needed(share):
-                self.memory[share.rank] = np.zeros(bytes_needed(share), np.uint8)
+                self.memory[share.rank] = np.empty(bytes_needed(share), np.uint8)
             for batch in fill(self.samples, share, out=self.memory[share.rank]):
                 tokens += to_torch(batch)["token_ids"].shape[1]
         return tokens
@@ -76,6 +76,7 @@ def as_lists(samples: Samples) -> list[dict[str, Any]]:
                 "prompt_mask": mask[:prompt],
                 "completion_mask": mask[prompt:],
                 "completion_logprobs": sample["logprobs"][prompt:].tolist(),
+                "env": sample.env,
                 **{name: float(sample[name]) for name in ("temperatures", "advantages", "rewards")},
             }
         )
@@ -100,6 +101,7 @@ def lists_to_tensors(samples: Sequence[dict[str, Any]], ranks: int, cap: int) ->
         padding = -len(row["token_ids"]) % MULTIPLE
         for values in row.values():
             values.extend([0] * padding)
+        del row["env_names"]  # carried along per token, and never a tensor
         tensors = {n: torch.tensor(v, dtype=kinds.get(n, torch.float32)).unsqueeze(0) for n, v in row.items()}
         tokens += tensors["token_ids"].shape[1]
     return tokens
@@ -112,5 +114,6 @@ def _prepare(sample: dict[str, Any]) -> dict[str, list[Any]]:
         "loss_mask": sample["prompt_mask"] + sample["completion_mask"],
         "logprobs": [0.0] * len(sample["prompt_ids"]) + sample["completion_logprobs"],
         "position_ids": list(range(len(ids))),
+        "env_names": [sample["env"]] * len(ids),
         **{name: [sample[name]] * len(ids) for name in ("temperatures", "advantages", "rewards")},
     }

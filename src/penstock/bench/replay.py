@@ -1,13 +1,15 @@
 """Replay tables against cpprb and torchrl: sampling, updates, inserts, mixed use, checkpoints.
 
 Ours goes through the public `Table`: lock, limiter, counters, items and weights included. cpprb goes through its
-`PrioritizedReplayBuffer` with one number per item, torchrl through its bare `PrioritizedSampler`, which has no
-items to fetch: the comparison favours them. Neither samples without replacement, so those rows compare ours
-without replacement to theirs with. Rates are per CPU second.
+`PrioritizedReplayBuffer` with one number per item, torchrl through its bare `PrioritizedSampler`, which fetches
+no items; the rows "sampler alone" compare like with like, our index without its table. Both rivals keep
+float32 sums. Neither samples without replacement, so "sample distinct" compares ours without replacement to
+theirs with. Rates are per CPU second.
 """
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.report import Row, best
-from penstock.hold import Fifo, Prioritized, Table
+from penstock.hold import Fifo, Index, Prioritized, Table, importance_weights
 
 _EXPONENT = 0.6
 _LARGEST = 1_000_000
@@ -39,6 +41,8 @@ class Buffer:
     """None where the implementation has no sampling without replacement."""
     update: Callable[[], object]
     """New priorities for the next 512 of a fixed sequence of random items."""
+    draw: Callable[[int], object] | None
+    """The sampler alone, without items; None where it cannot be called apart from them."""
     mixed: Callable[[int], object]
     """Sample, then update what was sampled."""
     insert: Callable[[], object] | None
@@ -46,13 +50,21 @@ class Buffer:
 
 
 def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
+    try:
+        return _rows(9 if full else 5, progress)
+    finally:
+        gc.unfreeze()
+
+
+def _rows(repeats: int, progress: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     for size in (10_000, 100_000, _LARGEST):
         progress(f"filling buffers of {size:,} items")
         buffers, notes = _buffers(size)
-        rows += _compared(size, buffers, notes, 9 if full else 5, progress)
+        gc.freeze()  # each round collects garbage first; without this, torch's objects make that 0.2 s a time
+        rows += _compared(size, buffers, notes, repeats, progress)
     progress("inserting at capacity")
-    rows += _inserting(9 if full else 5)
+    rows += _inserting(repeats)
     progress("saving and loading a checkpoint")
     return rows + _checkpoint()
 
@@ -79,6 +91,7 @@ def _buffers(size: int) -> tuple[list[Buffer], list[str]]:
 def _ours(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.int64]]) -> Buffer:
     table = _full_table(size, priorities)
     handles = np.sort(table.sample(size).handles)
+    index, rng = _index(priorities), np.random.default_rng(1)
     batches, values, keys = cycle([handles[slots] for slots in chosen]), priorities[:512].copy(), count(size)
 
     def take(n: int, replace: bool) -> object:
@@ -94,9 +107,18 @@ def _ours(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.in
         sample=lambda n: take(n, True),
         sample_distinct=lambda n: take(n, False),
         update=lambda: table.update_handles(next(batches), values),
+        draw=lambda n: importance_weights(index.draw(n, rng, replace=True).inclusion),
         mixed=mixed,
         insert=lambda: table.insert(next(keys), None, priority=0.5),
     )
+
+
+def _index(priorities: NDArray[np.float64]) -> Index:
+    """The sampler of such a table, apart from it."""
+    index = Prioritized(_EXPONENT).build(len(priorities), "sample")
+    for slot, priority in enumerate(priorities.tolist()):
+        index.insert(slot, priority, 0)
+    return index
 
 
 def _full_table(size: int, priorities: NDArray[np.float64]) -> Table:
@@ -122,6 +144,7 @@ def _cpprb(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.i
         sample=lambda n: buffer.sample(n, beta=1.0),
         sample_distinct=None,
         update=lambda: buffer.update_priorities(next(batches), values),
+        draw=None,
         mixed=mixed,
         insert=lambda: buffer.add(item=1.0, priorities=0.5),
     )
@@ -156,6 +179,7 @@ def _torchrl(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np
         sample=lambda n: sampler.sample(storage, n),
         sample_distinct=None,
         update=lambda: sampler.update_priority(next(batches), values),
+        draw=lambda n: sampler.sample(storage, n),
         mixed=mixed,
         insert=None,
     )
@@ -199,6 +223,9 @@ def _compared(
         ):
             seconds = best(_repeat(mine, n, times), *theirs, repeats=repeats)
             rows += _rates(what, n, size, n * times, seconds, rivals, notes)
+        bare = [buffer for buffer in buffers if buffer.draw is not None]
+        seconds = best(*(_repeat(b.draw, n, times) for b in bare if b.draw), repeats=repeats)
+        rows += _rates("sampler alone", n, size, n * times, seconds, bare[1:], notes)
     progress(f"{size:,} items, updates")
     seconds = best(*(_updates(buffer, 64) for buffer in buffers), repeats=repeats)
     return rows + _rates("update", 512, size, 64 * 512, seconds, rivals, notes)
@@ -208,7 +235,7 @@ def _target(what: str, n: int, size: int, rival: str) -> float | None:
     """Sampling from a million, and updates of 512 against cpprb; the other rows are shown without a target."""
     if size != _LARGEST:
         return None
-    if what == "sample" and n == 512:
+    if n == 512 and (what == "sample" or (what, rival) == ("sampler alone", "torchrl")):
         return 1.5
     if what == "sample" and n == 64 and rival == "cpprb":
         return 0.7

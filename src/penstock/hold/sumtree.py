@@ -108,7 +108,7 @@ class SumTree:
         self._pending.clear()
         self._num_pending = 0
         for parents, children in zip(self._levels[-2::-1], self._levels[:0:-1], strict=True):
-            if len(parents) <= 4 * len(at):  # a contiguous level is cheaper than so many scattered nodes
+            if len(parents) <= 8 * len(at):  # a contiguous level is cheaper than so many scattered nodes
                 np.add(children[::2], children[1::2], out=parents)
                 continue
             at >>= 1

@@ -33,6 +33,8 @@ from penstock.hold.waiting import Line
 MAX_PRIORITY = 1e100
 """Beyond this, sums of powers of priorities could overflow."""
 
+_MAX_PRIORITY_BITS = np.float64(MAX_PRIORITY).view(np.uint64)
+
 
 class Table:
     """Items between those who generate and those who train.
@@ -227,10 +229,12 @@ class Table:
             raise InvalidInput(
                 f"update_handles: priorities {values.shape} for handles {handles.shape}; give one per handle"
             )
-        # NaN fails both comparisons; which one is bad is looked up only when one is.
-        if len(values) and not (values.min() >= 0.0 and values.max() <= MAX_PRIORITY):
-            bad = int(np.flatnonzero(~((values >= 0.0) & (values <= MAX_PRIORITY)))[0])
-            _refuse_priority(f"update_handles: priorities[{bad}]", values[bad])
+        # As unsigned bits, floats from 0 to MAX_PRIORITY come first, then larger ones, infinity, NaN and all
+        # negatives: one comparison finds that something may be wrong, the exact test says what.
+        if len(values) and np.maximum.reduce(values.view(np.uint64)) > _MAX_PRIORITY_BITS:
+            bad = np.flatnonzero(~((values >= 0.0) & (values <= MAX_PRIORITY)))
+            if len(bad):
+                _refuse_priority(f"update_handles: priorities[{bad[0]}]", values[bad[0]])
         with self._lock:
             slots, held = self._slots.find(handles)
             if np.count_nonzero(held) < len(held):

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.serve.log import State
 
-
 _FIELDS = {state: state.name.lower() for state in State}
 
 

@@ -54,10 +54,10 @@ def encode_parts(record: Record) -> Iterator[bytes]:
 
 def _encode_array(values: Array, orjson: Any) -> bytes:
     count = len(values)
-    if values.dtype == np.float32 and count > 1:
-        bits = values.view(np.uint32)  # bits, so that NaN equals itself
-        if bits[0] == bits[-1] and (bits == bits[0]).all():
-            one: bytes = orjson.dumps(values[:1], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            return b"[" + (one + b",") * (count - 1) + one + b"]"
+    # Compared by bits, so that NaN equals itself.
+    bits = values.view(np.uint32) if values.dtype == np.float32 else values
+    if count > 1 and bits[0] == bits[-1] and (bits == bits[0]).all():
+        one: bytes = orjson.dumps(values[:1], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        return b"[" + (one + b",") * (count - 1) + one + b"]"
     encoded: bytes = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded

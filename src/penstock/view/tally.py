@@ -11,7 +11,7 @@ import numpy as np
 from penstock.arrays.columns import Array
 from penstock.view.record import Record
 
-MEASURED = ("mismatch_kl", "entropy", "importance_ratio", "prob_delta", "advantages", "loss")
+MEASURED = ("mismatch_kl", "entropy", "loss")
 MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 OF_SAMPLES = ("reward", "length", "staleness")
 
