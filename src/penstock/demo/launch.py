@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.assets.threads import worker_environment
+from penstock.demo.nursery import Child, Nursery
 from penstock.demo.planes import address
 from penstock.errors import PenstockError
 from penstock.serve import open as open_plane
@@ -61,7 +59,8 @@ class Launcher:
     def __init__(self, config: TrainConfig, *, chaos: Chaos | None = None) -> None:
         self.config, self.chaos = config, chaos
         self.folder = Path(config.folder)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Child] = {}
+        self._nursery: Nursery | None = None
         self._failures: Counter[str] = Counter()
         self._random = random.Random(0 if chaos is None else chaos.seed)
         self._metrics = Metrics(self.folder / "metrics.jsonl")
@@ -71,6 +70,7 @@ class Launcher:
         """The whole run; returns the plane's last status."""
         began = time.monotonic()
         self._prepare()
+        self._nursery = Nursery(self.folder / "config.toml", self.folder / "logs" / "nursery.log")
         try:
             self._start("plane")
             plane = open_plane(address(self.config))
@@ -97,6 +97,7 @@ class Launcher:
             plane.close()
         finally:
             self._stop("")
+            self._nursery.close()
         return self._status
 
     # -------------------------------------------------------------- processes
@@ -108,16 +109,15 @@ class Launcher:
 
     def _start(self, name: str, extra: dict[str, str] | None = None) -> None:
         role, _, index = name.partition("-")
-        command = [sys.executable, "-m", "penstock.demo.role", role, str(self.folder / "config.toml")]
-        command += ["--index", index or "0", "--parent", str(os.getpid())]
-        with (self.folder / "logs" / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(  # noqa: S603 - our own module
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**worker_environment(os.environ), **(extra or {})},
-            )
+        words = {
+            "role": role,
+            "config": str(self.folder / "config.toml"),
+            "index": int(index or 0),
+            "log": str(self.folder / "logs" / f"{name}.log"),
+            "env": extra or {},
+        }
+        assert self._nursery is not None
+        self._processes[name] = self._nursery.start(name, words)
 
     def _start_ranks(self) -> None:
         """All ranks together, at an address of their own: those of an earlier life must not meet these."""
@@ -128,7 +128,7 @@ class Launcher:
         for index in range(self.config.ranks):
             self._start(f"rank-{index}", {**world, "RANK": str(index)})
 
-    def _ranks(self) -> list[subprocess.Popen[bytes]]:
+    def _ranks(self) -> list[Child]:
         return [process for name, process in self._processes.items() if name.startswith("rank")]
 
     def _is_over(self) -> bool:

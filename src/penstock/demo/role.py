@@ -1,20 +1,14 @@
-"""One process of a run: `python -m penstock.demo.role plane|worker|rank CONFIG [--index N]`.
-
-Started by the launcher and gone with it, however it ends.
-"""
+"""What the processes of a run do: serve the plane, generate, or train. Forked by the nursery, gone with it."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
 from penstock.errors import Fenced, PeerError
 from penstock.send.timeouts import Timeouts
-from penstock.serve.watchdog import die_with_parent
 from penstock.train.config import TrainConfig, load
 
 TIMEOUTS = Timeouts(heartbeat_s=1.0, peer_s=8.0, delivery_s=30.0, plane_s=60.0, resend_s=0.5)
@@ -50,30 +44,32 @@ def rank(config: TrainConfig, index: int) -> None:
     train(config, rank=index, url=address(config), timeouts=TIMEOUTS, observer=exporter)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="penstock.demo.role")
-    parser.add_argument("role", choices=["plane", "worker", "rank"])
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--parent", type=int, default=0)
-    args = parser.parse_args()
-    if args.parent and not die_with_parent(args.parent, signal.SIGKILL):
-        return 1
+def run(name: str, config: Path, index: int) -> int:
+    """Be one process of a run until it ends; returns its exit code."""
     os.umask(0o077)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    config = load(args.config)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+    settings = load(config)
     try:
-        if args.role == "plane":
-            plane(config)
-        elif args.role == "worker":
-            worker(config, args.index)
+        if name == "plane":
+            plane(settings)
+        elif name == "worker":
+            worker(settings, index)
         else:
-            rank(config, args.index)
+            rank(settings, index)
     except (PeerError, Fenced) as error:
-        print(f"{args.role} {args.index}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{name} {index}: {type(error).__name__}: {error}", file=sys.stderr)
         return ABORTED
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def preload(config: Path) -> None:
+    """Import everything a role needs, before any thread exists; a model is built because that imports the most."""
+    import torch
+
+    from penstock.demo import planes, worker  # noqa: F401
+    from penstock.train import trainer  # noqa: F401
+    from penstock.train.model import build_model
+    from penstock.view import TokenExporter  # noqa: F401
+
+    torch.set_num_threads(1)
+    build_model(load(config).model)
