@@ -158,7 +158,9 @@ def _is_quick(rival: str, count: int, ranks: int, *, full: bool) -> bool:
     """Whether the rival takes seconds rather than minutes for this many samples."""
     if rival == "KK ranks, KK micro (verl strict)":
         return count <= 512 or (count <= 4_096 and (full or ranks > 8))
-    return count <= 4_096 or rival in ("greedy + ffd (AReaL)", "next fit (torchtitan, open-instruct)")
+    if rival == "greedy + ffd (AReaL)":
+        return count <= 32_768
+    return count <= 4_096 or rival == "next fit (torchtitan, open-instruct)"
 
 
 def _mean(scores: Iterable[Score], field: str) -> float:
@@ -265,7 +267,7 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
         rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max"))
         arguments = (given.lengths, given.costs, 64, given.cap)
         rivals: dict[str, Callable[[], Any]] = {"greedy + ffd (AReaL)": partial(greedy_ffd, *arguments)}
-        if count <= 4_096 or full:
+        if count <= (32_768 if full else 4_096):
             rivals["KK ranks, KK micro (verl strict)"] = partial(kk_kk, *arguments)
         if count <= 4_096:
             order = np.argsort(-given.lengths, kind="stable").tolist()
