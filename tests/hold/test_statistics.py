@@ -91,6 +91,20 @@ def test_draws_follow_the_priorities_after_churn() -> None:
 
 
 @pytest.mark.usefixtures("path")
+def test_draws_follow_priorities_that_updates_raised() -> None:
+    """All come in alike, then some are raised above anything seen before, as the first losses do."""
+    table = table_of(np.ones(400), seed=6)
+    priorities = np.random.default_rng(6).choice([0.0, 1.0, 2.0, 4.0], 400)
+    handles = np.sort(table.sample(400).handles)
+    table.update_handles(handles, priorities)
+    counts = np.bincount(draw_many(table, 100_000, 500), minlength=400)
+    assert counts[priorities == 0.0].sum() == 0
+    live = priorities > 0
+    p = chi_square_p(counts[live], 100_000 * priorities[live] / priorities.sum())
+    assert TAIL < p < 1 - TAIL
+
+
+@pytest.mark.usefixtures("path")
 def test_zero_priority_items_are_never_drawn() -> None:
     rng = np.random.default_rng(2)
     priorities = 10.0 ** rng.uniform(-9, 9, 20_000)

@@ -124,3 +124,5 @@ def test_the_ceiling_is_never_below_a_weight_and_comes_down_when_asked() -> None
     assert tree.ceiling == 100.0
     tree.lower_ceiling()
     assert tree.ceiling == 7.0
+    tree.set_many(np.array([1, 2]), np.array([3.0, 9.0]))
+    assert tree.ceiling == 9.0

@@ -4,7 +4,8 @@ Ours goes through the public `Table`: lock, limiter, counters, items and weights
 `PrioritizedReplayBuffer` with one number per item, torchrl through its bare `PrioritizedSampler`, which fetches
 no items; the rows "sampler alone" compare like with like, our index without its table. Both rivals keep
 float32 sums. Neither samples without replacement, so "sample distinct" compares ours without replacement to
-theirs with. Rates are per CPU second.
+theirs with. Rates are per CPU second. Priorities are uniform, which suits our sampler; the rows "heavy tails"
+(lognormal, weights with sigma 2) show it where they do not.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ def _rows(repeats: int, progress: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     for size in (10_000, 100_000, _LARGEST):
         progress(f"filling buffers of {size:,} items")
-        buffers, notes = _buffers(size)
+        buffers, notes = _buffers(size, np.random.default_rng(size).random(size) + 0.01)
         gc.freeze()  # each round collects garbage first; without this, torch's objects make that 0.2 s a time
         rows += _compared(size, buffers, notes, repeats, progress)
+    del buffers
+    progress("heavy-tailed priorities")
+    rows += _heavy(repeats)
     progress("inserting at capacity")
     rows += _inserting(repeats)
     progress("saving and loading a checkpoint")
@@ -72,10 +76,9 @@ def _rows(repeats: int, progress: Callable[[str], None]) -> list[Row]:
 # -- the implementations ---------------------------------------------------------------------------------------
 
 
-def _buffers(size: int) -> tuple[list[Buffer], list[str]]:
+def _buffers(size: int, priorities: NDArray[np.float64]) -> tuple[list[Buffer], list[str]]:
     """Ours first; a rival that is not installed, or does not load, is left out with a note."""
-    rng = np.random.default_rng(size)
-    priorities = rng.random(size) + 0.01
+    rng = np.random.default_rng(size + 1)
     chosen = [rng.integers(0, size, 512) for _ in range(64)]
     found, notes = [_ours(size, priorities, chosen)], []
     for name, build in (("cpprb", _cpprb), ("torchrl", _torchrl)):
@@ -229,6 +232,18 @@ def _compared(
     progress(f"{size:,} items, updates")
     seconds = best(*(_updates(buffer, 64) for buffer in buffers), repeats=repeats)
     return rows + _rates("update", 512, size, 64 * 512, seconds, rivals, notes)
+
+
+def _heavy(repeats: int) -> list[Row]:
+    """The same sampling where few items hold most weight, and draws are made by the tree."""
+    priorities = np.random.default_rng(0).lognormal(0.0, 2.0 / _EXPONENT, _LARGEST)
+    buffers, notes = _buffers(_LARGEST, priorities)
+    gc.freeze()
+    rows = []
+    for n, times in ((64, 120), (512, 40)):
+        seconds = best(*(_repeat(buffer.sample, n, times) for buffer in buffers), repeats=repeats)
+        rows += _rates("heavy tails: sample", n, _LARGEST, n * times, seconds, buffers[1:], notes)
+    return rows
 
 
 def _target(what: str, n: int, size: int, rival: str) -> float | None:

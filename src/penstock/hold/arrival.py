@@ -25,7 +25,7 @@ class Fifo:
     >>> table = Table(capacity=3, sampler=Fifo(), remover=Fifo(), max_times_sampled=None)
     >>> for name in "abc":
     ...     _ = table.insert(name, name)
-    >>> table.sample(2).keys, table.sample(2).keys
+    >>> table.sample(2).keys.tolist(), table.sample(2).keys.tolist()
     (['a', 'b'], ['c', 'a'])
     """
 

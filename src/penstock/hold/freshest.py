@@ -27,7 +27,7 @@ class Freshest:
     >>> table = Table(capacity=4, sampler=Freshest())
     >>> for version in (1, 3, 2):
     ...     _ = table.insert(version, f"from version {version}", policy_version=version)
-    >>> table.sample(2).keys
+    >>> table.sample(2).keys.tolist()
     [3, 2]
     """
 

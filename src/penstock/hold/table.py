@@ -43,7 +43,7 @@ class Table:
 
     >>> table = Table(capacity=2)
     >>> _ = table.insert("prompt-1", {"reward": 0.5}), table.insert("prompt-2", {"reward": 1.0})
-    >>> table.sample(2).items
+    >>> table.sample(2).items.tolist()
     [{'reward': 0.5}, {'reward': 1.0}]
     >>> len(table)
     0
