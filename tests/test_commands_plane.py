@@ -176,6 +176,8 @@ def test_it_says_who_waits_for_whom(change: dict[str, object], text: str) -> Non
 def watch_in_terminal(*words: str, hide_rich: bool) -> str:
     """What `penstock top` draws on a terminal until Ctrl-C."""
     code = "import sys; sys.modules['rich'] = None; " if hide_rich else "import sys; "
+    # A shell that runs its jobs in the background has them ignore SIGINT, and children inherit that.
+    code += "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", code, "top", *words, "--interval=0.1"]
@@ -189,6 +191,7 @@ def watch_in_terminal(*words: str, hide_rich: bool) -> str:
         assert process.wait(20) == 130
     finally:
         process.kill()
+        process.wait()
         os.close(ours)
         assert process.stderr is not None
         process.stderr.close()

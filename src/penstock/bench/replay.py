@@ -299,7 +299,7 @@ def _inserting(repeats: int) -> list[Row]:
         unit="x",
         target=0.7,
         bound="min",
-        note="flat is 1.0; the dictionary of keys no longer fits the cache at a million",
+        note="flat is 1.0",
     )
     return [*rows, flat]
 
