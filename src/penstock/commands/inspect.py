@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.text import aligned
 from penstock.encode.codings import NAMES
 from penstock.encode.front import Front
 from penstock.encode.layout import Block
@@ -109,24 +110,12 @@ def _text(report: dict[str, Any]) -> str:
             f"{report['samples']} samples, {report['tokens']:,} tokens ({report['loss_tokens']:,} trained, "
             f"{report['tokens_shared']:,} shared), {report['bytes']:,} bytes, {report['bytes_per_token']} B/token",
             "",
-            *_aligned([["column", "coding", "bytes", "B/token"], *columns], left=2),
+            *aligned([["column", "coding", "bytes", "B/token"], *columns], left=2),
             "",
-            *_aligned([["sample", "group", "env", "tokens", "trained", "version"], *rows], left=3),
+            *aligned([["sample", "group", "env", "tokens", "trained", "version"], *rows], left=3),
             *([f"... and {hidden} more; --json lists all"] if hidden else []),
         ]
     )
-
-
-def _aligned(rows: list[list[str]], *, left: int) -> list[str]:
-    """Lines of a table whose first `left` columns are text and whose others are numbers."""
-    widths = [max(len(cell) for cell in cells) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _printable(text: str) -> str:
