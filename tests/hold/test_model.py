@@ -280,7 +280,7 @@ def outcome(call: Callable[[Table], Any], table: Table) -> Any:
 
 def comparable(answer: Any) -> Any:
     if isinstance(answer, Batch):
-        arrays = (answer.rows, answer.probabilities, answer.inclusion, answer.last_use)
+        arrays = (answer.handles, answer.rows, answer.probabilities, answer.inclusion, answer.last_use)
         return (answer.keys.tolist(), [bytes(i) for i in answer.items], *(array.tolist() for array in arrays))
     return type(answer) if isinstance(answer, Exception) else answer
 

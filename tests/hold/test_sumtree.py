@@ -51,7 +51,7 @@ def test_stays_equal_to_cumsum_through_any_mix_of_writes(seed: int, capacity: in
     leaves = np.zeros(capacity)
     tree = SumTree(capacity)
     for _ in range(12):
-        kind = rng.integers(0, 3)
+        kind = rng.integers(0, 4)
         if kind == 0:
             slot, weight = int(rng.integers(0, capacity)), float(mixed_weights(rng, 1)[0])
             tree.set(slot, weight)
@@ -62,6 +62,10 @@ def test_stays_equal_to_cumsum_through_any_mix_of_writes(seed: int, capacity: in
             tree.set_many(slots, weights)
             for slot, weight in zip(slots.tolist(), weights.tolist(), strict=True):
                 leaves[slot] = weight
+        elif kind == 2:
+            emptied = rng.integers(0, capacity, 3).tolist()
+            tree.clear(emptied)
+            leaves[emptied] = 0.0
         elif leaves.any():
             check_against_cumsum(tree, leaves, rng.random(64))
     tree.total()
@@ -104,6 +108,17 @@ def test_total_is_zero_exactly_when_all_weights_are() -> None:
     assert tree.total() > 0.0
     tree.set(9_999, 0.0)
     assert tree.total() == 0.0
+
+
+def test_every_target_below_the_total_finds_a_slot() -> None:
+    """The total and the bounds are sums of the same numbers in another order, so they differ in the last bits."""
+    rng = np.random.default_rng(2)
+    for capacity in (3, TOP, 2 * TOP):
+        for _ in range(50):
+            tree = SumTree(capacity)
+            tree.set_many(np.arange(capacity), mixed_weights(rng, capacity))
+            found = tree.find(np.array([0.0, np.nextafter(tree.total(), 0.0)]))
+            assert ((found >= 0) & (found < len(tree.weights))).all()
 
 
 def test_more_writes_than_are_ever_deferred_are_all_seen() -> None:

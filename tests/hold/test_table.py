@@ -462,5 +462,6 @@ def test_released_items_are_not_kept_alive() -> None:
     del item
     batch = table.sample(1)
     assert gone() is batch.items[0]
+    keys = batch.keys
     del batch
-    assert gone() is None
+    assert gone() is None, f"keeping the keys {keys} keeps the items"

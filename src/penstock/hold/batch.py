@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.hold.slots import HANDLE, TIMES, VERSION
+from penstock.hold.slots import TIMES, VERSION
 from penstock.hold.weights import importance_weights
 
 
@@ -19,8 +19,10 @@ class Batch:
     """[n] the caller's keys, in the order drawn."""
     items: NDArray[np.object_]
     """[n] the very objects that were inserted."""
+    handles: NDArray[np.int64]
+    """[n] for `Table.update_handles`: unlike keys these never mean a later item."""
     rows: NDArray[np.int64]
-    """[n, 5] the items' rows as they were before this use (columns of `penstock.hold.slots`); read-only."""
+    """[n, 4] the items' rows as they were before this use (columns of `penstock.hold.slots`); read-only."""
     arrivals: NDArray[np.int64]
     """[n] the number of the insert that brought the item."""
     probabilities: NDArray[np.float64]
@@ -38,11 +40,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def handles(self) -> NDArray[np.int64]:
-        """[n] for `Table.update_handles`: unlike keys these never mean a later item."""
-        return self.rows[:, HANDLE]
 
     @property
     def policy_versions(self) -> NDArray[np.int64]:

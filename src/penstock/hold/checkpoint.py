@@ -11,6 +11,7 @@ renamed; items are read back as views into the memory-mapped file. No pickle: re
 from __future__ import annotations
 
 import dataclasses
+import io
 import mmap
 import os
 import struct
@@ -32,7 +33,7 @@ from penstock.hold.freshest import Freshest
 from penstock.hold.limiters import MinSize, Queue, SamplesPerInsert
 from penstock.hold.prioritized import Prioritized
 from penstock.hold.settings import Settings
-from penstock.hold.slots import FREE, HANDLE, WIDTH, Key
+from penstock.hold.slots import FREE, WIDTH, Key
 from penstock.hold.store import OnEvict, Store
 from penstock.hold.uniform import Uniform
 
@@ -91,9 +92,8 @@ class Footer(msgspec.Struct, frozen=True):
 def take(store: Store) -> Snapshot:
     """Copy a store's state; call with the table's lock held."""
     slots = store.slots
-    rows = slots.rows[: slots.num_used].copy()
-    held = np.flatnonzero(rows[:, HANDLE] != FREE)
-    arrays = {"rows": rows, "free": np.array(slots.free, dtype=np.int64)}
+    held = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
+    arrays = {"rows": slots.table(), "free": np.array(slots.free, dtype=np.int64)}
     arrays |= {f"sampler/{name}": array for name, array in store.sampling.state().items()}
     if store.removing is not None:
         arrays |= {f"remover/{name}": array for name, array in store.removing.state().items()}
@@ -127,6 +127,13 @@ def write(path: str | PathLike[str], snapshot: Snapshot, dump: Dump | None) -> N
         raise StorageError(f"{target}: checkpoint not written ({error}); the previous one is untouched") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def to_bytes(snapshot: Snapshot, dump: Dump | None) -> bytes:
+    """What `write` writes, for callers who keep it elsewhere."""
+    file = io.BytesIO()
+    _write(file, snapshot, dump)
+    return file.getvalue()
 
 
 def _write(file: BinaryIO, snapshot: Snapshot, dump: Dump | None) -> None:
@@ -215,6 +222,17 @@ def read(path: str | PathLike[str], parts: Mapping[str, Any], load: Load | None,
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise StorageError(f"{path}: no checkpoint can be read ({error})") from error
+    return read_bytes(path, data, parts, load, on_evict)
+
+
+def read_bytes(
+    path: str | PathLike[str],
+    data: memoryview,
+    parts: Mapping[str, Any],
+    load: Load | None,
+    on_evict: OnEvict | None,
+) -> Store:
+    """The same from what is in memory already; `path` is what errors call it."""
     footer = _read_footer(path, data)
     arrays = {section.name: _read_section(path, data, section) for section in footer.sections}
     store = Store(_settings(path, footer.settings, parts), on_evict)
@@ -264,7 +282,7 @@ def _settings(path: str | PathLike[str], plain: Mapping[str, Any], parts: Mappin
 
 
 def _fill(store: Store, footer: Footer, arrays: Mapping[str, NDArray[Any]], load: Load | None) -> None:
-    rows = arrays["rows"].reshape(-1, WIDTH)
+    rows = arrays["rows"].reshape(-1, 1 + WIDTH)
     items = _items(arrays["items"], arrays["lengths"], load)
     store.slots.restore(rows, arrays["free"].tolist(), footer.keys, items)
     store.counters.restore(footer.counters)

@@ -11,15 +11,16 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.hold.slots import HANDLE, TIMES, TOKENS, VERSION, Slots
+from penstock.hold.slots import FREE, TIMES, TOKENS, VERSION, Slots
 
 Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]
 """Why an item left: made room, had its last use, grew too old, its key came again, by `remove`, by `clear`."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-_FOLD_AFTER = 64
-"""Batches noted before their statistics are added up in one pass; saves 20 us per batch."""
+_FOLD_AFTER = 8192
+"""Items noted before their statistics are added up in one pass: 4 us per batch of 512 instead of 19 us one by one.
+No more than this, so that they are still in the cache."""
 
 
 class Counters:
@@ -49,13 +50,15 @@ class Counters:
         self.evicted_unsampled = 0
         self.evicted: dict[Reason, int] = dict.fromkeys(REASONS, 0)
         self._noted: list[tuple[NDArray[np.int64], int]] = []
+        self._num_noted = 0
 
     def note_batch(self, rows: NDArray[np.int64], policy_version: int, num_filled: int) -> None:
         self.sampled += len(rows)
         self.batches += 1
         self.filled += num_filled
         self._noted.append((rows, policy_version))
-        if len(self._noted) >= _FOLD_AFTER:
+        self._num_noted += len(rows)
+        if self._num_noted >= _FOLD_AFTER:
             self.fold()
 
     def fold(self) -> None:
@@ -65,6 +68,7 @@ class Counters:
         rows = np.concatenate([rows for rows, _ in self._noted])
         now = np.repeat([version for _, version in self._noted], [len(rows) for rows, _ in self._noted])
         self._noted.clear()
+        self._num_noted = 0
         staleness = np.maximum(now - rows[:, VERSION], 0)
         self.staleness_sum += int(staleness.sum())
         self.staleness_max = max(self.staleness_max, int(staleness.max()))
@@ -87,9 +91,9 @@ class Counters:
 def report(counters: Counters, slots: Slots, policy_version: int) -> dict[str, float]:
     """One number per name. Times are added by the table, which does the waiting."""
     counters.fold()
-    rows = slots.rows[: slots.num_used]
-    rows = rows[rows[:, HANDLE] >= 0]
-    ages = counters.inserted - (rows[:, HANDLE] >> slots.bits)
+    live = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
+    rows = slots.rows[live]
+    ages = counters.inserted - (slots.handles[live] >> slots.bits)
     staleness = np.maximum(policy_version - rows[:, VERSION], 0)
     sampled = max(counters.sampled, 1)
     found: dict[str, float] = {

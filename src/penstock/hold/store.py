@@ -15,7 +15,7 @@ from penstock.hold.batch import Batch
 from penstock.hold.metrics import Counters, Reason
 from penstock.hold.selector import Draw, Index
 from penstock.hold.settings import Settings
-from penstock.hold.slots import HANDLE, TIMES, VERSION, Key, Slots
+from penstock.hold.slots import TIMES, VERSION, Key, Slots
 
 OnEvict = Callable[[Key, Reason], None]
 
@@ -36,6 +36,7 @@ class Store:
         self._capacity = settings.capacity
         self._max_bytes = _unlimited(settings.capacity_bytes)
         self._max_tokens = _unlimited(settings.capacity_tokens)
+        self._limits_size = settings.capacity_bytes is not None or settings.capacity_tokens is not None
         self._on_evict = on_evict
 
     def may_insert(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
@@ -77,13 +78,12 @@ class Store:
         slots, removing, counters = self.slots, self.removing, self.counters
         if key in slots.slot_of:
             self.evict([slots.slot_of[key]], "replaced")
-        while (
-            len(slots.slot_of) >= self._capacity
-            or slots.num_bytes + num_bytes > self._max_bytes
-            or slots.num_tokens + num_tokens > self._max_tokens
+        while len(slots.slot_of) >= self._capacity or (
+            self._limits_size
+            and (slots.num_bytes + num_bytes > self._max_bytes or slots.num_tokens + num_tokens > self._max_tokens)
         ):
             assert removing is not None
-            self._evict_one(removing.victim(self.rng))
+            self._evict_one(removing, removing.victim(self.rng))
         counters.inserted += 1
         counters.inserted_bytes += num_bytes
         counters.inserted_tokens += num_tokens
@@ -97,15 +97,15 @@ class Store:
         draw = self.sampling.draw(count, self.rng, replace=replace)
         # All is copied before the last uses are evicted and their slots given away.
         slots = self.slots
-        keys, items = slots.keys.take(draw.slots), slots.items.take(draw.slots)
-        rows = slots.rows.take(draw.slots, axis=0)
-        rows.flags.writeable = False
+        pairs, handles, rows = slots.gather(draw.slots)
+        rows.setflags(write=False)
         self.counters.note_batch(rows, self.policy_version, draw.num_filled)
         return Batch(
-            keys=keys,
-            items=items,
+            keys=pairs[:, 0].copy(),  # whoever keeps only the keys must not keep the items
+            items=pairs[:, 1],
+            handles=handles,
             rows=rows,
-            arrivals=rows[:, HANDLE] >> slots.bits,
+            arrivals=handles >> slots.bits,
             probabilities=draw.probabilities,
             inclusion=draw.inclusion,
             last_use=self._count_uses(draw, rows, replace=replace),
@@ -161,12 +161,12 @@ class Store:
                 self._on_evict(key, reason)
         return len(slots)
 
-    def _evict_one(self, slot: int) -> None:
+    def _evict_one(self, removing: Index, slot: int) -> None:
         """What `evict` does, for the one victim that makes room: the hot path of a full table."""
         key, times = self.slots.drop(slot)
-        self.sampling.remove((slot,))
-        if self.removing is not None:
-            self.removing.remove((slot,))
+        gone = (slot,)
+        self.sampling.remove(gone)
+        removing.remove(gone)
         self.counters.evicted["overflow"] += 1
         if times == 0:
             self.counters.evicted_unsampled += 1

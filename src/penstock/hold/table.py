@@ -33,6 +33,7 @@ from penstock.hold.waiting import Line
 MAX_PRIORITY = 1e100
 """Beyond this, sums of powers of priorities could overflow."""
 
+_KEY_TYPES = (str, int)
 _MAX_PRIORITY_BITS = np.float64(MAX_PRIORITY).view(np.uint64)
 
 
@@ -118,7 +119,7 @@ class Table:
             _refuse_priority(f"insert({key!r}): priority", priority)
         if num_bytes or num_tokens:
             self._check_size(key, num_bytes, num_tokens)
-        if not isinstance(key, (str, int)):
+        if not isinstance(key, _KEY_TYPES):
             raise InvalidInput(f"insert: key {key!r} is a {type(key).__name__}; give a str or an int")
         store = self._store
         with self._lock:
@@ -298,6 +299,11 @@ class Table:
                 return False
             return settings.limiter.may_insert(store.counters.inserted + ahead, store.counters.sampled, held)
 
+    def may_sample(self, n: int) -> bool:
+        """Whether a sample of `n` distinct items would pass without waiting."""
+        with self._lock:
+            return self._store.may_sample(n, replace=False)
+
     def keys(self) -> list[Key]:
         """The keys held, oldest item first."""
         with self._lock:
@@ -327,6 +333,12 @@ class Table:
             snapshot = checkpoint.take(self._store)
         checkpoint.write(path, snapshot, dump)
 
+    def to_bytes(self, *, dump: Dump | None = None) -> bytes:
+        """The same as bytes, for callers who keep them elsewhere."""
+        with self._lock:
+            snapshot = checkpoint.take(self._store)
+        return checkpoint.to_bytes(snapshot, dump)
+
     @classmethod
     def restore(
         cls,
@@ -346,6 +358,23 @@ class Table:
         table = cls.__new__(cls)
         parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
         table._set_up(checkpoint.read(path, parts, load, on_evict))
+        return table
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes,
+        *,
+        load: Load | None = None,
+        sampler: Selector | None = None,
+        remover: Selector | None = None,
+        limiter: Limiter | None = None,
+        on_evict: OnEvict | None = None,
+    ) -> Table:
+        """The table that `to_bytes` was called on; as `restore`."""
+        table = cls.__new__(cls)
+        parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
+        table._set_up(checkpoint.read_bytes("bytes of a table", memoryview(data), parts, load, on_evict))
         return table
 
 
