@@ -243,3 +243,16 @@ def test_writing_does_not_hold_up_the_table(tmp_path: Path) -> None:
     writer.join(60)
     assert keys == ["a", 7, "c", "later"]
     assert Table.restore(tmp_path / "table").keys() == ["a", 7, "c"]
+
+
+def test_bytes_are_what_a_file_holds(tmp_path: Path) -> None:
+    table = Table(capacity=8, sampler=Prioritized(0.6), remover=Fifo(), max_times_sampled=None, seed=3)
+    for i in range(6):
+        table.insert(f"k{i}", bytes([i]), priority=i + 0.5)
+    table.checkpoint(tmp_path / "table")
+    data = table.to_bytes()
+    assert data == (tmp_path / "table").read_bytes()
+    again = Table.restore(data)
+    assert again.sample(4).keys.tolist() == table.sample(4).keys.tolist()
+    with pytest.raises(CorruptFile, match="bytes of a table"):
+        Table.restore(data[:-1])

@@ -222,17 +222,17 @@ def read(path: str | PathLike[str], parts: Mapping[str, Any], load: Load | None,
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise StorageError(f"{path}: no checkpoint can be read ({error})") from error
-    return read_bytes(path, data, parts, load, on_evict)
+    return _parse(path, data, parts, load, on_evict)
 
 
-def read_bytes(
-    path: str | PathLike[str],
-    data: memoryview,
-    parts: Mapping[str, Any],
-    load: Load | None,
-    on_evict: OnEvict | None,
+def from_bytes(data: bytes, parts: Mapping[str, Any], load: Load | None, on_evict: OnEvict | None) -> Store:
+    """The store that `to_bytes` was called on."""
+    return _parse("bytes of a table", memoryview(data), parts, load, on_evict)
+
+
+def _parse(
+    path: str | PathLike[str], data: memoryview, parts: Mapping[str, Any], load: Load | None, on_evict: OnEvict | None
 ) -> Store:
-    """The same from what is in memory already; `path` is what errors call it."""
     footer = _read_footer(path, data)
     arrays = {section.name: _read_section(path, data, section) for section in footer.sections}
     store = Store(_settings(path, footer.settings, parts), on_evict)

@@ -342,7 +342,7 @@ class Table:
     @classmethod
     def restore(
         cls,
-        path: str | PathLike[str],
+        source: str | PathLike[str] | bytes,
         *,
         load: Load | None = None,
         sampler: Selector | None = None,
@@ -350,31 +350,17 @@ class Table:
         limiter: Limiter | None = None,
         on_evict: OnEvict | None = None,
     ) -> Table:
-        """The table a checkpoint was taken of: items, priorities, generator, counters.
+        """The table a checkpoint was taken of, from its file or its bytes: items, priorities, generator, counters.
 
         Without `load`, items are read-only views into the memory-mapped file. Parts of your own must be
         passed again; those of Penstock are rebuilt from the file.
         """
         table = cls.__new__(cls)
         parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
-        table._set_up(checkpoint.read(path, parts, load, on_evict))
-        return table
-
-    @classmethod
-    def from_bytes(
-        cls,
-        data: bytes,
-        *,
-        load: Load | None = None,
-        sampler: Selector | None = None,
-        remover: Selector | None = None,
-        limiter: Limiter | None = None,
-        on_evict: OnEvict | None = None,
-    ) -> Table:
-        """The table that `to_bytes` was called on; as `restore`."""
-        table = cls.__new__(cls)
-        parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
-        table._set_up(checkpoint.read_bytes("bytes of a table", memoryview(data), parts, load, on_evict))
+        if isinstance(source, bytes):
+            table._set_up(checkpoint.from_bytes(source, parts, load, on_evict))
+        else:
+            table._set_up(checkpoint.read(source, parts, load, on_evict))
         return table
 
 
