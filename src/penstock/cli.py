@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "run a configuration file",
     "serve": "run a plane: workers put groups in, ranks take steps out",
     "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
+    "runs": "the runs that share a plane: what each has and had, give or take away a share",
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs part: step, sample, token and column",

@@ -5,6 +5,7 @@
     │   ├── InvalidInput            a value: which record, which field, what it was, what it should be (ValueError)
     │   │   └── ConfigError         a setting, or two settings that cannot both hold (ValueError)
     │   ├── UnknownKey              a key or name nobody knows (KeyError)
+    │   ├── Evicted                 a run that lost its share of the plane; says why (RuntimeError)
     │   └── Conflict                same identity, other content (ValueError)
     ├── PeerError                   the other side sent something we cannot take
     │   ├── CorruptFrame            bytes that are truncated, altered, oversized or of an unknown version (ValueError)
@@ -55,6 +56,10 @@ class UnknownKey(CallerError, KeyError):
     def __str__(self) -> str:
         # KeyError shows repr(message); a sentence should read as a sentence.
         return str(self.args[0]) if self.args else ""
+
+
+class Evicted(CallerError, RuntimeError):
+    """The run lost its share of the plane, for the reason given."""
 
 
 class Conflict(CallerError, ValueError):

@@ -17,10 +17,11 @@ from penstock.send import shared
 from penstock.send.carrier import ClientCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.memory import MemoryPlane
-from penstock.send.messages import Beat, pack_message, read_from_client
+from penstock.send.messages import BEHIND, Beat, pack_message, read_from_client
 from penstock.send.shared import SharedClient, SharedPlane, reclaim
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.testing.carriers import CarrierSuite, Ends, RestartableSuite, answer, hear
+from penstock.testing.proxy import Proxy
 
 
 def free_port() -> int:
@@ -256,4 +257,27 @@ def test_a_handle_that_leads_nowhere_is_a_lost_message(tmp_path: Path, handle: b
     got: ClientCarrier = client
     assert answer(got)[0] == b"next"
     client.close()
+    plane.close()
+
+
+# ------------------------------------------------------------------ slow links
+
+
+def test_what_is_small_does_not_wait_behind_what_is_large() -> None:
+    plane = SocketPlane()
+    with Proxy(plane.url) as proxy:
+        client = SocketClient(proxy.url)
+        client.send(b"hello")
+        client.send(b"hello with a payload", [b"x"])
+        peer, _, _ = hear(plane, 2)[0]
+        proxy.up.bytes_per_s = proxy.down.bytes_per_s = 2_000_000
+        large = [b"x" * 2_000_000]
+        plane.send(peer, b"step", large)
+        plane.send(peer, b"behind the step", BEHIND)
+        plane.send(peer, b"pulse")
+        assert [answer(client)[0] for _ in range(3)] == [b"pulse", b"step", b"behind the step"]
+        client.send(b"group", large)
+        client.send(b"beat")
+        assert [header for _, header, _ in hear(plane, 2)] == [b"beat", b"group"]
+        client.close()
     plane.close()

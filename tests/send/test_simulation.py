@@ -14,6 +14,7 @@ from penstock.pack import Packing
 from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
 from penstock.serve.making import Facts, Made, StepMaker
+from penstock.testing.simulated import RUNS
 from penstock.testing.simulation import Simulation, main
 
 PLAIN_SEEDS, REAL_SEEDS, PARTS = 2000, 64, 8
@@ -45,6 +46,7 @@ def _frame(data: Buffer) -> bytes:
         Sample.from_prompt(
             id=f"{name}/{i}",
             group=name,
+            run=RUNS[sum(name.encode()) % len(RUNS)],
             policy_version=version,
             prompt_ids=rng.integers(0, 1000, 3),
             completion_ids=rng.integers(0, 1000, 1 + i),

@@ -339,7 +339,7 @@ def test_frames_are_given_back_when_their_step_is_no_longer_retained(open_engine
     _history(engine, 1, 7)
     engine.close()
     used = {op for step in engine.book.steps.values() for op in step.groups}
-    keys = engine.table.keys()
+    keys = engine.lanes.keys()
     held = {engine.book.by_id[str(key)] for key in keys}
     assert engine.log.with_frames() == used | held
 
@@ -360,7 +360,7 @@ def test_a_priority_that_is_no_number_changes_nothing(open_engine: OpenEngine, t
             engine.report({"a": 5.0, "b": bad}, {})
     engine.log.close()
     again = open_engine(tmp_path, replay=POLICIES["prioritized"])
-    assert again.book.draw(2) == engine.book.draw(2)
+    assert again.book.draw({"": 2}) == engine.book.draw({"": 2})
 
 
 def test_an_old_plane_that_comes_back_writes_nothing(open_engine: OpenEngine, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.errors import PlaneLost
+from penstock.errors import Closed, Fenced, PlaneLost, StepAborted
 from penstock.send.shared import ROOT
 from penstock.send.timeouts import Timeouts
 from penstock.serve.launch import PlaneProcess
@@ -197,6 +197,62 @@ def test_a_plane_that_was_taken_over_ends_as_fenced(tmp_path: Path) -> None:
     assert process.process.wait(20) == Exit.FENCED
     assert "fenced: epoch 1: the run was taken over by epoch 2" in log.read_text()
     process.stop()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_plane_in_this_process_that_was_taken_over_ends_and_every_call_says_so(tmp_path: Path, busy: bool) -> None:
+    plane = ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=1)
+    put(plane, "before")
+    source = plane.source(rank=0)
+    source.step(timeout=20)
+    with sqlite3.connect(tmp_path / "run" / "log.sqlite") as other:
+        other.execute("UPDATE meta SET value = value + 1 WHERE name = 'epoch'")
+    words = "epoch 1: the run was taken over by epoch 2"
+    if busy:
+        with pytest.raises((Fenced, Closed), match=words):
+            put(plane, "after")
+    assert plane._thread is not None
+    plane._thread.join(5)
+    assert not plane._thread.is_alive()
+    for call in (lambda: put(plane, "later"), plane.status, lambda: plane.ledger, lambda: plane.source(rank=0)):
+        with pytest.raises(Closed, match=words):
+            call()
+    with pytest.raises(StepAborted, match=f"the plane ended: {words}"):
+        source.step(timeout=20)
+    source.close()
+    plane.close()
+
+
+def test_a_rank_that_fails_before_it_took_a_step_names_the_first_one(tmp_path: Path) -> None:
+    with ps.open("memory:", ranks=2, seq_len=64, groups_per_step=1) as plane:
+        early = plane.source(rank=1)
+        early.fail("no GPU")
+        with pytest.raises(StepAborted, match="step 1: rank 1: no GPU"):
+            early.step(timeout=20)
+        early.close()
+
+
+def test_ranks_do_not_wait_for_one_that_left_before_the_plane_restarted(tmp_path: Path) -> None:
+    url = f"ipc://{tmp_path / 'socket'}"
+    words = [str(tmp_path / "run"), "--ranks=2", "--seq-len=64", "--groups-per-step=1", f"--listen={url}"]
+    plane = PlaneProcess(words)
+    with ps.open(url) as line:
+        put(line, "a")
+        stays, leaves = (line.source(rank=rank) for rank in range(2))
+        for source in (stays, leaves):
+            source.commit(source.step(timeout=20))
+        stays.flush()
+        leaves.close()
+        wait_until(lambda: line.status()["missing"] == [] and stays._follower.left == 1)
+    plane.kill()
+    plane = PlaneProcess(words)
+    stays._follower.left = -1  # as if it had not heard of it
+    began = time.monotonic()
+    with pytest.raises(StepAborted, match="step 2: rank 1: left before this step"):
+        stays.step(timeout=30)
+    assert time.monotonic() - began < Timeouts().peer_s - 2
+    stays.close()
+    plane.stop()
 
 
 def test_a_launcher_says_when_the_process_did_not_come_up(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.commands import runs
 from penstock.commands.text import ledger_line, reasons_line, size
 from penstock.errors import InvalidInput
 from penstock.serve.lines import printable
@@ -123,6 +124,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"ledger     {ledger_line(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
     ]
+    if now.get("runs"):
+        lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(runs.table(now["runs"]))]
     if now["source"] == "plane":
         refused = {name: n for name, n in now["counts"].items() if name not in ("groups", "samples", "tokens")}
         lines.append(f"events     {reasons_line(refused)}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from penstock.errors import ConfigError
+from penstock.pack.shares import Shares
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,12 +38,9 @@ class Piece(Generic[K]):
 
 @dataclass(slots=True)
 class _Run(Generic[K]):
-    weight: float
     steps: deque[tuple[int, deque[tuple[K, int]]]] = field(default_factory=deque)
     """Steps not yet drawn completely, each with its samples (key, tokens)."""
     last_step: int = -1
-    owed: float = 0.0
-    """Tokens it is behind its share; negative when it is ahead."""
 
     @property
     def current(self) -> deque[tuple[K, int]]:
@@ -64,23 +62,19 @@ class Schedule(Generic[K]):
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run[K]] = {}
-        self._weights: dict[str, float] = {}
+        self._shares = Shares()
         self.evicted: dict[str, str] = {}
         """Runs that take no part any more, with the reason."""
 
     def weigh(self, run: str, weight: float) -> None:
         """Give a run more or less than the weight of 1 that every run has."""
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"weight of run {run!r}: {weight}; must be a positive number")
-        self._weights[run] = weight
-        if run in self._runs:
-            self._runs[run].weight = weight
+        self._shares.weigh(run, weight)
 
     def offer(self, run: str, step: int, samples: Sequence[tuple[K, int]]) -> None:
         """Add one whole step of a run. Bad data evicts the run; nothing of the step is kept then."""
         if run in self.evicted:
             return
-        state = self._runs.setdefault(run, _Run(weight=self._weights.get(run, 1.0)))
+        state = self._runs.setdefault(run, _Run())
         reason = _fault(step, state.last_step, samples)
         if reason:
             self.evict(run, reason)
@@ -91,6 +85,7 @@ class Schedule(Generic[K]):
     def evict(self, run: str, reason: str) -> tuple[K, ...]:
         """Take a run out, with all it has waiting; its samples are returned, so that they can be counted."""
         state = self._runs.pop(run, None)
+        self._shares.forget(run)
         self.evicted[run] = reason
         return tuple(key for _, queue in (state.steps if state else ()) for key, _ in queue)
 
@@ -117,12 +112,12 @@ class Schedule(Generic[K]):
             ]
             if not able:
                 break
-            run = max(able, key=lambda name: busy[name].owed / busy[name].weight)
+            run = self._shares.most_owed(able)
             sample = busy[run].current.popleft()
             taken[run].append(sample)
-            busy[run].owed -= sample[1]
+            self._shares.charge(run, sample[1])
             left -= sample[1]
-        _settle(list(busy.values()))
+        self._shares.settle(busy)
         return [self._piece(run, samples) for run, samples in taken.items() if samples]
 
     def _piece(self, run: str, samples: Sequence[tuple[K, int]]) -> Piece[K]:
@@ -131,7 +126,7 @@ class Schedule(Generic[K]):
         if not queue:
             state.steps.popleft()
         if not state.steps:
-            state.owed = 0.0
+            self._shares.forget(run)
         return Piece(
             run=run,
             step=step,
@@ -139,15 +134,6 @@ class Schedule(Generic[K]):
             tokens=sum(tokens for _, tokens in samples),
             completes=not queue,
         )
-
-
-def _settle(busy: Sequence[_Run[K]]) -> None:
-    """Credit what was drawn, and keep the sum of what is owed at 0, so that a newcomer starts level with the rest."""
-    weights = sum(state.weight for state in busy)
-    # What they are owed sums to minus the tokens drawn, and to what runs that left took with them.
-    debt = -sum(state.owed for state in busy)
-    for state in busy:
-        state.owed += debt * state.weight / weights
 
 
 def _fault(step: int, last_step: int, samples: Sequence[tuple[object, int]]) -> str:

@@ -61,9 +61,7 @@ class Traits:
     def of(samples: Samples, seq_len: int) -> Traits:
         """Read the traits of samples that are to be truncated at `seq_len`."""
         lengths = samples.lengths
-        kept = np.minimum(lengths, seq_len)
-        for i in np.flatnonzero(lengths > seq_len).tolist():
-            kept[i] = cut(int(lengths[i]), seq_len, _images(samples, i), _types(samples, i))
+        kept = kept_lengths(samples, seq_len)
         trained = _trained(samples, kept)
         patches, modality, stub, stub_patches = _look(samples, kept)
         return Traits(
@@ -106,6 +104,15 @@ class Traits:
             run=chain("run"),
             mode=chain("mode"),
         )
+
+
+def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:
+    """[n] how many leading tokens each sample keeps; 0 where an image at its beginning is longer than `seq_len`."""
+    lengths = samples.lengths
+    kept = np.minimum(lengths, seq_len)
+    for i in np.flatnonzero(lengths > seq_len).tolist():
+        kept[i] = cut(int(lengths[i]), seq_len, _images(samples, i), _types(samples, i))
+    return kept
 
 
 def cut(length: int, seq_len: int, spans: Sequence[ImageSpan], types: NDArray[np.uint8] | None) -> int:

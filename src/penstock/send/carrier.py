@@ -1,7 +1,8 @@
 """What a carrier is: something that moves messages between one plane and many clients.
 
 A message is a header and payload buffers. Carriers may lose messages when a connection breaks, and may deliver
-one twice; they keep the order of those that arrive and never alter one unnoticed. The protocol does the rest.
+one twice; they never alter one unnoticed. They keep the order of those with payloads, and of those without; but one
+without should overtake large payloads, so that a slow link does not look like a dead one. The protocol does the rest.
 `penstock.testing.carriers` is the suite that every carrier must pass; `memory.py` is the one to read first.
 """
 

@@ -28,6 +28,17 @@ class Parted:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A process wants nothing more, and others are still there: a plane that restarts must not wait for it."""
+
+    session: int
+    rank: int
+    replica: int
+    step: int
+    """The last one it committed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """A new session begins and its trainer is at `step`: what came before counts as trained."""
 
@@ -60,7 +71,7 @@ class Reported:
     metrics: dict[str, float]
 
 
-Effect: TypeAlias = Send | Parted | Resume | StepReceived | StepCommitted | Reported
+Effect: TypeAlias = Send | Parted | Left | Resume | StepReceived | StepCommitted | Reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from penstock.send.messages import (
     Release,
     Report,
     Request,
+    Sent,
     Unknown,
     Welcome,
 )
@@ -100,7 +101,7 @@ class _Pending:
     message: FromRank
     sent: float
     patience: float
-    """Doubles each time, up to a limit: a large step may be on its way, and asking again would slow it down."""
+    """Doubles each time, up to a limit."""
 
 
 class Follower:
@@ -142,6 +143,8 @@ class Follower:
         self._heard = self._beat = self._hello = float("-inf")
         self._ticked: float | None = None
         self._requests: dict[int, _Pending] = {}
+        self._lost: dict[int, int] = {}
+        """How many copies of a step are known to be lost."""
         self._received: dict[int, _Pending] = {}
         """Steps this process has; said again until they are committed, for a plane that restarts forgets who has what,
         and others may still wait for their release."""
@@ -150,6 +153,8 @@ class Follower:
         self._reports: dict[int, _Pending] = {}
         self._report_number = 0
         self._failing: _Pending | None = None
+        self._beats = self._pulses = 0
+        """Said, and heard of."""
 
     # -------------------------------------------------------------- what the rank does
 
@@ -160,12 +165,14 @@ class Follower:
     def request(self, step: int, now: float) -> list[Event]:
         return self._ask(self._requests, step, Request(session=self.session, step=step), now)
 
-    def altered(self, step: int, now: float) -> None:
-        """What came is not what was sent: as if it had been lost, it is asked for again."""
-        self._requests[step] = _Pending(Request(session=self.session, step=step), now, self.timeouts.resend_s)
+    def altered(self, step: int, now: float) -> list[Event]:
+        """What came is not what was sent: it is lost, and asked for again."""
+        self._lost[step] = self._lost.get(step, 0) + 1
+        return self._ask(self._requests, step, Request(session=self.session, step=step, lost=self._lost[step]), now)
 
     def received(self, step: int, digest: str, now: float) -> list[Event]:
         """The payload was checked."""
+        self._lost.pop(step, None)
         return self._ask(self._received, step, Received(session=self.session, step=step, digest=digest), now)
 
     def commit(self, step: int, policy_version: int | None, now: float) -> list[Event]:
@@ -221,8 +228,11 @@ class Follower:
             return []  # about another life of the trainer
         if isinstance(message, Pulse):
             self.waiting_for, self.left = message.waiting_for, message.left
+            self._pulses = max(self._pulses, message.number)
         elif isinstance(message, Deliver):
             return self._on_deliver(message, frames, now)
+        elif isinstance(message, Sent):
+            return self._on_sent(message, now)
         elif isinstance(message, Release):
             return self._on_release(message.step)
         elif isinstance(message, Committed):
@@ -244,9 +254,9 @@ class Follower:
         if self.standing is Standing.JOINING:
             return self._say_hello(now) if now - self._hello >= self.timeouts.resend_s else []
         events = self._due(now)
-        if now - self._beat >= self.timeouts.heartbeat_s:
-            self._beat = now
-            events.append(Out(Beat(session=self.session)))
+        answered = self._pulses == self._beats
+        if now - self._beat >= self.timeouts.heartbeat_s * (1.0 if answered else 0.25):  # a lost one must not count
+            events += self._say_beat(now)
         return events
 
     # -------------------------------------------------------------- inside
@@ -255,6 +265,10 @@ class Follower:
         self._hello = now
         session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
         return [Out(msgspec.structs.replace(self._hello_message, session=session))]
+
+    def _say_beat(self, now: float) -> list[Event]:
+        self._beat, self._beats = now, self._beats + 1
+        return [Out(Beat(session=self.session, number=self._beats, heard=self._pulses))]
 
     def _on_refused(self, message: Refused, now: float) -> list[Event]:
         if message.session == 0:
@@ -270,7 +284,8 @@ class Follower:
         if joined:
             self._restamp()
         if not message.ready:
-            return [Out(Beat(session=self.session))]
+            return [Out(self._failing.message)] if self._failing else self._say_beat(now)
+        self._count_anew()
         was_ready, self.standing = self.standing is Standing.READY, Standing.READY
         self.was_ready = True
         events: list[Event] = [] if was_ready else [Ready(message.step)]
@@ -282,6 +297,12 @@ class Follower:
         """Questions asked before the session had a number get it now."""
         for pending in self._pending():
             pending.message = msgspec.structs.replace(pending.message, session=self.session)
+
+    def _count_anew(self) -> None:
+        """The plane may have restarted, and counts the copies of a step from 1."""
+        self._lost.clear()
+        for step, pending in self._requests.items():
+            pending.message = Request(session=self.session, step=step)
 
     def _pending(self) -> list[_Pending]:
         tables = (self._requests, self._received, self._commits, self._reports)
@@ -296,8 +317,13 @@ class Follower:
         """What has waited long enough for an answer to be said again."""
         due = [pending for pending in self._pending() if now - pending.sent >= pending.patience]
         for pending in due:
-            pending.sent, pending.patience = now, min(pending.patience * 2, self.timeouts.delivery_s / 4)
+            pending.sent, pending.patience = now, min(pending.patience * 2, self._most_patience(pending.message))
         return [Out(pending.message) for pending in due]
+
+    def _most_patience(self, message: FromRank) -> float:
+        """All wait for a step that one has not got, or not been heard to have; what comes after is not so urgent."""
+        urgent = isinstance(message, Request) or (isinstance(message, Received) and message.step not in self._released)
+        return self.timeouts.heartbeat_s if urgent else self.timeouts.delivery_s / 4
 
     def _say_all(self, now: float) -> list[Event]:
         """The plane was lost and may know nothing: tell it everything that is open, and ask patiently from anew."""
@@ -314,6 +340,14 @@ class Follower:
             return self.fail(message.step, reason, now)
         self._requests.pop(message.step)
         return [Arrived(message, frames)]
+
+    def _on_sent(self, message: Sent, now: float) -> list[Event]:
+        """What we asked for was on its way before this. So if it is not here, it is lost."""
+        step = message.step
+        if step not in self._requests or message.copies <= self._lost.get(step, 0):
+            return []
+        self._lost[step] = message.copies
+        return self._ask(self._requests, step, Request(session=self.session, step=step, lost=message.copies), now)
 
     def _on_release(self, step: int) -> list[Event]:
         if step not in self._received or step in self._released:

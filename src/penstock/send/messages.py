@@ -20,6 +20,8 @@ MAX_REASON = 2000
 """Characters of what went wrong."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
+BEHIND: Frames = (b"",)
+"""The payload of a message that has none, and must not overtake those that have."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -51,6 +53,9 @@ class Hello(_Message, frozen=True, tag="hello"):
 class Request(_Message, frozen=True, tag="request"):
     session: int
     step: int
+    lost: int = 0
+    """So many copies of it are known to be lost. While one may be on its way no other is sent: on a slow link that
+    would only make it later."""
 
 
 class Received(_Message, frozen=True, tag="received"):
@@ -86,6 +91,10 @@ class Fail(_Message, frozen=True, tag="fail"):
 
 class Beat(_Message, frozen=True, tag="beat"):
     session: int
+    number: int = 0
+    """Counts this process's beats from 1."""
+    heard: int = 0
+    """The last beat whose pulse came back: so the plane notices when only the way to this process is cut."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -120,6 +129,16 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA
+
+
+class Sent(_Message, frozen=True, tag="sent"):
+    """The answer to a request that is repeated. It takes the way of the step: who gets this first has lost that."""
+
+    epoch: int
+    session: int
+    step: int
+    copies: int
+    """Sent before this."""
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -177,6 +196,8 @@ class Pulse(_Message, frozen=True, tag="pulse"):
     waiting_for: str
     left: int = -1
     """A rank that left: no further step can be served to all."""
+    number: int = 0
+    """The beat that it answers."""
 
 
 # ------------------------------------------------------------------ producers and onlookers
@@ -193,6 +214,15 @@ class Put(_Message, frozen=True, tag="put"):
     """xxh3-128 of the frame, as it was sent."""
 
 
+class Trace(_Message, frozen=True, tag="trace"):
+    """Asked instead of putting again. With an (empty) payload it follows the group on its way, and is answered as the
+    put would have been, or with `Missing`; without one it only asks for a sign of life, a `Pulse`."""
+
+    ticket: int
+    group: str
+    digest: bytes
+
+
 class Discard(_Message, frozen=True, tag="discard"):
     """Samples that were generated and filtered out before they became a group."""
 
@@ -201,9 +231,26 @@ class Discard(_Message, frozen=True, tag="discard"):
     samples: int
 
 
+class Share(_Message, frozen=True, tag="share"):
+    """What a run is to have of the trainer."""
+
+    ticket: int
+    run: str
+    weight: float
+    """Against those of the other runs; 0 evicts it."""
+    reason: str = ""
+
+
 class Accepted(_Message, frozen=True, tag="accepted"):
     ticket: int
     duplicate: bool = False
+
+
+class Missing(_Message, frozen=True, tag="missing"):
+    """The group that was traced did not come: it must be put again."""
+
+    put: int
+    """The ticket of its put, which remains open."""
 
 
 class Rejected(_Message, frozen=True, tag="rejected"):
@@ -225,9 +272,22 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
-FromClient: TypeAlias = FromRank | Put | Discard | Ask
+FromClient: TypeAlias = FromRank | Put | Trace | Discard | Share | Ask
 FromPlane: TypeAlias = (
-    Welcome | Deliver | Release | Committed | Noted | Aborted | Refused | Unknown | Pulse | Accepted | Rejected | Status
+    Welcome
+    | Deliver
+    | Sent
+    | Release
+    | Committed
+    | Noted
+    | Aborted
+    | Refused
+    | Unknown
+    | Pulse
+    | Accepted
+    | Missing
+    | Rejected
+    | Status
 )
 
 _PACK = msgspec.msgpack.Encoder()

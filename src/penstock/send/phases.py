@@ -14,8 +14,10 @@ class Phase(Enum):
 TRANSITIONS: dict[tuple[Phase, str], Phase] = {
     (Phase.FORMING, "hello"): Phase.FORMING,
     (Phase.FORMING, "last hello"): Phase.RUNNING,
+    (Phase.FORMING, "fail"): Phase.FAILED,
     (Phase.FORMING, "mismatch"): Phase.FAILED,
     (Phase.FORMING, "silence"): Phase.FORMING,
+    (Phase.FORMING, "not back after a restart of the plane"): Phase.FAILED,
     (Phase.RUNNING, "request, received, commit, report"): Phase.RUNNING,
     (Phase.RUNNING, "fail"): Phase.FAILED,
     (Phase.RUNNING, "silence"): Phase.FAILED,

@@ -25,8 +25,19 @@ class Member:
     wants: set[int] = field(default_factory=set)
     sent: dict[int, float] = field(default_factory=dict)
     """Step -> when it was first sent; removed when received."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """Step -> how many times it was sent."""
     reports: int = 0
     """How many of its reports arrived."""
+    unheard: tuple[int, float] | None = None
+    """The first pulse that it has not yet said to have heard, and when that was sent."""
+
+    def beat(self, number: int, heard: int, now: float) -> None:
+        """It says which pulse it heard last, and is about to get the next one."""
+        if self.unheard is not None and heard >= self.unheard[0]:
+            self.unheard = None
+        if self.unheard is None and number:
+            self.unheard = (number, now)
 
 
 class Roster:
@@ -34,6 +45,7 @@ class Roster:
 
     def __init__(self, run: str, ranks: int, replicas: int) -> None:
         self._run, self._ranks, self._replicas = run, ranks, replicas
+        self._every = [(rank, replica) for rank in range(ranks) for replica in range(replicas)]
         self._members: dict[Place, Member] = {}
         self._places: dict[Peer, Place] = {}
 
@@ -54,10 +66,9 @@ class Roster:
         return list(self._members.values())
 
     @property
-    def missing(self) -> list[Place]:
+    def free(self) -> list[Place]:
         """Places nobody is in."""
-        every = [(rank, replica) for rank in range(self._ranks) for replica in range(self._replicas)]
-        return [place for place in every if place not in self._members]
+        return [place for place in self._every if place not in self._members]
 
     def place_of(self, peer: Peer) -> Place | None:
         return self._places.get(peer)
@@ -73,7 +84,7 @@ class Roster:
         """A process is at another address now, and what was under way to the old one is lost."""
         member = self._members[place]
         self._places.pop(member.peer, None)
-        member.peer, member.heard, member.sent = peer, now, {}
+        member.peer, member.heard, member.sent, member.copies, member.unheard = peer, now, {}, {}, None
         self._places[peer] = place
 
     def leave(self, place: Place) -> Member:
@@ -86,6 +97,8 @@ class Roster:
         for member in self._members.values():
             member.heard += gap_s
             member.sent = {step: sent + gap_s for step, sent in member.sent.items()}
+            if member.unheard is not None:
+                member.unheard = (member.unheard[0], member.unheard[1] + gap_s)
 
     def drop_silent(self, since: float) -> None:
         """Who falls silent before the session runs has taken no part: its place is free again."""

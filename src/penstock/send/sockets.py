@@ -1,8 +1,9 @@
-"""Messages over ZeroMQ: one point-to-point connection per process, over tcp or ipc.
+"""Messages over ZeroMQ: two point-to-point connections per process, over tcp or ipc.
 
-ROUTER on the plane, DEALER at each client. Never PUB/SUB: that drops without a word when a subscriber is slow
-or late. Payloads are handed to ZeroMQ without a copy. Beyond the loopback interface CURVE keys are required:
-see `keys.py` and docs/security.md.
+One connection carries payloads, the other everything else, so that heartbeats and bad news do not wait behind a step
+that takes seconds on a slow link. ROUTER on the plane, two DEALERs at each client. Never PUB/SUB: that drops without a
+word when a subscriber is slow or late. Payloads are handed to ZeroMQ without a copy. Beyond the loopback interface
+CURVE keys are required: see `keys.py` and docs/security.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _NO_COPY_FROM = 1 << 16
 """Below this, copying is cheaper than keeping track of the buffer."""
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
 _QUEUE = 256
+_SMALL, _LARGE = b"c", b"d"
+"""How the names of a client's two connections begin; the rest is the same."""
 
 
 def check_url(url: str, *, secured: bool) -> None:
@@ -96,17 +99,23 @@ class SocketPlane:
             except zmq.Again:
                 break
             if 2 <= len(parts) <= MAX_FRAMES:
-                got.append((parts[0].bytes, parts[1].buffer, [part.buffer for part in parts[2:]]))
+                name = parts[0].bytes
+                peer = _SMALL + name[1:] if name.startswith(_LARGE) else name
+                got.append((peer, parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         assert isinstance(peer, bytes)
-        try:
-            _send(self._socket, [peer, header], frames)
-        except zmq.ZMQError as error:
-            # Gone, or so slow that its queue is full: it asks again when it can.
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+        ways = [peer, _LARGE + peer[1:]]
+        for way in reversed(ways) if frames else ways:  # the other one if this is not there, or not there yet
+            try:
+                _send(self._socket, [way, header], frames)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    continue
+                if error.errno != zmq.EAGAIN:  # so slow that its queue is full: it asks again when it can
+                    raise
+            return
 
     def forget(self, peer: Peer) -> None:
         """Nothing is kept for a client but what it has not read."""
@@ -124,20 +133,25 @@ class SocketClient:
     def __init__(self, url: str, *, keys: ClientKeys | None = None) -> None:
         check_url(url, secured=keys is not None)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
-        if keys:
-            keys.apply(self._socket)
-        self._socket.connect(url)
         self._wake = Wake()
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
+        name = secrets.token_bytes(15)
+        self._small, self._large = (self._connect(url, keys, kind + name) for kind in (_SMALL, _LARGE))
+
+    def _connect(self, url: str, keys: ClientKeys | None, name: bytes) -> zmq.Socket[bytes]:
+        end = self._context.socket(zmq.DEALER)
+        _configure(end)
+        end.setsockopt(zmq.IDENTITY, name)
+        if keys:
+            keys.apply(end)
+        end.connect(url)
+        self._poller.register(end, zmq.POLLIN)
+        return end
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:
-            _send(self._socket, [header], frames)
+            _send(self._large if frames else self._small, [header], frames)
         except zmq.Again:
             return  # the plane is away and the queue full; the protocol asks again
 
@@ -149,17 +163,20 @@ class SocketClient:
         return got
 
     def _take(self) -> Envelope | None:
-        try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        return parts[0].buffer, [part.buffer for part in parts[1:]]
+        for end in (self._small, self._large):
+            try:
+                parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                continue
+            return parts[0].buffer, [part.buffer for part in parts[1:]]
+        return None
 
     def wake(self) -> None:
         self._wake.call()
 
     def close(self) -> None:
-        self._socket.close(linger=500)
+        for end in (self._small, self._large):
+            end.close(linger=500)
         self._context.term()
         self._wake.close()
 
@@ -181,6 +198,10 @@ def _configure(end: zmq.Socket[bytes]) -> None:
     end.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # A connection that is idle for long, or whose other end vanished without a word, must be kept or found dead; else
+    # what is sent over it would wait for TCP to give up, a quarter of an hour later.
+    end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
     end.setsockopt(zmq.TCP_KEEPALIVE, 1)
     end.setsockopt(zmq.IPV6, 1)
 

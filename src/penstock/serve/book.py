@@ -12,16 +12,19 @@ restart; so a plane that was killed continues exactly where it was. A group is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, CorruptFile
 from penstock.hold import Key
+from penstock.serve.lanes import Lanes
 from penstock.serve.ledger import Ledger
 from penstock.serve.log import EventRow, GroupRow, Log, State
-from penstock.serve.settings import Replay
+from penstock.serve.settings import Replay, Target
+from penstock.serve.snapshot import Saved
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -55,18 +58,20 @@ class Book:
         """The last step that was planned."""
         self.oldest_step = 1
         """The first step that can still be served."""
-        self.held_bytes = 0
-        """Encoded bytes of groups that wait for training."""
+        self.bytes_of: Counter[str] = Counter()
+        """Encoded bytes of groups that wait for training, by lane."""
         self.held_tokens = 0
         """Tokens of groups in the table."""
         self.op = 0
         """The last decision's number."""
-        self.table = replay.table(lambda key, reason: self._left.append((str(key), str(reason))))
+        self.misfits: Counter[str] = Counter()
+        """Groups that were set aside, by lane, since their run was admitted."""
+        self.lanes = Lanes(replay, lambda key, reason: self._left.append((str(key), str(reason))))
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}
         self.states: dict[int, State] = {}
-        self._retain_steps = retain_steps
+        self._replay, self._retain_steps = replay, retain_steps
         self._last_step_of: dict[int, int] = {}
         self._ends: dict[int, list[int]] = {}
         """Step -> the groups whose last use it is."""
@@ -76,6 +81,14 @@ class Book:
         self._unwritten_steps: dict[int, State] = {}
         self._to_forget: list[int] = []
 
+    @property
+    def held_bytes(self) -> int:
+        return self.bytes_of.total()
+
+    def row_of(self, key: Key) -> GroupRow:
+        """What is known of a group that is held."""
+        return self.rows[self.by_id[str(key)]]
+
     # -------------------------------------------------------------- changes
 
     def take_in(self, row: GroupRow) -> None:
@@ -84,16 +97,21 @@ class Book:
         self.rows[row.op], self.by_id[row.id] = row, row.op
         self.ledger.accepted += row.samples
         self.ledger.add(State.HELD, "", row.samples)
-        self.held_bytes += row.size
+        self.bytes_of[row.run] += row.size
         self.held_tokens += row.tokens
-        sizes = {"num_bytes": row.size, "num_tokens": row.tokens}
-        if self.table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is None:
+        table, sizes = self.lanes.table(row.run), {"num_bytes": row.size, "num_tokens": row.tokens}
+        if table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is None:
             self._left.append((row.id, "stale"))
         self._settle()
 
-    def draw(self, count: int) -> tuple[int, ...]:
-        """Take groups for a step out of the table; raises WaitTimeout when they are not there. Then `plan`."""
-        return tuple(int(op) for op in self.table.sample(count, timeout=0).items)
+    def apportion(self, target: Target) -> dict[str, int] | None:
+        """How many groups of each lane make the next step; None if they are not there."""
+        held = {"groups": len(self.lanes), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
+        return self.lanes.apportion(target, self.row_of) if held >= target.amount else None
+
+    def draw(self, counts: Mapping[str, int]) -> tuple[int, ...]:
+        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `plan`."""
+        return self.lanes.draw(counts, self.row_of)
 
     def plan(self, op: int, step: int, manifest: Manifest) -> None:
         """A step was planned of what was drawn."""
@@ -105,21 +123,30 @@ class Book:
         self._settle()
 
     def redo(self, event: EventRow) -> None:
-        """Something else was decided: `advance`, `priorities`, `quarantine` or `discard`."""
+        """Something else was decided: `advance`, `priorities`, `quarantine`, `discard`, `share` or `evict`."""
         self.op = event.op
         if event.kind == "advance":
             self.policy_version = msgspec.msgpack.decode(event.data, type=int)
-            self.table.advance(self.policy_version)
+            self.lanes.advance(self.policy_version)
         elif event.kind == "priorities":
-            self.table.update_priorities(msgspec.msgpack.decode(event.data, type=dict[Key, float]))
+            self.lanes.update_priorities(msgspec.msgpack.decode(event.data, type=dict[Key, float]))
         elif event.kind == "quarantine":
             for op, reason in msgspec.msgpack.decode(event.data, type=dict[int, str]).items():
-                self.table.remove([self.rows[op].id])
+                lane = self.rows[op].run
+                self.lanes.table(lane).remove([self.rows[op].id])
                 self._left.clear()
                 self._finish(op, State.QUARANTINED, reason)
+                self.misfits[lane] += 1
         elif event.kind == "discard":
             reason, samples = msgspec.msgpack.decode(event.data, type=tuple[str, int])
             self.ledger.discarded[reason] += samples
+        elif event.kind == "share":
+            run, weight = msgspec.msgpack.decode(event.data, type=tuple[str, float])
+            self.lanes.admit(run, weight)
+            del self.misfits[run]
+        elif event.kind == "evict":
+            self.lanes.evict(*msgspec.msgpack.decode(event.data, type=tuple[str, str]))
+            self._left = [(key, "evicted") for key, _ in self._left]
         self._settle()
 
     def set_step(self, step: int, state: State) -> None:
@@ -130,8 +157,8 @@ class Book:
         for op in self._ends[step]:
             self._move(op, old, state)
         if (old is State.COMMITTED) != (state is State.COMMITTED):
-            size = sum(self.rows[op].size for op in self._ends[step])
-            self.held_bytes += size if old is State.COMMITTED else -size
+            for row in map(self.rows.__getitem__, self._ends[step]):
+                self.bytes_of[row.run] += row.size if old is State.COMMITTED else -row.size
         self.states[step] = self._unwritten_steps[step] = state
 
     def begin_at(self, step: int) -> None:
@@ -146,12 +173,19 @@ class Book:
 
     @staticmethod
     def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> Book:
-        """Do again, in order, what the log says was done."""
+        """Do again, in order, what the log says was done since memory was last written down."""
         book = Book(replay, retain_steps=retain_steps)
-        rows = {row.op: row for row in log.groups()}
-        events = {event.op: event for event in log.events()}
-        steps = {op: (step, manifest, state) for step, op, manifest, state in log.steps()}
-        for op in sorted([*rows, *events, *steps]):
+        found = log.snapshot()
+        saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
+        try:
+            rows = {} if saved is None else book._load(saved, log)
+        except CorruptFile:  # tables in a form of another version
+            book, rows = Book(replay, retain_steps=retain_steps), {}
+        since, recorded = book.op, list(log.steps(first=book.oldest_step))
+        events = {event.op: event for event in log.events(after=since)}
+        steps = {op: (step, manifest, state) for step, op, manifest, state in recorded if op > since}
+        rows |= {row.op: row for row in log.groups(after=since)}
+        for op in sorted([*(op for op in rows if op > since), *events, *steps]):
             if op in rows:
                 book.take_in(rows[op])
             elif op in events:
@@ -160,8 +194,46 @@ class Book:
                 book._draw_again(op, *steps[op])
         book.begin_at(log.meta("next_step", 1))
         book._retire(log.meta("oldest_step", 1))
-        book._keep_differences(rows.values(), {step: state for step, _, state in steps.values()}, log.with_frames())
+        book._keep_differences(rows.values(), {step: state for step, _, _, state in recorded}, log.with_frames())
         return book
+
+    def save(self) -> Saved:
+        """All of it, to be kept in the transaction that writes the rest."""
+        return Saved(
+            replay=repr(self._replay),
+            op=self.op,
+            ledger=self.ledger.as_dict(),
+            policy_version=self.policy_version,
+            next_step=self.next_step,
+            last_step=self.last_step,
+            oldest_step=self.oldest_step,
+            held_tokens=self.held_tokens,
+            bytes_of=dict(self.bytes_of),
+            misfits=dict(self.misfits),
+            rows=list(self.rows),
+            last_step_of=self._last_step_of,
+            steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
+            lanes=self.lanes.save(),
+        )
+
+    def _load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
+        """Become what was saved, and follow what became of its steps since; the rows as they are recorded now."""
+        self.op, self.policy_version, self.held_tokens = saved.op, saved.policy_version, saved.held_tokens
+        self.next_step, self.last_step, self.oldest_step = saved.next_step, saved.last_step, saved.oldest_step
+        self.ledger = Ledger.from_dict(saved.ledger)
+        self.bytes_of, self.misfits = Counter(saved.bytes_of), Counter(saved.misfits)
+        self.rows = {row.op: row for row in log.groups_of(saved.rows)}
+        self.by_id = {row.id: row.op for row in self.rows.values()}
+        self._last_step_of = saved.last_step_of
+        self.lanes.load(saved.lanes)
+        recorded: dict[int, State] = {}
+        for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
+            if step in saved.steps:
+                self.steps[step], recorded[step] = msgspec.msgpack.decode(data, type=Manifest), state
+                self.states[step], self._ends[step] = State(saved.steps[step][0]), saved.steps[step][1]
+        for step, state in recorded.items():
+            self.set_step(step, state)
+        return dict(self.rows)
 
     def write(self, log: Log) -> None:
         """Bring what the log says of groups and steps up to date; inside a transaction. Then `written`.
@@ -183,7 +255,7 @@ class Book:
 
     def _draw_again(self, op: int, step: int, data: bytes, state: State) -> None:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
-        drawn = self.draw(len(manifest.groups))
+        drawn = self.draw(Counter(self.rows[group].run for group in manifest.groups))
         if drawn != manifest.groups:
             raise ConfigError(
                 f"step {step}: drawing again gives other groups than were recorded; the replay settings (sampler, "
@@ -208,7 +280,7 @@ class Book:
                 self._ends[step].append(op)
                 self._move(op, State.HELD, self.states[step])
                 if self.states[step] is State.COMMITTED:
-                    self.held_bytes -= self.rows[op].size
+                    self.bytes_of[self.rows[op].run] -= self.rows[op].size
 
     def _move(self, op: int, old: State, new: State, reason: str = "") -> None:
         samples = self.rows[op].samples
@@ -221,7 +293,7 @@ class Book:
     def _finish(self, op: int, state: State, reason: str) -> None:
         """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""
         self._move(op, State.HELD, state, reason)
-        self.held_bytes -= self.rows[op].size
+        self.bytes_of[self.rows[op].run] -= self.rows[op].size
         self._forget(op, frame=state is not State.QUARANTINED)
 
     def _forget(self, op: int, *, frame: bool) -> None:

@@ -88,9 +88,12 @@ class PlaneConfig:
     """A key folder."""
     run: str = "run"
     replicas: int = 1
+    shares: dict[str, float] = field(default_factory=dict)
+    evict_after: int | None = 3
     max_held_bytes: int = 4 << 30
     max_disk_bytes: int | None = None
     retain_steps: int = 64
+    snapshot_every: int = 20_000
     metrics: str | None = None
     """HOST:PORT of the Prometheus page."""
     log_file: str | None = None

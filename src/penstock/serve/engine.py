@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import xxhash
@@ -18,17 +19,19 @@ from penstock.errors import (
     CallerError,
     Conflict,
     CorruptFrame,
+    DiskFull,
     InvalidInput,
     Overloaded,
     PeerError,
     PenstockError,
+    UnknownKey,
     WaitTimeout,
 )
-from penstock.hold import Table
 from penstock.hold.table import MAX_PRIORITY
 from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
 from penstock.serve.book import Book, Manifest, without_frame
+from penstock.serve.lanes import Lanes
 from penstock.serve.ledger import Ledger
 from penstock.serve.log import EventRow, GroupRow, Log, State
 from penstock.serve.making import Maker, StepMaker
@@ -63,15 +66,24 @@ class Engine:
         """What happened since this plane started, for `penstock top`."""
         self.numbers: dict[str, float] = {}
         """The last metrics that ranks reported, by name."""
-        self.is_full = False
-        """A put was refused for want of room since the last time some became free."""
         self._maker = maker or StepMaker(settings.packing)
         self._arrivals: dict[str, _Arrival] = {}
-        self._arriving_bytes = 0
+        self._arriving: Counter[str] = Counter()
+        """Groups that wait for the next write, by lane."""
+        self._arriving_bytes: Counter[str] = Counter()
+        self._full: set[str] = set()
+        """Lanes a put was refused in, for want of room, since the last time some became free."""
         self._rebuild()
+        for run, weight in settings.shares.items():
+            if run not in self.lanes.evicted and (
+                run not in self.lanes.members or self.lanes.shares.weight(run) != weight
+            ):
+                self.share(run, weight)
 
     def _rebuild(self) -> None:
         self.book = Book.rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
+        found = self.log.snapshot()
+        self._saved_op = 0 if found is None else found[0]
 
     def close(self) -> None:
         """Write down what may wait for the next decision: there is none."""
@@ -85,8 +97,13 @@ class Engine:
         return self.book.ledger
 
     @property
-    def table(self) -> Table:
-        return self.book.table
+    def lanes(self) -> Lanes:
+        return self.book.lanes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everybody who may put was refused for want of room since the last time some became free."""
+        return bool(self._full) and self._full >= self.lanes.members
 
     @property
     def next_step(self) -> int:
@@ -127,7 +144,8 @@ class Engine:
             arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
             return None
         facts = self._maker.look(group, frame)
-        self._check_room(group, len(frame))
+        lane = self.lanes.lane_of(facts.run)
+        self._check_room(group, lane, len(frame))
         row = GroupRow(
             op=0,
             id=group,
@@ -137,22 +155,27 @@ class Engine:
             tokens=facts.tokens,
             size=len(frame),
             frame=bytes(frame) if isinstance(frame, bytearray) else frame,
+            run=lane,
         )
         self._arrivals[group] = _Arrival(row, [ticket])
-        self._arriving_bytes += row.size
+        self._arriving[lane] += 1
+        self._arriving_bytes[lane] += row.size
         return None
 
-    def _check_room(self, group: str, size: int) -> None:
-        limit, waiting = self.settings.max_held_bytes, self.held_bytes + self._arriving_bytes
+    def _check_room(self, group: str, lane: str, size: int) -> None:
+        arriving, table = self._arriving[lane], self.lanes.table(lane)
+        limit = int(self.settings.max_held_bytes * self.lanes.part(lane))
+        of = f" (run {lane!r} has its share)" if lane else ""
         if size > limit:
-            raise InvalidInput(f"group {group!r}: {size:,} bytes; at most max_held_bytes, {limit:,}, are ever held")
-        self.log.check_room(self._arriving_bytes + size)
-        if waiting + size > limit or not self.table.may_insert(ahead=len(self._arrivals)):
-            self.is_full = True
-            groups, capacity = len(self.table) + len(self._arrivals), self.settings.replay.capacity
+            raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
+        self.log.check_room(self._arriving_bytes.total() + size)
+        waiting = self.book.bytes_of[lane] + self._arriving_bytes[lane]
+        if waiting + size > limit or not table.may_insert(ahead=arriving):
+            self._full.add(lane)
+            groups, capacity = len(table) + arriving, self.settings.replay.capacity
             raise Overloaded(
-                f"group {group!r}: {waiting:,} bytes in {groups} groups wait for the trainer, the limits are "
-                f"{limit:,} bytes and {capacity} groups, {self.table.settings.limiter}; try again later",
+                f"group {group!r}: {waiting:,} bytes in {groups} groups wait for the trainer, the limits{of} are "
+                f"{limit:,} bytes and {capacity} groups, {table.settings.limiter}; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -160,7 +183,9 @@ class Engine:
         """Write what was put since the last time, as one transaction; what is returned without error is durable."""
         if not self._arrivals:
             return []
-        arrivals, self._arrivals, self._arriving_bytes = list(self._arrivals.values()), {}, 0
+        arrivals, self._arrivals = list(self._arrivals.values()), {}
+        self._arriving.clear()
+        self._arriving_bytes.clear()
         rows = [replace(arrival.row, op=self.book.op + i) for i, arrival in enumerate(arrivals, start=1)]
         try:
             with self._transaction():
@@ -179,17 +204,39 @@ class Engine:
         """Count samples that were filtered out before they were put."""
         self._decide("discard", (reason, samples))
 
+    # -------------------------------------------------------------- runs
+
+    def share(self, run: str, weight: float) -> None:
+        """Give a run a share of the trainer, or another one, or let it in again."""
+        if not run or not 0 < weight < float("inf"):
+            raise InvalidInput(f"share of run {run!r}: {weight}; give a name and a positive number")
+        self._decide("share", (run, weight))
+
+    def evict(self, run: str, reason: str) -> None:
+        """Drop all a run has waiting and refuse it from now on; steps that were planned stay as they are."""
+        if run not in self.lanes.members:
+            known = ", ".join(map(repr, sorted(self.lanes.members))) or "none; runs are not kept apart here"
+            raise UnknownKey(f"evict run {run!r}: it has no share; those that have: {known}")
+        self._decide("evict", (run, reason))
+        self.counts["runs_evicted"] += 1
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """What each run that shares the trainer, or did, has and had of it."""
+        return {run: facts | {"held_bytes": self.book.bytes_of[run]} for run, facts in self.lanes.report().items()}
+
     # -------------------------------------------------------------- steps out
 
     def plan_step(self, step: int) -> Staged | str:
         """Plan a step and make it durable; or say in words what is missing for it."""
         assert step == self.last_step + 1
-        count = self._draw_count()
-        if isinstance(count, str):
-            return count
+        counts = self.book.apportion(self.settings.target)
+        if counts is None:
+            return self._missing()
         try:
-            ops = self.book.draw(count)
+            ops = self.book.draw(counts)
         except WaitTimeout as error:
+            if len(counts) > 1:
+                self._rebuild()  # others may have been drawn from
             return f"generation: {error}"
         try:
             return self._plan(step, ops)
@@ -227,25 +274,12 @@ class Engine:
             raise CorruptFrame(f"step {step}: made again, its bytes differ from those recorded; the log was altered")
         return staged
 
-    def _draw_count(self) -> int | str:
-        """How many groups the next step takes; or what is missing."""
-        target, held = self.settings.target, len(self.table)
-        if target.groups is not None:
-            return target.groups if held >= target.groups else f"generation: {held} of {target.groups} groups"
-        by_samples = target.samples is not None
-        need = target.samples if target.samples is not None else target.tokens
-        assert need is not None
-        have = self.ledger.held if by_samples else self.book.held_tokens
-        if have < need:
-            return f"generation: {have} of {target}"
-        have = taken = 0
-        keys = self.table.keys()
-        for key in keys:
-            row = self.book.rows[self.book.by_id[str(key)]]
-            have, taken = have + (row.samples if by_samples else row.tokens), taken + 1
-            if have >= need:
-                break
-        return taken
+    def _missing(self) -> str:
+        """What the next step waits for, in words."""
+        target, book = self.settings.target, self.book
+        held = {"groups": len(book.lanes), "samples": book.ledger.held, "tokens": book.held_tokens}[target.unit]
+        full = [f"run {lane!r} is at its share of max_held_bytes" for lane in sorted(self._full) if lane]
+        return "; ".join([f"generation: {held} of {target}", *full])
 
     def _frames(self, ops: Sequence[int]) -> list[Buffer]:
         frames: list[Buffer] = []
@@ -260,9 +294,18 @@ class Engine:
         """Set aside groups no step can be made with, so that one of them does not stop all others; False if none."""
         bad = {ops[i]: str(error)[:500] for i in self._maker.misfits(self._frames(ops))}
         if bad:
+            lanes = {self.book.rows[op].run for op in bad}
             self._decide("quarantine", bad)
             self.counts["groups_quarantined"] += len(bad)
+            for lane in sorted(lanes & self.lanes.members):
+                self._judge(lane, str(error)[:500])
         return bool(bad)
+
+    def _judge(self, run: str, error: str) -> None:
+        """A run that sends groups no step can be made with, again and again, is evicted."""
+        limit, found = self.settings.evict_after, self.book.misfits[run]
+        if limit is not None and found >= limit:
+            self.evict(run, f"{found} of its groups could not be packed, the last because of: {error}")
 
     # -------------------------------------------------------------- what ranks report
 
@@ -284,7 +327,19 @@ class Engine:
         self.book.begin_at(step + 1)
         if event is not None:
             self.book.redo(event)
-        self.is_full = False
+        self._full.clear()
+        self._save_now_and_then()
+
+    def _save_now_and_then(self) -> None:
+        """Write memory down once much was decided since; so often that it costs little against what is held."""
+        if self.book.op - self._saved_op < max(self.settings.snapshot_every, len(self.book.rows)):
+            return
+        self._saved_op = self.book.op
+        try:
+            with self._transaction():
+                self.log.set_snapshot(self.book.op, self.book.save().to_bytes())
+        except DiskFull:
+            self.counts["snapshots_skipped"] += 1  # a restart takes longer, that is all
 
     def report(self, priorities: dict[str, float], metrics: dict[str, float]) -> None:
         """New priorities, by group or sample id (of a group's samples the largest counts), and numbers to show."""
@@ -293,8 +348,8 @@ class Engine:
         for name, value in priorities.items():
             if not 0.0 <= value <= MAX_PRIORITY:
                 raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
-            group = name if name in self.table else name.rpartition("/")[0]
-            if group in self.table:
+            group = name if name in self.lanes else name.rpartition("/")[0]
+            if group in self.lanes:
                 found[group] = max(value, found.get(group, 0.0))
             else:
                 self.counts["priorities_unknown"] += 1

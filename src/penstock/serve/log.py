@@ -11,24 +11,31 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import Conflict, CorruptFile, DiskFull, Fenced, StorageError
+from penstock.serve.tidier import TIDY_BYTES, Tidier
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
 _PAGE = 16384
+_MUST_TIDY_BYTES = 4 * TIDY_BYTES
+"""Of write-ahead log, from which on a commit carries it over itself: where groups come faster than the tidier works."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     op INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, policy_version INTEGER NOT NULL,
     samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL,
-    state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0);
+    state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0,
+    run TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS frames (op INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (op INTEGER PRIMARY KEY, kind TEXT NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshots (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
 """
@@ -61,6 +68,16 @@ class GroupRow:
     frame: bytes | memoryview
     state: State = State.HELD
     reason: str = ""
+    run: str = ""
+    """The run it waits with; empty where runs are not kept apart."""
+
+
+_GROUPS = "SELECT op, id, digest, policy_version, samples, tokens, size, state, reason, run FROM groups"
+
+
+def _row(found: tuple[Any, ...]) -> GroupRow:
+    op, name, digest, version, samples, tokens, size, state, reason, run = found
+    return GroupRow(op, name, digest, version, samples, tokens, size, b"", _STATES[state], reason, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +101,24 @@ class Log:
             self._db.execute(f"PRAGMA page_size={_PAGE}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute(f"PRAGMA journal_size_limit={_MUST_TIDY_BYTES}")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={_MUST_TIDY_BYTES // _PAGE}")
             self._db.executescript(_SCHEMA)
-            found = self.meta("format", FORMAT)
-            if found != FORMAT:
-                raise CorruptFile(f"{path}: format {found}; this version reads format {FORMAT}; use a matching one")
+            self._upgrade(path)
             self.take_over()
+        self._frame_bytes = 0
+        """In the transaction under way."""
+        self._tidier = None if self.folder is None else Tidier(path)
+
+    def _upgrade(self, path: str) -> None:
+        found = self.meta("format", FORMAT)
+        if found not in READABLE:
+            raise CorruptFile(f"{path}: format {found}; this version reads format {FORMAT}; use a matching one")
+        if found == 1:  # no runs were kept apart then
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("ALTER TABLE groups ADD COLUMN run TEXT NOT NULL DEFAULT ''")
+            self.set_meta("format", FORMAT)
+            self._db.execute("COMMIT")
 
     def take_over(self) -> None:
         """Begin a new epoch: whoever wrote before may write no more."""
@@ -120,10 +150,13 @@ class Log:
         """All of it on disk when this ends, or none of it. Refuses once another plane has taken the run over."""
         with _typed_errors(str(self.folder or "memory")):
             self._db.execute("BEGIN IMMEDIATE")
+            self._frame_bytes = 0
             try:
                 self._check_epoch()
                 yield
                 self._db.execute("COMMIT")
+                if self._tidier is not None:
+                    self._tidier.note(self._frame_bytes)
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -141,20 +174,26 @@ class Log:
 
     def add_groups(self, rows: Sequence[GroupRow]) -> None:
         self._db.executemany(
-            "INSERT INTO groups (op, id, digest, policy_version, samples, tokens, size, state, reason)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO groups (op, id, digest, policy_version, samples, tokens, size, state, reason, run)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (r.op, r.id, r.digest, r.policy_version, r.samples, r.tokens, r.size, int(r.state), r.reason)
+                (r.op, r.id, r.digest, r.policy_version, r.samples, r.tokens, r.size, int(r.state), r.reason, r.run)
                 for r in rows
             ],
         )
         self._db.executemany("INSERT INTO frames VALUES (?, ?)", [(r.op, r.frame) for r in rows])
+        self._frame_bytes += sum(r.size for r in rows)
 
     def add_event(self, event: EventRow) -> None:
         self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (event.op, event.kind, event.data))
 
     def add_step(self, step: int, op: int, manifest: bytes) -> None:
         self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (step, op, manifest, int(State.SCHEDULED)))
+
+    def set_snapshot(self, op: int, data: bytes) -> None:
+        """Keep what memory held after a decision, in place of the one before."""
+        self._db.execute("DELETE FROM snapshots")
+        self._db.execute("INSERT INTO snapshots VALUES (?, ?)", (op, data))
 
     def set_groups(self, ops: Sequence[int], state: State, reason: str = "") -> None:
         self._db.executemany(
@@ -185,11 +224,19 @@ class Log:
         row = self._db.execute("SELECT frame FROM frames WHERE op = ?", (op,)).fetchone()
         return None if row is None else row[0]
 
-    def groups(self) -> Iterator[GroupRow]:
-        """All groups in order, without their frames."""
-        query = "SELECT op, id, digest, policy_version, samples, tokens, size, state, reason FROM groups ORDER BY op"
-        for op, name, digest, version, samples, tokens, size, state, reason in self._db.execute(query):
-            yield GroupRow(op, name, digest, version, samples, tokens, size, b"", _STATES[state], reason)
+    def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
+        """All groups behind a decision, in order, without their frames."""
+        yield from map(_row, self._db.execute(f"{_GROUPS} WHERE op > ? ORDER BY op", (after,)))
+
+    def groups_of(self, ops: Iterable[int]) -> Iterator[GroupRow]:
+        """These groups, without their frames."""
+        for op in ops:
+            yield from map(_row, self._db.execute(f"{_GROUPS} WHERE op = ?", (op,)))
+
+    def snapshot(self) -> tuple[int, bytes] | None:
+        """(decision, what memory held after it), if it was ever kept."""
+        found: tuple[int, bytes] | None = self._db.execute("SELECT op, data FROM snapshots").fetchone()
+        return found
 
     def with_frames(self) -> set[int]:
         """The groups whose frames were not given back."""
@@ -200,16 +247,22 @@ class Log:
         query = "SELECT state, reason, SUM(samples) FROM groups GROUP BY state, reason"
         return {(State(state), reason): samples for state, reason, samples in self._db.execute(query)}
 
-    def events(self) -> Iterator[EventRow]:
-        for op, kind, data in self._db.execute("SELECT op, kind, data FROM events ORDER BY op"):
+    def events(self, *, after: int = 0) -> Iterator[EventRow]:
+        """All events behind a decision, in order."""
+        query = "SELECT op, kind, data FROM events WHERE op > ? ORDER BY op"
+        for op, kind, data in self._db.execute(query, (after,)):
             yield EventRow(op, kind, data)
 
-    def steps(self) -> Iterator[tuple[int, int, bytes, State]]:
-        """(step, op, manifest, state) in order."""
-        for step, op, manifest, state in self._db.execute("SELECT * FROM steps ORDER BY step"):
-            yield step, op, manifest, State(state)
+    def steps(self, *, first: int = 1) -> Iterator[tuple[int, int, bytes, State]]:
+        """(step, op, manifest, state) from the first one on, in order."""
+        for step, op, manifest, state in self._db.execute(
+            "SELECT * FROM steps WHERE step >= ? ORDER BY step", (first,)
+        ):
+            yield step, op, manifest, _STATES[state]
 
     def close(self) -> None:
+        if self._tidier is not None:
+            self._tidier.close()
         self._db.close()
         if self._lock is not None:
             os.close(self._lock)

@@ -15,6 +15,7 @@ from penstock.arrays import Samples
 from penstock.encode import decode, encode
 from penstock.errors import InvalidInput, PenstockError
 from penstock.pack import Packing, Share, Traits, check_columns, plan
+from penstock.pack.traits import kept_lengths
 from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
 
@@ -27,6 +28,8 @@ class Facts:
     tokens: int
     policy_version: int
     """Of its oldest sample."""
+    run: str = ""
+    """The run or adapter it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +76,16 @@ class StepMaker:
     def look(self, group: str, frame: Buffer) -> Facts:
         samples = decode(frame)
         _check_group(group, samples)
-        traits = Traits.of(samples, self._packing.seq_len)
-        if (traits.kept == 0).any():
-            name = samples.ids[int((traits.kept == 0).argmax())]
+        kept = kept_lengths(samples, self._packing.seq_len)
+        if not kept.all():
+            name = samples.ids[int(kept.argmin())]
             raise InvalidInput(
                 f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len "
                 f"{self._packing.seq_len}; raise seq_len or use smaller images"
             )
         version = int(samples.policy_versions.min())
-        return Facts(samples=len(samples), tokens=samples.num_tokens, policy_version=version)
+        run = samples.text["run"][0]
+        return Facts(samples=len(samples), tokens=samples.num_tokens, policy_version=version, run=run)
 
     def make(self, step: int, frames: Sequence[Buffer]) -> Made:
         samples = Samples.concat([decode(frame) for frame in frames])
@@ -121,6 +125,9 @@ def _check_group(group: str, samples: Samples) -> None:
     foreign = next((name for name in samples.text["group"] if name != group), group)
     if foreign != group:
         raise InvalidInput(f"group {group!r}: holds a sample of group {foreign!r}; put groups one by one")
+    runs = sorted(set(samples.text["run"]))
+    if len(runs) > 1:
+        raise InvalidInput(f"group {group!r}: samples of runs {runs[0]!r} and {runs[1]!r}; a group belongs to one run")
     if len(set(samples.ids)) != len(samples):
         raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
 

@@ -1,7 +1,8 @@
 """The Prometheus page: what a plane counts, as text, on a loopback address.
 
 Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
-`penstock_train_` what was trained on, `penstock_ledger_` where every sample is, `penstock_plane_` the plane itself.
+`penstock_train_` what was trained on, `penstock_ledger_` where every sample is, `penstock_run_` the runs that share
+the trainer, `penstock_plane_` the plane itself.
 The numbers are taken by the plane's own loop between two turns, so they belong together; a plane that does not
 answer within two seconds gives 503, which is worth an alarm.
 """
@@ -93,6 +94,13 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
             yield f"penstock_ledger_{name}_samples_total", "counter", {"reason": reason}, count
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
+    for run, facts in status["runs"].items():
+        labels = {"member": run}
+        yield "penstock_run_share", "gauge", labels, facts["share"]
+        yield "penstock_run_held_groups", "gauge", labels, facts["held_groups"]
+        yield "penstock_run_held_bytes", "gauge", labels, facts["held_bytes"]
+        yield "penstock_run_taken_tokens_total", "counter", labels, facts["taken_tokens"]
+        yield "penstock_run_evicted", "gauge", labels, float(facts["evicted"] is not None)
     for phase in _PHASES:
         yield "penstock_plane_phase", "gauge", {"phase": phase}, float(status["phase"] == phase)
     yield "penstock_plane_missing_processes", "gauge", {}, len(status["missing"])
@@ -107,12 +115,14 @@ def _escape(text: str) -> str:
 
 
 class MetricsPage:
-    """Serves `/metrics` from a thread, on a loopback address only."""
+    """Serves `/metrics` from a thread, on a loopback address only: what `show` makes of what `ask` gives."""
 
-    def __init__(self, address: str, ask: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, address: str, ask: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], str] = render
+    ) -> None:
         host, port = _parse(address)
         try:
-            self._server = _Http((host, port), _handler(ask, {host, "localhost"}))
+            self._server = _Http((host, port), _handler(lambda: show(ask()), {host, "localhost"}))
         except OSError as error:
             raise ConfigError(
                 f"metrics: {address!r}: {error.strerror}; use another port, or 0 for a free one"
@@ -149,7 +159,7 @@ class _Http(ThreadingHTTPServer):
     request_queue_size = 16
 
 
-def _handler(ask: Callable[[], dict[str, Any]], names: set[str]) -> type[BaseHTTPRequestHandler]:
+def _handler(text: Callable[[], str], names: set[str]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "penstock", ""
         timeout = 5
@@ -162,7 +172,7 @@ def _handler(ask: Callable[[], dict[str, Any]], names: set[str]) -> type[BaseHTT
                 self._answer(404, "the page is /metrics\n")
             else:
                 try:
-                    self._answer(200, render(ask()))
+                    self._answer(200, text())
                 except WaitTimeout as error:
                     self._answer(503, f"{error}\n")
 

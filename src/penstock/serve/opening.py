@@ -10,12 +10,13 @@ file://FOLDER        a plane elsewhere, over a shared filesystem
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.hold import Fifo, Limiter, Selector
 from penstock.pack import Cost, Packing
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
@@ -31,6 +32,7 @@ from penstock.serve.server import Server
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.serve.source import Source
 
+logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
 
 
@@ -54,6 +56,8 @@ def open(  # noqa: A001 - ps.open is what it is called
     packing: dict[str, Any] | None = None,
     run: str = "run",
     replicas: int = 1,
+    shares: Mapping[str, float] | None = None,
+    evict_after: int | None = 3,
     max_held_bytes: int = 4 << 30,
     max_disk_bytes: int | None = None,
     retain_steps: int = 64,
@@ -63,7 +67,8 @@ def open(  # noqa: A001 - ps.open is what it is called
 ) -> Plane:
     """A plane: in this process for a folder or "memory:", a line to one elsewhere for an address.
 
-    `packing` takes further settings of `penstock.pack`; `listen` lists addresses where other processes may join.
+    `packing` takes further settings of `penstock.pack`; `listen` lists addresses where other processes may join;
+    `shares` divides the trainer between runs or adapters, named as in `Sample.run`, by weight.
 
     >>> import penstock as ps
     >>> with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane:
@@ -105,6 +110,8 @@ def open(  # noqa: A001 - ps.open is what it is called
             seed=seed,
         ),
         replicas=replicas,
+        shares=dict(shares or {}),
+        evict_after=evict_after,
         max_held_bytes=max_held_bytes,
         max_disk_bytes=max_disk_bytes,
         retain_steps=retain_steps,
@@ -125,9 +132,16 @@ def open_settings(
     except BaseException:
         log.close()
         raise
-    thread = threading.Thread(target=server.run, name="penstock-plane", daemon=True)
+    thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
     return Plane(memory.connect, url=where, timeouts=settings.timeouts, server=server, thread=thread)
+
+
+def _run(server: Server) -> None:
+    try:
+        server.run()
+    except PenstockError as error:  # every later call raises it, so a traceback here would say it twice
+        logger.error("the plane in this process ended: %s", error)  # noqa: TRY400
 
 
 def connect(

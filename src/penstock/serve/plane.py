@@ -27,7 +27,21 @@ from penstock.convert.filters import Filter
 from penstock.encode import encode
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError, PlaneLost
 from penstock.send.carrier import ClientCarrier
-from penstock.send.messages import Accepted, Ask, Discard, Frames, FromClient, FromPlane, Put, Rejected, Status
+from penstock.send.messages import (
+    BEHIND,
+    Accepted,
+    Ask,
+    Discard,
+    Frames,
+    FromClient,
+    FromPlane,
+    Missing,
+    Put,
+    Rejected,
+    Share,
+    Status,
+    Trace,
+)
 from penstock.send.timeouts import Timeouts
 from penstock.serve.courier import Courier
 from penstock.serve.ledger import Ledger
@@ -112,7 +126,28 @@ class Plane:
 
     def discard(self, reason: str, samples: int) -> None:
         """Count samples that were generated and filtered out before they became a group."""
-        self._call(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples), [])
+        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples))
+
+    # -------------------------------------------------------------- runs that share the trainer
+
+    def share(self, run: str, weight: float = 1.0) -> None:
+        """Give a run a share of the trainer, or another one, or let it in again after it was evicted.
+
+        From the first share on, groups wait by run (the `run` of their samples), each step takes tokens from the
+        runs in proportion to their weights, and groups of a run without a share are refused.
+        """
+        if not weight > 0:
+            raise InvalidInput(f"share of run {run!r}: {weight}; must be a positive number; use evict to take it away")
+        self._decide(lambda ticket: Share(ticket=ticket, run=run, weight=weight))
+
+    def evict(self, run: str, reason: str) -> None:
+        """Take a run's share away: what it has waiting is dropped and counted, its puts raise `Evicted`."""
+        self._decide(lambda ticket: Share(ticket=ticket, run=run, weight=0.0, reason=reason))
+
+    def _decide(self, make: Callable[[int], FromClient]) -> None:
+        answer = self._call(make, [])
+        if isinstance(answer, Rejected):
+            raise _error_of(answer)
 
     # -------------------------------------------------------------- trainers
 
@@ -189,12 +224,22 @@ class Plane:
 
     def _on_message(self, message: FromPlane, _frames: Frames, now: float) -> None:
         self._heard = now
+        if isinstance(message, Missing):
+            self._send_again(message.put)
+            return
         ticket = getattr(message, "ticket", None)
         if ticket is not None:
             with self._lock:
                 entry = self._open.pop(ticket, None)
             if entry is not None:
                 entry.future.set_result(message)
+
+    def _send_again(self, ticket: int) -> None:
+        """The plane did not get a group that somebody still waits for."""
+        with self._lock:
+            question = self._open.get(ticket)
+        if question is not None:
+            self._courier.send(question.message, question.frames)
 
     def _on_tick(self, now: float) -> None:
         with self._lock:
@@ -208,7 +253,8 @@ class Plane:
             self._give_up(PlaneLost(f"{self.url}: no answer for {silent:.1f} s; is the plane running?"))
             return
         for question in late:
-            self._courier.send(question.message, question.frames)
+            for message, frames in question.reminders():
+                self._courier.send(message, frames)
 
     def _on_end(self, error: BaseException) -> None:
         self._closed = self._closed or error
@@ -237,6 +283,19 @@ class _Question:
     sent: float
     patience: float
     """Doubles each time: a large group may be on its way, or wait for a slow disk."""
+
+    def reminders(self) -> list[tuple[FromClient, Frames]]:
+        """What to say while there is no answer.
+
+        A group is not sent again before the plane says that it did not come: on a slow link it may still be on its
+        way, and a copy behind it would make every later one later still. What goes out is a question that takes the
+        group's way and arrives after it, or instead of it; and one for a sign of life.
+        """
+        put = self.message
+        if not isinstance(put, Put):
+            return [(put, self.frames)]
+        trace = Trace(ticket=put.ticket, group=put.group, digest=put.digest)
+        return [(trace, BEHIND), (trace, ())]
 
 
 class GroupBuilder:

@@ -37,7 +37,6 @@ from penstock.serve.watchdog import Watchdog, die_with_parent
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
-_LOOK_S = 1.0
 
 
 class Exit(IntEnum):
@@ -115,7 +114,6 @@ class Turns:
         self.page: MetricsPage | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
-        self._look_at = 0.0
         self._seen: tuple[int, ...] = ()
 
     def __call__(self) -> None:
@@ -124,9 +122,6 @@ class Turns:
             logger.warning("the watchdog had died; started another, process %d", self.watchdog.pid)
             signal.set_wakeup_fd(self.watchdog.pipe, warn_on_full_buffer=False)
         self.snapshot.on_turn()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._check_owner()
         if self._asked is not None:
             self._drain(now)
 
@@ -135,12 +130,6 @@ class Turns:
             os._exit(Exit.AT_ONCE)
         self._asked = time.monotonic()
         logger.info("%s: ending", signal.Signals(number).name)
-
-    def _check_owner(self) -> None:
-        """A plane that was taken over must end, even if nobody makes it write."""
-        current = self.log.meta("epoch", 0)
-        if current != self.log.epoch:
-            raise Fenced(f"epoch {self.log.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def _drain(self, now: float) -> None:
         """End after the first turn in which nothing happened: what had arrived by then is written and answered."""
@@ -155,7 +144,7 @@ class Turns:
         engine, coordinator = self.server.engine, self.server.coordinator
         return (
             f"epoch {coordinator.epoch}, session {coordinator.session} {coordinator.phase.value}, step "
-            f"{engine.next_step}, {len(engine.table)} groups and {engine.held_bytes} bytes held, waiting for "
+            f"{engine.next_step}, {len(engine.lanes)} groups and {engine.held_bytes} bytes held, waiting for "
             f"{coordinator.waiting_for}"
         )
 

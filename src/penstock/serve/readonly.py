@@ -18,7 +18,7 @@ import msgspec
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.serve.book import Manifest
 from penstock.serve.ledger import Ledger
-from penstock.serve.log import FORMAT, State
+from penstock.serve.log import FORMAT, READABLE, State
 
 LOG = "log.sqlite"
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
@@ -39,7 +39,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
     with _reading(root / LOG) as log:
         meta = {str(name): int(value) for name, value in log.execute("SELECT name, value FROM meta")}
-        if meta.get("format", FORMAT) != FORMAT:
+        if meta.get("format", FORMAT) not in READABLE:
             raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
         next_step = meta.get("next_step", 1)
         return {

@@ -17,10 +17,22 @@ from typing import Any
 import xxhash
 import zmq
 
-from penstock.errors import CallerError, CorruptFrame, DiskFull, Overloaded, PenstockError
+from penstock.arrays.sample import MAX_TEXT
+from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
 from penstock.send.carrier import PlaneCarrier
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import Effect, Parted, Peer, Reported, Resume, Send, Staged, StepCommitted, StepReceived
+from penstock.send.effects import (
+    Effect,
+    Left,
+    Parted,
+    Peer,
+    Reported,
+    Resume,
+    Send,
+    Staged,
+    StepCommitted,
+    StepReceived,
+)
 from penstock.send.messages import (
     Accepted,
     Ask,
@@ -28,9 +40,13 @@ from penstock.send.messages import (
     Discard,
     Frames,
     FromPlane,
+    Missing,
+    Pulse,
     Put,
     Rejected,
+    Share,
     Status,
+    Trace,
     pack_message,
     read_from_client,
 )
@@ -42,6 +58,8 @@ from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = 1.0
+_LOOK_S = 1.0
+_REMEMBERED = 4096
 
 
 class Server:
@@ -66,6 +84,7 @@ class Server:
             session=log.meta("session", 0),
             next_step=self.engine.next_step,
             last_step=self.engine.last_step,
+            left=_left(settings, log),
             timeouts=settings.timeouts,
         )
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
@@ -77,7 +96,10 @@ class Server:
         self._stopping = threading.Event()
         self._owed: deque[Effect] = deque()
         """What is decided and could not be done for want of disk space."""
-        self._retry_at = 0.0
+        self._traces: list[tuple[Peer, Trace]] = []
+        self._decided: dict[tuple[Peer, int], Outcome] = {}
+        """What was answered to questions that must not be acted on twice."""
+        self._retry_at = self._look_at = 0.0
         self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
@@ -123,8 +145,11 @@ class Server:
         for carrier in self._carriers:
             for peer, header, frames in carrier.receive():
                 self._on_message((carrier, peer), header, frames, now)
-        for outcome in self.engine.flush():
+        outcomes = self.engine.flush()
+        for outcome in outcomes:
             self._answer(outcome)
+        self._answer_traces()
+        self._check_owner(outcomes, now)
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._pay() and self._plan(now)) else 0.0
         self._carry_out(self.coordinator.on_tick(now))
@@ -141,8 +166,10 @@ class Server:
             return
         if isinstance(message, Put):
             self._on_put(peer, message, frames)
-        elif isinstance(message, Discard):
-            self._on_discard(peer, message)
+        elif isinstance(message, Trace):
+            self._on_trace(peer, message, frames)
+        elif isinstance(message, (Discard, Share)):
+            self._on_decision(peer, message)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=json.dumps(self.status()).encode()))
         else:
@@ -157,19 +184,57 @@ class Server:
             reason = f"group {message.group!r}: {len(frames)} frames; a group is one"
             self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
         elif message.digest and message.digest != xxhash.xxh3_128_digest(frames[0]):
-            self.engine.counts["messages_corrupt"] += 1  # altered on the way: as if lost, the sender asks again
+            self.engine.counts["messages_corrupt"] += 1  # altered on the way
+            self._send(peer, Missing(put=message.ticket))
         else:
             outcome = self.engine.put(ticket, message.group, frames[0])
             if outcome is not None:
                 self._answer(outcome)
 
-    def _on_discard(self, peer: Peer, message: Discard) -> None:
+    def _on_trace(self, peer: Peer, message: Trace, frames: Frames) -> None:
+        if frames:  # it came the way of the group it asks for; that may wait for this turn's write
+            self._traces.append((peer, message))
+            return
+        now = self.coordinator  # the group may be on its way for long: say that we live
+        self._send(peer, Pulse(epoch=now.epoch, session=now.session, waiting_for=now.waiting_for))
+
+    def _answer_traces(self) -> None:
+        """What was put is written by now, or was refused, or never came."""
+        traces, self._traces = self._traces, []
+        for peer, trace in traces:
+            known = self._log.digest_of(trace.group) == trace.digest
+            self._send(peer, Accepted(ticket=trace.ticket, duplicate=True) if known else Missing(put=trace.ticket))
+
+    def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
+        """A plane that was taken over must end, even if nobody makes it write."""
+        for outcome in outcomes:
+            if isinstance(outcome.error, Fenced):
+                raise outcome.error
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            current = self._log.meta("epoch", 0)
+            if current != self._log.epoch:
+                raise Fenced(f"epoch {self._log.epoch}: the run was taken over by epoch {current}; this plane must end")
+
+    def _on_decision(self, peer: Peer, message: Discard | Share) -> None:
+        known = self._decided.get((peer, message.ticket))
+        if known is not None:  # the answer was slow or lost; counting twice would be wrong
+            self._answer(known)
+            return
         error: PenstockError | None = None
         try:
-            self.engine.discard(message.reason[:200], max(message.samples, 0))
+            if isinstance(message, Discard):
+                self.engine.discard(message.reason[:200], max(message.samples, 0))
+            elif message.weight:
+                self.engine.share(message.run[:MAX_TEXT], message.weight)
+            else:
+                self.engine.evict(message.run, message.reason[:200])
         except PenstockError as refused:
             error = refused
-        self._answer(Outcome((peer, message.ticket), error))
+        outcome = self._decided[peer, message.ticket] = Outcome((peer, message.ticket), error)
+        while len(self._decided) > _REMEMBERED:
+            self._decided.pop(next(iter(self._decided)))
+        self._answer(outcome)
 
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)
@@ -216,6 +281,9 @@ class Server:
             assert isinstance(effect.peer, tuple)  # as made in `turn`
             carrier, address = effect.peer
             carrier.forget(address)
+        elif isinstance(effect, Left):
+            with self._log.transaction():
+                self._log.set_meta(_left_name(effect.session, effect.rank, effect.replica), effect.step)
         elif isinstance(effect, Resume):
             self._resume(effect)
         elif isinstance(effect, StepReceived):
@@ -284,12 +352,28 @@ class Server:
             "next_step": engine.next_step,
             "last_step": engine.last_step,
             "policy_version": engine.policy_version,
-            "held_groups": len(engine.table),
+            "held_groups": len(engine.lanes),
             "held_bytes": engine.held_bytes,
             "max_held_bytes": self.settings.max_held_bytes,
             "uptime_s": time.monotonic() - self._started,
             "ledger": engine.ledger.as_dict(),
             "counts": dict(engine.counts),
-            "metrics": engine.table.metrics(),
+            "metrics": engine.lanes.metrics(),
             "reported": engine.numbers,
+            "runs": engine.runs(),
         }
+
+
+def _left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int]:
+    """Who left the session that an earlier life of this plane served, and the last step each of them committed."""
+    session, found = log.meta("session", 0), {}
+    for rank in range(settings.packing.ranks):
+        for replica in range(settings.replicas):
+            step = log.meta(_left_name(session, rank, replica), -1)
+            if step >= 0:
+                found[rank, replica] = step
+    return found
+
+
+def _left_name(session: int, rank: int, replica: int) -> str:
+    return f"left {session} {rank} {replica}"

@@ -76,7 +76,8 @@ class Source:
             raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
         self.rank, self.world = rank, world
         self.timeouts = timeouts or Timeouts()
-        self._next, self._prefetch = resume_step, prefetch
+        self._first = self._next = resume_step
+        self._prefetch = prefetch
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._follower = Follower(
@@ -178,7 +179,8 @@ class Source:
     def fail(self, reason: str) -> None:
         """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
         with self._lock:
-            self._handle(self._follower.fail(self._next - 1, reason, time.monotonic()))
+            step = max(self._next - 1, self._first)  # the one being trained; the first, if none was taken yet
+            self._handle(self._follower.fail(step, reason, time.monotonic()))
 
     @property
     def waiting_for(self) -> str:
@@ -241,7 +243,7 @@ class Source:
         if len(arrived.frames) != 1 or digest_of(message.plan, arrived.frames[0]) != message.digest:
             logger.warning("step %d: not the bytes that were sent; asking again", message.step)
             with self._lock:
-                self._follower.altered(message.step, time.monotonic())
+                self._handle(self._follower.altered(message.step, time.monotonic()))
             return
         try:
             share = Share.from_bytes(message.plan)

@@ -26,6 +26,9 @@ folder = "runs/demo"
 # Processes per data rank (tensor or context parallel); each gets the rank's data.
 # replicas = 1
 
+# Groups of one run that no step could be made with, after which the run is evicted (see [shares]). "none": never.
+# evict_after = 3
+
 # Encoded bytes that may wait for training. Beyond, puts wait or raise Overloaded.
 # max_held_bytes = "4 GiB"
 
@@ -34,6 +37,10 @@ folder = "runs/demo"
 
 # Committed steps that can still be served again to a trainer that resumes from an older checkpoint.
 # retain_steps = 64
+
+# Decisions (groups, steps, reports) after which the plane's memory is written down. A restart does again only what
+# came later: 27 us each.
+# snapshot_every = 20000
 
 # Prometheus text at http://HOST:PORT/metrics, on a loopback address only; port 0 picks a free one. "none": off.
 # metrics = "none"
@@ -99,6 +106,13 @@ groups = 4
 # max_staleness = "none"
 # Of the random draws.
 # seed = 0
+
+[shares]
+# Runs or adapters that share the trainer, as named in their samples' `run`, each with its weight: every step takes
+# tokens from them in these proportions, and each may hold its part of max_held_bytes. Groups of other runs are refused.
+# Without any, runs are not kept apart. `penstock runs` shows and changes them while the plane runs.
+#   alpha = 2.0
+#   beta = 1.0
 
 [timeouts]
 # Seconds. Ranks and plane tell each other that they live, this often.

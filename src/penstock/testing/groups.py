@@ -9,7 +9,9 @@ import numpy as np
 from penstock.arrays import Sample
 
 
-def named_group(name: str, *, samples: int = 2, tokens: int = 6, policy_version: int = 0) -> list[Sample]:
+def named_group(
+    name: str, *, samples: int = 2, tokens: int = 6, policy_version: int = 0, run: str = ""
+) -> list[Sample]:
     """The samples of one prompt, each `tokens` long, as a rollout worker would put them.
 
     >>> [sample.id for sample in named_group("prompt-1")]
@@ -22,6 +24,7 @@ def named_group(name: str, *, samples: int = 2, tokens: int = 6, policy_version:
         Sample.from_prompt(
             id=f"{name}/{i}",
             group=name,
+            run=run,
             policy_version=policy_version,
             prompt_ids=prompt,
             completion_ids=rng.integers(0, 50_000, length),

@@ -51,7 +51,7 @@ class Faults:
     delay_s: float = 0.01
     """Mean time a message travels; each one differs, so they overtake each other."""
     rank_crash: float = 0.0
-    """Crashes of each rank per second; so for the others."""
+    """Ends of each rank per second, half of them crashes and half in order; crashes, for the plane."""
     plane_crash: float = 0.0
     pause: float = 0.0
     fill_failure: float = 0.0
@@ -124,6 +124,10 @@ class KeptLog(Log):
             raise Crash
 
 
+RUNS = ("a", "b")
+"""Each group belongs to one of them, by its name."""
+
+
 class PlainMaker:
     """Steps made of groups that are nothing but a name, so that thousands of runs can be simulated."""
 
@@ -134,7 +138,8 @@ class PlainMaker:
         name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
         if name != group:
             raise CorruptFrame(f"group {group!r}: holds {name!r}")
-        return Facts(samples=samples, tokens=10 * samples, policy_version=version)
+        run = RUNS[sum(group.encode()) % len(RUNS)]
+        return Facts(samples=samples, tokens=10 * samples, policy_version=version, run=run)
 
     def make(self, step: int, frames: Sequence[Buffer]) -> Made:
         shares = tuple(f"{step}:{rank}".encode() for rank in range(self._ranks))
@@ -198,11 +203,11 @@ class Process:
     def peer(self) -> str:
         return f"{self.name}.{self.life}"
 
-    def hears(self, act: Callable[[], None]) -> None:
+    def hears(self, act: Callable[[], None], life: int | None = None) -> None:
         """Do something now, or when the pause is over, unless it has died until then."""
-        life = self.life
+        life = self.life if life is None else life
         if self.world.clock.now < self.paused_until:
-            self.world.clock.after(self.paused_until - self.world.clock.now, lambda: self.hears(act))
+            self.world.clock.after(self.paused_until - self.world.clock.now, lambda: self.hears(act, life))
         elif self.up and self.life == life:
             act()
 
@@ -313,6 +318,13 @@ class Rank(Process):
 
     def fail(self, error: PeerError) -> None:
         self.world.oracle.raised(self, error)
+        self.crash()
+
+    def depart(self) -> None:
+        """End in order, as a trainer that was told to; another one starts later."""
+        for event in self.follower.leave():
+            assert isinstance(event, Out)
+            self.say(event.message)
         self.crash()
 
     def crash(self) -> None:

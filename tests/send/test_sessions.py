@@ -1,0 +1,280 @@
+"""Both sides of the protocol against each other, without a network: who hears what, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.errors import PeerError
+from penstock.send.coordinator import Coordinator
+from penstock.send.effects import Effect, Left, Send, Staged, StepCommitted
+from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Released
+from penstock.send.messages import Frames, FromPlane, FromRank, pack_message, read_from_client, read_from_plane
+from penstock.send.roster import Place
+from penstock.send.timeouts import Timeouts
+
+TIMES = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
+
+
+class Rank:
+    """A follower, and what came of it."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.name = world, f"rank{rank}"
+        self.follower = Follower(run="r", rank=rank, world=world.ranks, step=1, incarnation=self.name, timeouts=TIMES)
+        self.arrived: list[int] = []
+        self.released: list[int] = []
+        self.error: PeerError | None = None
+        self.do(self.follower.start(world.now))
+
+    def do(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self.world.up.append((self.name, event.message))
+            elif isinstance(event, Arrived):
+                self.arrived.append(event.deliver.step)
+                self.do(self.follower.received(event.deliver.step, event.deliver.digest, self.world.now))
+            elif isinstance(event, Released):
+                self.released.append(event.step)
+            elif isinstance(event, Failed):
+                self.error = event.error
+
+
+class World:
+    """A coordinator and ranks. Messages arrive at once, in order, unless a test holds them."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.now, self.ranks, self.epoch = 100.0, ranks, 0
+        self.up: deque[tuple[object, FromRank]] = deque()
+        self.down: deque[tuple[object, FromPlane, Frames]] = deque()
+        self.left: dict[Place, int] = {}
+        self.session, self.next_step, self.last_step = 0, 1, 0
+        self.cut: set[object] = set()
+        """Who is not reached by the plane."""
+        self.held: list[tuple[object, FromPlane, Frames]] = []
+        """Payloads, and what follows them, on a slow link."""
+        self.slow: set[object] = set()
+        self.start_plane()
+        self.members = [Rank(self, rank) for rank in range(ranks)]
+        self.settle()
+
+    def start_plane(self) -> None:
+        self.epoch += 1
+        self.plane = Coordinator(
+            run="r",
+            ranks=self.ranks,
+            epoch=self.epoch,
+            session=self.session,
+            next_step=self.next_step,
+            last_step=self.last_step,
+            left=self.left,
+            timeouts=TIMES,
+        )
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.down.append((effect.peer, effect.message, effect.frames))
+            elif isinstance(effect, Left):
+                self.left[effect.rank, effect.replica] = effect.step
+            elif isinstance(effect, StepCommitted):
+                self.next_step = effect.step + 1
+                self.do(self.plane.committed(effect.session, effect.step))
+
+    def settle(self) -> None:
+        """Until nobody has anything to say."""
+        while self.up or self.down:
+            if self.up:
+                peer, message = self.up.popleft()
+                said = read_from_client(pack_message(message))
+                self.do(self.plane.on_message(peer, said, self.now))  # type: ignore[arg-type]
+                self.session = self.plane.session
+                continue
+            to, answer, frames = self.down.popleft()
+            if to in self.slow and frames:
+                self.held.append((to, answer, frames))
+            elif to not in self.cut:
+                self.hand_over(to, answer, frames)
+
+    def hand_over(self, to: object, answer: FromPlane, frames: Frames) -> None:
+        rank = next(member for member in self.members if member.name == to)
+        rank.do(rank.follower.on_message(read_from_plane(pack_message(answer)), frames, self.now))
+
+    def stage(self, step: int) -> None:
+        self.last_step = step
+        frames = [[b"payload"] for _ in range(self.ranks)]
+        plans = [b"plan"] * self.ranks
+        staged = Staged(step=step, plans=plans, payloads=list(frames), digests=[f"{step}"] * self.ranks)
+        self.do(self.plane.stage(staged, self.now))
+        self.settle()
+
+    def take(self, step: int) -> None:
+        """Every rank asks for a step, and gets it."""
+        for member in self.members:
+            member.do(member.follower.request(step, self.now))
+        self.settle()
+        self.stage(step)
+
+    def commit(self, rank: int, step: int) -> None:
+        self.members[rank].do(self.members[rank].follower.commit(step, None, self.now))
+        self.settle()
+
+    def leave(self, rank: int) -> None:
+        self.members[rank].do(self.members[rank].follower.leave())
+        self.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.05
+            for member in self.members:
+                member.do(member.follower.on_tick(self.now))
+            self.do(self.plane.on_tick(self.now))
+            self.settle()
+
+
+# ------------------------------------------------------------------ leaving
+
+
+def test_a_plane_that_restarts_does_not_wait_for_who_left() -> None:
+    world = World()
+    world.take(1)
+    world.commit(1, 1)
+    world.leave(1)
+    world.start_plane()
+    world.pass_time(TIMES.heartbeat_s * 2)
+    stays = world.members[0]
+    assert (stays.error, stays.follower.left) == (None, 1)
+    world.commit(0, 1)  # what the other one had trained counts
+    assert world.next_step == 2
+    assert stays.follower.uncommitted == []
+    world.pass_time(TIMES.peer_s * 3)
+    assert stays.error is None
+
+
+def test_a_step_that_one_received_and_left_is_not_given_to_the_others() -> None:
+    world = World()
+    world.take(1)
+    for rank in (0, 1):
+        world.commit(rank, 1)
+    world.slow.add("rank0")
+    world.take(2)  # rank 1 has it, rank 0 has not
+    world.leave(1)
+    for parcel in world.held:
+        world.hand_over(*parcel)
+    world.settle()
+    world.pass_time(TIMES.heartbeat_s * 2)
+    stays = world.members[0]
+    assert (stays.arrived, stays.released, stays.follower.left) == ([1, 2], [1], 1)
+
+
+def test_an_old_hello_of_who_left_does_not_bring_it_back() -> None:
+    world = World()
+    world.take(1)
+    again = world.members[1].follower._say_hello(world.now)
+    world.leave(1)
+    world.start_plane()
+    world.members[1].do(again)
+    world.pass_time(TIMES.peer_s * 3)
+    assert world.members[0].error is None
+
+
+def test_who_leaves_before_all_have_joined_ends_the_wait_of_the_others() -> None:
+    world = World(3)
+    first, second, third = world.members
+    world.start_plane()  # knows nobody; two say hello again, the third does not
+    world.members = [Rank(world, 0), Rank(world, 1)]
+    world.settle()
+    world.leave(1)
+    assert str(world.members[0].error) == "step 1: rank 1: left before all had joined"
+    assert (first.error, second.error, third.error) == (None, None, None)
+
+
+# ------------------------------------------------------------------ failing early
+
+
+def test_a_failure_before_the_first_answer_reaches_all() -> None:
+    world = World(3)
+    world.start_plane()
+    world.members = [Rank(world, 0)]
+    world.settle()
+    early = Rank(world, 1)
+    world.members.append(early)
+    early.do(early.follower.fail(1, "no GPU", world.now))  # it has not heard of a session yet
+    early.do(early.follower.leave())
+    world.settle()
+    assert str(world.members[0].error) == "step 1: rank 1: no GPU"
+
+
+def test_a_failure_whose_hello_was_lost_reaches_all() -> None:
+    world = World(3)
+    world.start_plane()
+    world.members = [Rank(world, 0)]
+    world.settle()
+    early = Rank(world, 1)
+    world.members.append(early)
+    world.up.clear()
+    early.do(early.follower.fail(1, "no GPU", world.now))
+    world.now += TIMES.resend_s
+    world.settle()
+    assert str(world.members[0].error) == str(early.error) == "step 1: rank 1: no GPU"
+
+
+# ------------------------------------------------------------------ one way only
+
+
+def test_a_rank_the_plane_cannot_reach_is_noticed_though_it_is_heard() -> None:
+    world = World()
+    world.take(1)
+    world.pass_time(1.0)
+    world.cut.add("rank1")
+    began = world.now
+    while world.members[0].error is None:
+        world.pass_time(0.05)
+    assert world.now - began < TIMES.peer_s + 4 * TIMES.heartbeat_s
+    assert "rank 1: has not heard the plane for" in str(world.members[0].error)
+
+
+def test_a_plane_that_stood_still_blames_nobody() -> None:
+    world = World()
+    world.take(1)
+    world.pass_time(1.0)
+    for _ in range(60):  # three seconds in which ranks speak and nobody answers
+        world.now += 0.05
+        for member in world.members:
+            member.do(member.follower.on_tick(world.now))
+    world.settle()
+    world.pass_time(2.0)
+    assert [member.error for member in world.members] == [None, None]
+
+
+# ------------------------------------------------------------------ slow links
+
+
+def test_a_step_on_a_slow_link_is_sent_once() -> None:
+    world = World()
+    world.slow.add("rank1")
+    world.take(1)
+    world.pass_time(2.0)
+    assert sum(bool(frames[0]) for _, _, frames in world.held) == 1
+    for parcel in world.held:
+        world.hand_over(*parcel)
+    world.settle()
+    assert [member.released for member in world.members] == [[1], [1]]
+
+
+def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:
+    world = World()
+    world.slow.add("rank1")
+    world.take(1)
+    for copies in (1, 2):
+        world.held.clear()  # a connection broke
+        world.pass_time(TIMES.resend_s * 1.5)
+        assert [getattr(answer, "copies", 0) for _, answer, _ in world.held][:1] == [copies]
+        for parcel in list(world.held):
+            world.hand_over(*parcel)  # what follows it says so
+        world.settle()
+        assert sum(bool(frames[0]) for _, _, frames in world.held) == 1
+        world.held = [parcel for parcel in world.held if parcel[2][0]]
+    world.hand_over(*world.held[0])
+    world.settle()
+    assert [member.released for member in world.members] == [[1], [1]]

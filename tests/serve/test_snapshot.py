@@ -1,0 +1,126 @@
+"""Memory that was written down: a restart from it ends where a restart from the whole log ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.encode import encode
+from penstock.hold import Fifo, Freshest, MinPriority, Prioritized, Uniform
+from penstock.send.effects import Staged
+from penstock.serve.book import Book
+from penstock.serve.engine import Engine
+from penstock.serve.settings import Replay
+from penstock.serve.snapshot import Saved
+from penstock.testing.groups import named_group
+from tests.serve.conftest import OpenEngine
+
+POLICIES = {
+    "queue": Replay(capacity=8),
+    "uniform": Replay(capacity=6, sampler=Uniform(), remover=Fifo(), max_times_sampled=3, seed=5),
+    "prioritized": Replay(capacity=6, sampler=Prioritized(0.6), remover=MinPriority(), max_times_sampled=None, seed=7),
+    "freshest": Replay(capacity=6, sampler=Freshest(2), remover=Fifo(), max_times_sampled=2, max_staleness=2),
+}
+
+
+def live(engine: Engine, first: int, last: int) -> list[list[str]]:
+    """What a run with two members does between two step numbers; the digests of its steps."""
+    digests = []
+    for step in range(first, last):
+        rng = np.random.default_rng(step)
+        for i in range(4):
+            name = f"g{step}-{i}"
+            engine.put(name, name, encode(named_group(name, run="ab"[i % 2], policy_version=max(step - 2, 0))))
+        engine.flush()
+        engine.discard("too short", 1)
+        staged = engine.plan_step(step)
+        assert isinstance(staged, Staged), staged
+        digests.append(staged.digests)
+        engine.received(step)
+        engine.report({f"g{step}-{i}/0": float(rng.random()) for i in range(4)}, {})
+        engine.commit(step, step)
+    return digests
+
+
+def everything(book: Book) -> dict[str, Any]:
+    """All that a book knows, as plain data."""
+    saved = msgspec.structs.asdict(book.save())
+    saved["rows"] = {op: (row.id, row.samples, row.tokens, row.size, row.run) for op, row in book.rows.items()}
+    saved["manifests"] = book.steps
+    return saved
+
+
+@pytest.mark.parametrize("shares", [{}, {"a": 2.0, "b": 1.0}], ids=["one lane", "two runs"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_restart_from_memory_equals_one_from_the_whole_log(
+    open_engine: OpenEngine, tmp_path: Path, policy: str, shares: dict[str, float]
+) -> None:
+    kinds: dict[str, Any] = {"replay": POLICIES[policy], "shares": shares, "retain_steps": 3}
+    straight = live(open_engine(**kinds), 1, 31)
+    engine = open_engine(tmp_path, snapshot_every=1, **kinds)
+    got: list[list[str]] = []
+    for first in range(1, 31, 5):
+        got += live(engine, first, first + 5)
+        engine.log.close()  # as after kill -9
+        engine = open_engine(tmp_path, snapshot_every=1, **kinds)
+    assert got == straight
+    taken = engine.log.snapshot()
+    assert taken is not None and taken[0] > engine.book.op // 2  # of late, so that the test means something
+    short = Book.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    engine.log._db.execute("DELETE FROM snapshots")
+    whole = Book.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    assert everything(short) == everything(whole) == everything(engine.book)
+
+
+@pytest.mark.parametrize("damage", ["altered", "other settings", "another format", "another table"])
+def test_memory_that_is_of_no_use_is_left_aside(open_engine: OpenEngine, tmp_path: Path, damage: str) -> None:
+    engine = open_engine(tmp_path, snapshot_every=1)
+    live(engine, 1, 9)
+    before = everything(engine.book)
+    found = engine.log.snapshot()
+    assert found is not None
+    saved = msgspec.msgpack.decode(found[1][8:], type=Saved)
+    if damage == "altered":
+        data = found[1][:100] + bytes([found[1][100] ^ 1]) + found[1][101:]
+    elif damage == "another table":
+        lanes = msgspec.structs.replace(saved.lanes, tables={"": b"PSTABLE0" + saved.lanes.tables[""][8:]})
+        data = msgspec.structs.replace(saved, lanes=lanes).to_bytes()
+    elif damage == "another format":
+        data = msgspec.structs.replace(saved, format=99).to_bytes()
+    else:
+        data = msgspec.structs.replace(saved, replay="Replay(capacity=1)").to_bytes()
+    engine.log._db.execute("UPDATE snapshots SET data = ?", (data,))
+    engine.log.close()
+    assert everything(open_engine(tmp_path).book) == before
+
+
+def test_a_trainer_may_go_back_behind_the_moment_memory_was_written_down(
+    open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    engine = open_engine(tmp_path, snapshot_every=1)
+    digests = live(engine, 1, 21)
+    engine.log.close()
+    again = open_engine(tmp_path, snapshot_every=1)
+    again.resume(2, 3)
+    assert [again.stage_again(step).digests for step in range(3, 21)] == digests[2:]
+    again.log.close()
+    third = open_engine(tmp_path)
+    assert third.next_step == 3 and third.ledger == again.ledger
+
+
+def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path, snapshot_every=1, retain_steps=2)
+    live(engine, 1, 60)
+    engine.log.close()
+    seen: list[str] = []
+    again = open_engine(tmp_path, retain_steps=2)
+    again.log._db.set_trace_callback(seen.append)
+    Book.rebuild(again.log, Replay(), retain_steps=2)
+    again.log._db.set_trace_callback(None)
+    held = len(again.book.rows)
+    single = [query for query in seen if "WHERE op = " in query]
+    assert len(single) <= 2 * held + 8 and held < 140  # of the 236 groups that were ever accepted
