@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from penstock.arrays import Samples
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
 from penstock.demo import reverse
+from penstock.demo.launch import Progress
 from penstock.demo.sampler import sample
-from penstock.demo.screen import sparkline
+from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import make_task, model_of
 from penstock.pack import pack
 from penstock.train.config import TaskConfig
@@ -70,7 +72,8 @@ def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, 
             from penstock.train.vision import Vision
 
             vision = Vision(model, config, AssetStore(tmp_path / "assets"))
-            extra = vision.inputs(model, batch, tensors)
+            extra = vision.inputs(batch, tensors)
+            model.model.rope_deltas = None  # the sampler's
             vision.close()
         with torch.no_grad():
             logits = forward(model, tensors, extra)
@@ -85,3 +88,12 @@ def test_a_sparkline_follows_its_values() -> None:
     assert sparkline([], 5) == ""
     assert sparkline([0, 1], 10) == "▁█"
     assert len(sparkline([0.5] * 1000, 40)) == 40
+
+
+def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: Any = [{"step": step, "train/reward": None} for step in range(1, 30)]
+    progress = Progress(rows=rows, status={}, kills={}, seconds=1.0)
+    assert "reward" in str(page(progress).renderable.columns[0]._cells)
+    with screen(quiet=False) as show:
+        show(progress)
+    assert "step   29  reward 0.000" in capsys.readouterr().out

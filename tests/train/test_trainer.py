@@ -9,15 +9,17 @@ import msgspec
 import pytest
 import torch
 
+import penstock as ps
 from penstock.capture import Trajectory, Turn
 from penstock.convert import Group, make_group
 from penstock.demo.tasks import make_task, model_of, standardized
-from penstock.errors import CorruptFile
+from penstock.errors import CorruptFile, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.serve import SourceStep
 from penstock.serve import open as open_plane
 from penstock.train import checkpoint
 from penstock.train.config import DataConfig, FakeConfig, OptimizerConfig, TaskConfig, TrainConfig
+from penstock.train.model import check_vocabulary
 from penstock.train.terms import Terms
 from penstock.train.trainer import Trainer, train
 from penstock.train.weights import Weights
@@ -123,6 +125,14 @@ def test_fake_data_trains_without_a_plane(tmp_path: Path) -> None:
     train(config_of(tmp_path, data=fake, max_steps=3), rank=0, url="", observer=recorder)
     assert [len(batches) for batches in recorder.steps.values()] == [3, 3, 3]
     assert all(len(ids) == 2 for batches in recorder.steps.values() for _, ids in batches)
+
+
+def test_a_token_without_an_embedding_is_named_before_the_forward_pass() -> None:
+    samples = [ps.Sample(id=name, token_ids=ids, loss_mask=[0, 1]) for name, ids in (("a", [1, 2]), ("b", [3, 12]))]
+    batch = ps.pack(samples, ranks=1, seq_len=8).ranks[0][0]
+    check_vocabulary(batch, 13)
+    with pytest.raises(InvalidInput, match=r"sample 'b': token id 12 for a model of 12 tokens"):
+        check_vocabulary(batch, 12)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

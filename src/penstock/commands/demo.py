@@ -27,6 +27,10 @@ from penstock.errors import ConfigError
 from penstock.train.config import DataConfig, LossConfig, ReplayConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
+_TRY_NEXT = (
+    "  penstock demo --chaos             the same while processes are killed",
+    "  penstock demo --write-config my.toml && penstock train my.toml",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,28 +79,39 @@ def run(args: argparse.Namespace) -> int:
         args.write_config.write_text(template(msgspec.structs.replace(config, folder="", run="my-run")))
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
-    return run_config(config, chaos=Chaos(seed=args.seed) if args.chaos else None, as_json=args.json)
+    chaos = Chaos(seed=args.seed) if args.chaos else None
+    return run_config(config, goal=LEARNED, chaos=chaos, following=_TRY_NEXT, as_json=args.json)
 
 
-def run_config(config: TrainConfig, *, chaos: Chaos | None = None, as_json: bool = False) -> int:
-    """Run a configuration to its end and say what came of it."""
+def run_config(
+    config: TrainConfig,
+    *,
+    goal: float | None,
+    chaos: Chaos | None = None,
+    following: tuple[str, ...] = (),
+    as_json: bool = False,
+) -> int:
+    """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
+
+    `following` are commands to show as what to try next.
+    """
     began = time.monotonic()
     with screen(quiet=as_json) as show:
         status = Launcher(config, chaos=chaos).run(show)
-    report = summary(config, status, time.monotonic() - began)
+    report = summary(config, status, time.monotonic() - began, goal)
     if chaos is not None:
         report["kills"] = dict(chaos.kills)
-    print(json.dumps(report) if as_json else _closing(report, config))
-    return 0 if report["learned"] and report["ledger"]["balanced"] else 1
+    print(json.dumps(report) if as_json else _closing(report, config, following))
+    return 0 if report["learned"] is not False and report["ledger"].get("balanced", True) else 1
 
 
-def summary(config: TrainConfig, status: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What a run came to."""
+def summary(config: TrainConfig, status: dict[str, Any], seconds: float, goal: float | None) -> dict[str, Any]:
+    """What a run came to; `learned` is None where there was no goal."""
     rows = Metrics(Path(config.folder) / "metrics.jsonl").read()
     rewards = [row["train/reward"] for row in rows if row.get("train/reward") is not None]
     last = sum(rewards[-10:]) / max(len(rewards[-10:]), 1)
     return {
-        "learned": last >= LEARNED,
+        "learned": None if goal is None else last >= goal,
         "reward_first": round(sum(rewards[:10]) / max(len(rewards[:10]), 1), 4),
         "reward_last": round(last, 4),
         "steps": len(rows),
@@ -107,29 +122,25 @@ def summary(config: TrainConfig, status: dict[str, Any], seconds: float) -> dict
     }
 
 
-def _closing(report: dict[str, Any], config: TrainConfig) -> str:
-    ledger = report["ledger"]
-    verdict = "It learned" if report["learned"] else "It did not learn in time"
-    gap = report["on_policy_gap"]
+def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, ...]) -> str:
+    ledger, gap = report["ledger"], report["on_policy_gap"]
+    verdict = {True: "It learned", False: "It did not learn in time", None: "It is trained"}[report["learned"]]
     lines = [
         "",
         f"{verdict}: reward {report['reward_first']:.2f} -> {report['reward_last']:.2f} "
         f"in {report['steps']} steps, {report['seconds']:.0f} s.",
-        f"Ledger: {ledger.get('accepted', 0)} samples accepted, {ledger.get('committed', 0)} trained, "
-        f"{ledger.get('held', 0)} held, {sum(ledger.get('dropped', {}).values())} dropped as stale; "
-        + ("every one accounted for." if ledger.get("balanced") else "NOT BALANCED."),
     ]
+    if ledger:
+        under_way = ledger["scheduled"] + ledger["delivered"]
+        lines.append(
+            f"Ledger: {ledger['accepted']} samples accepted, {ledger['committed']} trained, {ledger['held']} held, "
+            f"{under_way} under way, {sum(ledger['dropped'].values())} dropped; "
+            + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
+        )
     if gap is not None:
         lines.append(f"Trainer and sampler agree on the first step to {gap:.1e} in log-probability.")
-    lines += [
-        f"Everything is in {config.folder}.",
-        "",
-        "Next:",
-        f"  penstock view {config.folder}          look at the tokens",
-        "  penstock demo --chaos             the same while processes are killed",
-        "  penstock demo --write-config my.toml && penstock train my.toml",
-    ]
-    return "\n".join(lines)
+    lines += [f"Everything is in {config.folder}.", "", "Next:"]
+    return "\n".join([*lines, f"  penstock view {config.folder}          look at the tokens", *following])
 
 
 def _need_extras() -> None:

@@ -4,7 +4,9 @@
   penstock train my.toml                  run it, or continue it from its last checkpoint
   penstock train my.toml --json           one JSON line at the end
 
-With [data.fake] there is no plane: synthetic micro-batches measure the trainer alone.
+Without a [task], set `listen` and put groups from your own processes: ps.open("tcp://127.0.0.1:7440").put(group).
+With [data.fake] there is no plane: synthetic micro-batches measure the trainer alone. The exit code is 1 when a
+target_reward was set and not reached.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import msgspec
 
 from penstock.commands.demo import run_config
 from penstock.errors import ConfigError
+from penstock.send.keys import PlaneKeys
 from penstock.train.config import load
 
 
@@ -32,4 +35,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if not config.folder:
         config = msgspec.structs.replace(config, folder=str(Path("runs") / config.run))
-    return run_config(config, as_json=args.json)
+    if config.keys:
+        PlaneKeys.load(config.keys)  # what is wrong with them is said now, and not when the plane starts
+    if config.listen and not args.json:
+        keys = ', keys="FOLDER"' if config.keys else ""
+        print(f'Groups are taken at {config.listen}: ps.open("{config.listen}"{keys}).put(group)', flush=True)
+    again = f"  penstock train {args.config}          with a higher max_steps, to continue"
+    return run_config(config, goal=config.target_reward, following=(again,), as_json=args.json)

@@ -25,9 +25,12 @@ from penstock.demo.planes import address
 from penstock.errors import PenstockError
 from penstock.serve import open as open_plane
 from penstock.train.config import TrainConfig, template
+from penstock.train.journal import check_installed
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
+_SHOWN_ROWS = 100
+"""Steps of which the screen may show more than the reward."""
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Launcher:
         self._nursery: Nursery | None = None
         self._failures: Counter[str] = Counter()
         self._random = random.Random(0 if chaos is None else chaos.seed)
-        self._metrics = Metrics(self.folder / "metrics.jsonl")
+        self._metrics = Metrics(self.folder / "metrics.jsonl", whole_rows=_SHOWN_ROWS)
         self._status: dict[str, Any] = {}
 
     def run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Launcher:
     # -------------------------------------------------------------- processes
 
     def _prepare(self) -> None:
+        check_installed(list(self.config.metrics))
         for name in ("logs", "weights", "checkpoints"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(template(self.config))
@@ -192,16 +196,27 @@ class Launcher:
 class Metrics:
     """Reads metrics.jsonl as it grows; a step that was trained again after a crash counts with its last line."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
+    def __init__(self, path: Path, *, whole_rows: int | None = None) -> None:
+        """With `whole_rows`, of rows before the last so many only the reward is kept: a run may be long."""
+        self._path, self._at, self._whole = path, 0, whole_rows
         self._rows: dict[int, dict[str, float]] = {}
+        self._in_order: list[dict[str, float]] = []
 
     def read(self) -> list[dict[str, float]]:
+        known = self._at
         for line in self._lines():
             with contextlib.suppress(json.JSONDecodeError, KeyError):
                 row = json.loads(line)
                 self._rows[int(row["step"])] = row
-        return [self._rows[step] for step in sorted(self._rows)]
+                self._shorten(int(row["step"]))
+        if self._at != known:
+            self._in_order = [self._rows[step] for step in sorted(self._rows)]
+        return self._in_order
+
+    def _shorten(self, newest: int) -> None:
+        if self._whole is None or (old := self._rows.get(newest - self._whole)) is None:
+            return
+        self._rows[newest - self._whole] = {name: old[name] for name in ("step", "train/reward")}
 
     def _lines(self) -> Iterator[str]:
         if not self._path.exists():

@@ -28,6 +28,9 @@ from penstock.errors import Closed
 from penstock.serve.watchdog import die_with_parent
 
 _START_S = 300.0
+_STEADY = {"TORCH_FR_BUFFER_SIZE": "64"}
+"""Torch records its last 2,000 collectives; small things that stay, between tensors that go, break up the heap. With
+the full record ranks grew by about 3 MB per 100 steps over their first 500, with this one by 0.3."""
 
 
 class Child:
@@ -77,7 +80,7 @@ class Nursery:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=worker_environment(os.environ),
+                env={**_STEADY, **worker_environment(os.environ)},
                 text=True,
             )
         self._by_key: dict[str, Child] = {}

@@ -20,9 +20,7 @@ _LONGEST = 100
 
 
 def address(config: TrainConfig) -> str:
-    """Where the plane of a run listens: in its folder, unless that name is too long for a socket."""
-    if config.listen:
-        return config.listen
+    """Where ranks and workers of a run find its plane: in its folder, unless that name is too long for a socket."""
     path = Path(config.folder).resolve() / "plane.sock"
     if len(str(path)) > _LONGEST:
         path = Path(tempfile.gettempdir()) / f"penstock-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"
@@ -59,12 +57,14 @@ def settings_of(config: TrainConfig, timeouts: Timeouts) -> PlaneSettings:
 
 
 def run_plane(config: TrainConfig, timeouts: Timeouts) -> None:
-    """Serve until SIGTERM."""
-    url = address(config)
-    if url.startswith(("ipc://", "shm+ipc://")):
-        Path(url.partition("ipc://")[2]).unlink(missing_ok=True)
+    """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
+    urls = [address(config), *filter(None, [config.listen])]
+    for url in urls:
+        if "ipc://" in url:
+            Path(url.partition("ipc://")[2]).unlink(missing_ok=True)
     log = Log(Path(config.folder) / "plane")
-    server = Server(settings_of(config, timeouts), log, [plane_carrier(url)])
+    carriers = [plane_carrier(url, config.keys or None) for url in urls]
+    server = Server(settings_of(config, timeouts), log, carriers)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.run()

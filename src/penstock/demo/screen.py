@@ -65,8 +65,13 @@ class _Lines:
 
 
 def _recent(progress: Progress, name: str, count: int = 10) -> float:
-    values = [row.get(name, 0.0) for row in progress.rows[-count:]]
+    values = _known(progress.rows[-count:], name)
     return sum(values) / max(len(values), 1)
+
+
+def _known(rows: list[dict[str, float]], name: str) -> list[float]:
+    """The values that are there; a step without rewards, say, has null."""
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def page(progress: Progress) -> Any:
@@ -78,7 +83,7 @@ def page(progress: Progress) -> Any:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
-    rewards = [row["train/reward"] for row in progress.rows]
+    rewards = _known(progress.rows, "train/reward")
     last = progress.rows[-1] if progress.rows else {}
     status, ledger = progress.status, progress.status.get("ledger", {})
     table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 56)}", style="green"))

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import ConfigError
+from penstock.send.sockets import check_url
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,12 +124,19 @@ class TrainConfig(_Section, frozen=True):
     checkpoint_every: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 10
     export_every: Annotated[int, Meta(ge=0, description="token export of every n-th step; 0: none")] = 10
     listen: Annotated[
-        str, Meta(description="address of the plane; empty: a socket file in the folder, payloads in shared memory")
+        str,
+        Meta(description="also take groups at this address, tcp://HOST:PORT or ipc://PATH; empty: from [task] only"),
+    ] = ""
+    keys: Annotated[
+        str, Meta(description="key folder made by `penstock keys`; needed where other hosts can reach `listen`")
     ] = ""
     metrics: Annotated[
         list[Literal["tensorboard", "wandb"]],
         Meta(description="also write metrics there; metrics.jsonl is always written"),
     ] = []
+    prometheus: Annotated[
+        str, Meta(description="127.0.0.1:PORT of a page with the last step's metrics for Prometheus; empty: none")
+    ] = ""
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
@@ -143,6 +151,8 @@ class TrainConfig(_Section, frozen=True):
             )
         if self.replay.sampler == "fifo" and self.replay.max_times_sampled > 1:
             raise ConfigError("replay.max_times_sampled above 1 with sampler 'fifo': a queue gives each group once")
+        if self.listen.startswith("tcp://"):
+            check_url(self.listen, secured=bool(self.keys))
         cap = self.data.micro_batch_max_tokens
         if cap is not None and cap > self.data.seq_len and not self.data.long_rows:
             raise ConfigError(

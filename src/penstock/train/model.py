@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
+from penstock.pack import MicroBatch
 from penstock.train.attention import NAME, buckets_of, register
 from penstock.train.config import ModelConfig
 
@@ -87,3 +89,17 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
             "does not keep samples apart, so it cannot be trained on packed rows"
         )
     return worst
+
+
+def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
+    """Raise where a token id has no embedding: the sampler has another model or tokenizer than the trainer."""
+    ids = batch["token_ids"]
+    if int(ids.max(initial=0)) < vocabulary:
+        return
+    at = int(ids.argmax())
+    segments = batch.segments
+    sample = segments.ids[int(np.searchsorted(segments.offsets, at, side="right")) - 1] if len(segments) else ""
+    raise InvalidInput(
+        f"sample {sample!r}: token id {int(ids[at])} for a model of {vocabulary} tokens; the sampler has another "
+        "vocabulary than the trainer"
+    )

@@ -8,11 +8,12 @@ step number, which is the data cursor: on resume the plane is asked for the step
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed
@@ -24,10 +25,11 @@ from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
 from penstock.train.config import LossConfig, TrainConfig
 from penstock.train.fake import FakeSource
+from penstock.train.guard import agree
 from penstock.train.journal import Journal
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
-from penstock.train.model import build_model, check_packing, forward
+from penstock.train.model import build_model, check_packing, check_vocabulary, forward
 from penstock.train.modes import ByMode
 from penstock.train.sums import Sums
 from penstock.train.tensors import to_torch
@@ -37,6 +39,15 @@ from penstock.train.weights import Weights
 
 _RECENT = 10
 """Steps over which the reward is averaged to decide whether the target is reached."""
+
+
+class Inputs(NamedTuple):
+    """All that one forward pass takes."""
+
+    batch: MicroBatch
+    tensors: dict[str, torch.Tensor]
+    extra: dict[str, Any] | None
+    """Of an image model: pixels and grids."""
 
 
 class Observer(Protocol):
@@ -111,33 +122,47 @@ class Trainer:
             self._vision = Vision(self.model, config.model, AssetStore(self.folder / "assets"))
         self._loss = loss_of(config.loss)
         self._weights = Weights(self.folder / "weights")
-        self._journal = Journal(self.folder, config.run, list(config.metrics)) if rank == 0 else None
-        self._rewards: list[float] = []
+        self._journal = None
+        if rank == 0:
+            self._journal = Journal(self.folder, config.run, list(config.metrics), config.prometheus)
+        self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._publish(self.done)
 
     def run(self, source: Source | FakeSource) -> None:
         """Train until the last step, or until the target is reached."""
         while self.done < self.config.max_steps and not self._is_learned():
-            began = time.monotonic()
-            step = source.step()
-            waited = time.monotonic() - began
-            sums = self.train_step(step)
-            self.done = step.number
-            self._publish(self.done)
-            if self.config.replay.sampler == "prioritized":
-                source.report(step, priorities=sums.priorities)
-            source.commit(step, policy_version=self.done)
-            if self.done % self.config.checkpoint_every == 0:
-                self._checkpoint()
-            self._note(step, sums, time.monotonic() - began, waited)
+            self._advance(source)
         self._checkpoint()
 
-    def train_step(self, step: SourceStep) -> Sums:
+    def _advance(self, source: Source | FakeSource) -> None:
+        """One step: take it, train it, say so."""
+        began = time.monotonic()
+        with agree(step=self.done + 1):  # a rank that lacks an image stops all of them before they compute
+            step = source.step()
+            waited = time.monotonic() - began
+            inputs = [self._prepare(batch) for batch in step]
+        sums = self.train_step(step, inputs)
+        self.done = step.number
+        self._publish(self.done)
+        if self.config.replay.sampler == "prioritized":
+            source.report(step, priorities=sums.priorities)
+        source.commit(step, policy_version=self.done)
+        if self.done % self.config.checkpoint_every == 0:
+            self._checkpoint()
+        self._note(step, sums, time.monotonic() - began, waited)
+
+    def _prepare(self, batch: MicroBatch) -> Inputs:
+        check_vocabulary(batch, self.vocabulary)
+        tensors = to_torch(batch)
+        extra = self._vision.inputs(batch, tensors) if self._vision and batch.images else None
+        return Inputs(batch, tensors, extra)
+
+    def train_step(self, step: SourceStep, inputs: list[Inputs]) -> Sums:
         """One optimizer step over all micro-batches of a step."""
-        sums, last = Sums(), len(step) - 1
-        for index, batch in enumerate(step):
+        sums, last = Sums(), len(inputs) - 1
+        for index, (batch, tensors, extra) in enumerate(inputs):
             with self._sync_only(index == last):
-                terms = self._backward(step, batch)
+                terms = self._backward(step, tensors, extra)
             sums.add(batch, terms, version=step.number - 1)
             if self.observer is not None:
                 self.observer.write(step, batch, terms, policy_version=step.number - 1)
@@ -153,9 +178,9 @@ class Trainer:
         self.optimizer.zero_grad()
         return sums.reduced() if self.config.ranks > 1 else sums
 
-    def _backward(self, step: SourceStep, batch: MicroBatch) -> Terms:
-        tensors = to_torch(batch)
-        extra = self._vision.inputs(self.model, batch, tensors) if self._vision and batch.images else None
+    def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
+        if extra is not None:
+            self.model.model.rope_deltas = None  # the model keeps those of the last call
         logits = forward(self._wrapped, tensors, extra)
         if self.config.model.never_sampled:
             logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
@@ -178,7 +203,7 @@ class Trainer:
         return nullcontext()
 
     def _is_learned(self) -> bool:
-        target, recent = self.config.target_reward, self._rewards[-_RECENT:]
+        target, recent = self.config.target_reward, self._rewards
         return target is not None and len(recent) == _RECENT and sum(recent) / _RECENT >= target
 
     def _publish(self, version: int) -> None:

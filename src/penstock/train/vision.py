@@ -31,9 +31,8 @@ class Vision:
             raise ConfigError("model.image_processor: not given, and no preprocessor_config.json; images need a layout")
         self._materializer = Materializer(store, layout_from_config(model.config.model_type, found))
 
-    def inputs(self, model: Any, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Arguments for the model; positions, and the loss mask where an image is lost, are changed in `tensors`."""
-        model.model.rope_deltas = None  # the model keeps those of the last call
         pixels = self._materializer.materialize(batch.images, batch.sequence_lengths)
         if pixels.masked:
             mask = mask_segments(batch["loss_mask"], batch.sequence_lengths, pixels.masked)

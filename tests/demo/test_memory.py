@@ -1,0 +1,49 @@
+"""The memory of a run's processes does not grow with its steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.demo.launch import Metrics
+from penstock.demo.memory import Measured, Series, measure, plot
+
+ROLES = {"launcher", "nursery", "plane", "rank-0", "rank-1", "worker-0", "worker-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_process_of_a_run_grows_with_its_steps(tmp_path: Path) -> None:
+    measured = measure(80)
+    plot(measured, tmp_path / "memory.svg")
+    assert measured.steps == 80 and (tmp_path / "memory.svg").stat().st_size > 1000
+    trends = {trend.role: trend for trend in measured.trends()}
+    assert trends.keys() == ROLES
+    for trend in trends.values():
+        # In so short a run the allocator's own ups and downs show. A rank that keeps 600 kB of every step has 60 here.
+        assert trend.per_100_steps_mb < 40, trend
+        assert 50 < trend.peak_mb < 1000, trend
+
+
+def test_growth_is_that_of_the_last_two_thirds_of_training() -> None:
+    times = [float(second) for second in range(101)]
+    leaking = [500.0 if t < 10 else 100.0 + t / 2 for t in times]  # imports first, then half a megabyte per second
+    series = {
+        "rank-0": Series(times=times, rss_mb=leaking, peak_mb=500.0),
+        "plane": Series(times=times, rss_mb=[7.0] * 101),
+    }
+    growing, flat = Measured(series=series, began=10.0, ended=100.0, steps=300).trends()
+    assert growing.slope_mb_per_min == pytest.approx(30.0) and growing.peak_mb == 500.0
+    assert growing.per_100_steps_mb == pytest.approx(15.0)
+    assert flat.slope_mb_per_min == pytest.approx(0.0, abs=1e-9)
+
+
+def test_of_old_steps_a_running_launcher_keeps_the_reward_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "train/reward": None, "perf/x": s}) + "\n" for s in range(1, 6)))
+    rows = Metrics(path, whole_rows=2).read()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [sorted(row) for row in rows[:3]] == [["step", "train/reward"]] * 3 and rows[3]["perf/x"] == 4
+    assert Metrics(path).read()[0]["perf/x"] == 1
