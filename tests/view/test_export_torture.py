@@ -25,6 +25,7 @@ import numpy as np
 from penstock.pack import pack
 from penstock.testing.exports import Words, samples_of_step, terms_of
 from penstock.view import Export, TokenExporter
+from penstock.view import files
 from penstock.view.files import HashedFile
 
 root = pathlib.Path(sys.argv[1])
@@ -56,16 +57,18 @@ def die_at(k):
     def counted():
         if next(calls) == k:
             os.kill(os.getpid(), signal.SIGKILL)
-    write, sync = HashedFile.write, os.fsync
-    def counted_write(self, data):
+    store, sync, data_sync = HashedFile._store, os.fsync, os.fdatasync
+    def counted_store(self, parts):
         counted()
+        data = b"".join(parts)
         if len(data) > 9:  # and once more halfway through: half a record may reach the disk
-            self._file.write(data[: len(data) // 2]); self._file.flush()
+            self._file.write(data[: len(data) // 2])
             counted()
             self._file.seek(-(len(data) // 2), 2); self._file.truncate()
-        return write(self, data)
-    HashedFile.write = counted_write
+        return store(self, parts)
+    HashedFile._store, files._BATCH_BYTES = counted_store, 1
     os.fsync = lambda fd: (counted(), sync(fd))[1]
+    os.fdatasync = lambda fd: (counted(), data_sync(fd))[1]
     changing = ("os.rename", "os.remove", "os.link", "os.mkdir")
     sys.addaudithook(lambda event, args: counted() if event in changing else None)
 
