@@ -12,7 +12,7 @@ import pytest
 from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import ConfigError, Evicted, InvalidInput, Overloaded, UnknownKey
-from penstock.hold import Fifo, Prioritized
+from penstock.hold import Fifo, MinSize, Prioritized
 from penstock.pack import Packing
 from penstock.send.effects import Staged
 from penstock.serve.engine import Engine, Outcome
@@ -234,3 +234,12 @@ def test_the_command_shows_and_changes_shares(
         assert main(["runs", url, *bad]) == 1
     assert main(["runs", str(tmp_path)]) == 1
     assert "not an address" in capsys.readouterr().err
+
+
+def test_a_step_that_a_limiter_holds_back_says_so(open_engine: OpenEngine) -> None:
+    engine = open_engine(shares=HALVES, target=Target(groups=2), replay=Replay(limiter=MinSize(min_size=5)))
+    fill(engine, "a", 2)
+    fill(engine, "b", 2)
+    assert engine.plan_step(1) == "generation: 4 of 2 groups; MinSize(min_size=5) holds it back"
+    fill(engine, "a", 3, first=2)
+    assert train(engine) == {"a": 24}

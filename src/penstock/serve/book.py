@@ -85,6 +85,10 @@ class Book:
     def held_bytes(self) -> int:
         return self.bytes_of.total()
 
+    def held(self, target: Target) -> int:
+        """What is held, counted as the target counts."""
+        return {"groups": len(self.lanes), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
+
     def row_of(self, key: Key) -> GroupRow:
         """What is known of a group that is held."""
         return self.rows[self.by_id[str(key)]]
@@ -106,8 +110,7 @@ class Book:
 
     def apportion(self, target: Target) -> dict[str, int] | None:
         """How many groups of each lane make the next step; None if they are not there."""
-        held = {"groups": len(self.lanes), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
-        return self.lanes.apportion(target, self.row_of) if held >= target.amount else None
+        return self.lanes.apportion(target, self.row_of) if self.held(target) >= target.amount else None
 
     def draw(self, counts: Mapping[str, int]) -> tuple[int, ...]:
         """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `plan`."""

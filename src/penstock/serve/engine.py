@@ -276,10 +276,11 @@ class Engine:
 
     def _missing(self) -> str:
         """What the next step waits for, in words."""
-        target, book = self.settings.target, self.book
-        held = {"groups": len(book.lanes), "samples": book.ledger.held, "tokens": book.held_tokens}[target.unit]
-        full = [f"run {lane!r} is at its share of max_held_bytes" for lane in sorted(self._full) if lane]
-        return "; ".join([f"generation: {held} of {target}", *full])
+        target, held = self.settings.target, self.book.held(self.settings.target)
+        why = [f"run {lane!r} is at its share of max_held_bytes" for lane in sorted(self._full) if lane]
+        if held >= target.amount:
+            why.append(f"{self.settings.replay.limiter} holds it back")
+        return "; ".join([f"generation: {held} of {target}", *why])
 
     def _frames(self, ops: Sequence[int]) -> list[Buffer]:
         frames: list[Buffer] = []

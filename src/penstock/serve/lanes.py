@@ -106,10 +106,7 @@ class Lanes:
             table.advance(policy_version)
 
     def update_priorities(self, priorities: Mapping[Key, float]) -> None:
-        """New priorities by key; one that nobody holds is counted as stale by the table of all."""
-        if len(self.tables) == 1:
-            next(iter(self.tables.values())).update_priorities(priorities)
-            return
+        """New priorities by key."""
         for table in self.tables.values():
             table.update_priorities({key: value for key, value in priorities.items() if key in table})
 

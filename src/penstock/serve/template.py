@@ -39,7 +39,7 @@ folder = "runs/demo"
 # retain_steps = 64
 
 # Decisions (groups, steps, reports) after which the plane's memory is written down. A restart does again only what
-# came later: 27 us each.
+# came later.
 # snapshot_every = 20000
 
 # Prometheus text at http://HOST:PORT/metrics, on a loopback address only; port 0 picks a free one. "none": off.
