@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.send.phases import TRANSITIONS
+from penstock.send.session import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "delivery.md"

@@ -18,11 +18,11 @@ import pytest
 
 import penstock as ps
 from penstock.cli import COMMANDS, main
-from penstock.commands import checkup, inspect_run, serve, top
+from penstock.commands import doctor_checks, inspect_run, serve, top
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.serve.config import build_config
-from penstock.serve.launch import PlaneProcess
-from penstock.serve.readonly import read_run
+from penstock.serve.decisions.read_log import read_run
+from penstock.serve.process.config import build_config
+from penstock.serve.process.plane_process import PlaneProcess
 from tests.serve.processes import SMALL
 
 
@@ -310,11 +310,11 @@ def test_doctor_fails_where_runs_cannot_be_kept(capsys: pytest.CaptureFixture[st
 
 def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.curve_keypair", lambda: 1 / 0)
-    broken = [finding for finding in checkup.examine(tmp_path) if finding.verdict == "failure"]
+    broken = [finding for finding in doctor_checks.examine(tmp_path) if finding.verdict == "failure"]
     assert [(finding.name, finding.text) for finding in broken] == [("curve", "ZeroDivisionError: division by zero")]
 
 
 def test_sync_times_are_sorted(tmp_path: Path) -> None:
-    times = checkup.sync_times(tmp_path, 5)
+    times = doctor_checks.sync_times(tmp_path, 5)
     assert len(times) == 5
     assert times == sorted(times)

@@ -50,7 +50,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import penstock as ps
-from penstock.encode import read_front
+from penstock.encode import read_head
 from penstock.errors import CorruptFrame
 
 frames = [path.read_bytes() for path in sorted(Path(sys.argv[1]).glob("v*/*.frame"))]
@@ -67,7 +67,7 @@ def hook(event, args):
 
 sys.addaudithook(hook)
 for frame in frames:
-    read_front(frame)
+    read_head(frame)
     list(ps.decode(frame))
     try:
         ps.decode(frame[:-1])

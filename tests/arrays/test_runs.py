@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from penstock.arrays.runs import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
+from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.testing import reference
 
 FLOAT_BITS = st.sampled_from([0, 0x80000000, 0x7FC00000, 0x7FC00001, 0x7F800001, 0x3F800000])

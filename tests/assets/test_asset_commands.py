@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.assets import AssetStore, FeatureStore, PackedImages, worker_environment
-from penstock.assets.commands import list_assets, remove_run_assets, sweep_assets, verify_assets
+from penstock.assets.maintenance import list_assets, remove_run_assets, sweep_assets, verify_assets
 from penstock.assets.urls import path_of
 from penstock.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.assets import ObjectStore
 from penstock.assets.blobs import Blobs
-from penstock.assets.folder import LocalFolder
+from penstock.assets.local_folder import LocalFolder
 from penstock.errors import ConfigError, CorruptAsset, StorageError
 from penstock.testing.stores import STORE_CHECKS
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.assets.cache import ByteCache
 from penstock.errors import ConfigError
+from penstock.train.byte_cache import ByteCache
 
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=40))

@@ -15,7 +15,7 @@ from penstock.bench.links import RawSharedLink, digest
 from penstock.bench.report import as_table
 from penstock.commands.bench import BENCHES
 from penstock.encode import decode
-from penstock.send.shared import ROOT
+from penstock.send.shared_memory import ROOT
 
 
 def silent(_what: str) -> None:

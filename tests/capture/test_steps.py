@@ -70,7 +70,7 @@ def test_folded_steps_give_the_samples_of_the_plain_rule(steps: list[dict[str, A
 def test_a_hash_never_decides_alone(steps: list[dict[str, Any]]) -> None:
     """With every hash equal to every other, folding is slower and just as right."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.capture.prefixes._mix", lambda keys, position: np.zeros(len(keys), np.uint64))
+        patch.setattr("penstock.capture.prefix_tree._mix", lambda keys, position: np.zeros(len(keys), np.uint64))
         check_folding(steps)
 
 

@@ -15,7 +15,7 @@ from penstock.testing.reference_convert import branches
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[int], list[int | None]]:
-    """Turns with masks, hung anywhere, with branch points inside turns."""
+    """LoopHooks with masks, hung anywhere, with branch points inside turns."""
     turns: list[dict[str, Any]] = []
     parents: list[int] = []
     keeps: list[int | None] = []

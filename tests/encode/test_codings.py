@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import penstock as ps
-from penstock.arrays.runs import MaskRuns, bit_view
+from penstock.arrays.run_lengths import MaskRuns, bit_view
 from penstock.bench import data
 from penstock.commands.inspect import inspect_frame
 from penstock.encode.codings import Profile, Reader, Writer

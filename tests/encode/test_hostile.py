@@ -18,7 +18,7 @@ import zstandard
 
 import penstock as ps
 from penstock.arrays import Samples
-from penstock.encode import Limits, decode, read_front
+from penstock.encode import Limits, decode, read_head
 from penstock.encode.codings import CONSTANT, NARROW, PACKED, PLANES, RAW, RUNS, SPARSE
 from penstock.encode.layout import PREFIX_SIZE
 from penstock.errors import CorruptFrame
@@ -122,7 +122,7 @@ def must_be_refused_or_valid(frame: bytes) -> bool:
     rebuilt = [sample.replace() for sample in samples]
     assert Samples.of(rebuilt) == samples
     assert decode(ps.encode(samples), limits=LIMITS) == samples
-    front = read_front(frame, limits=LIMITS)
+    front = read_head(frame, limits=LIMITS)
     assert front.lengths.tolist() == [sample.num_tokens for sample in rebuilt]
     assert front.loss_tokens.tolist() == [sample.loss_tokens for sample in rebuilt]
     return True

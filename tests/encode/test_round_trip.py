@@ -9,7 +9,7 @@ from hypothesis import given
 
 import penstock as ps
 from penstock.arrays import Samples
-from penstock.encode import read_front
+from penstock.encode import read_head
 from penstock.encode.codings import Profile
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
@@ -42,7 +42,7 @@ def test_front_tells_lengths_ids_and_accounting_from_a_frame_cut_behind_it(sampl
     frame = ps.encode(samples)
     body = sum(_body_bytes(frame))
     for data in (frame, frame[: len(frame) - body]):
-        front = read_front(data)
+        front = read_head(data)
         assert front.ids == tuple(sample.id for sample in samples)
         assert front.text["group"] == tuple(sample.group for sample in samples)
         assert front.lengths.tolist() == [sample.num_tokens for sample in samples]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from penstock.hold import Freshest, Prioritized, Selector, Table, Uniform, prioritized
+from penstock.hold.importance import importance_weights
 from penstock.hold.sumtree import SumTree
-from penstock.hold.weights import importance_weights
 
 TAIL = 1e-4
 """Both tails of a chi-square test are checked: too close to expectation is as wrong as too far."""

@@ -11,7 +11,19 @@ import pytest
 
 from penstock.arrays import ImageSpan, Sample, Samples
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
-from penstock.pack import Cost, MicroBatch, Modalities, Packing, Share, Step, Traits, bytes_needed, fill, pack, plan
+from penstock.pack import (
+    Cost,
+    MicroBatch,
+    Modalities,
+    Packing,
+    RankPlan,
+    SampleFacts,
+    Step,
+    bytes_needed,
+    fill,
+    pack,
+    plan,
+)
 
 
 def sample(length: int, name: str | None = None, **more: Any) -> Sample:
@@ -318,7 +330,7 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
     lengths = np.clip(np.exp(rng.normal(8, 1, 100_000)), 1, 32_000).astype(np.int64)
     count = len(lengths)
     zeros = np.zeros(count, np.int64)
-    traits = Traits(
+    facts = SampleFacts(
         lengths=lengths,
         kept=lengths,
         loss_tokens=lengths - 1,
@@ -335,56 +347,56 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
         mode=("rl",) * count,
     )
     started = time.process_time()
-    made = plan(traits, Packing(ranks=64, seq_len=32_768))
+    made = plan(facts, Packing(ranks=64, seq_len=32_768))
     assert time.process_time() - started < 2.0
     made.accounting.check()
-    assert sum(len(share.order) for share in made.shares) == count
+    assert sum(len(rank_plan.order) for rank_plan in made.rank_plans) == count
 
 
 def test_traits_of_parts_joined_are_the_traits_of_the_whole() -> None:
     first = [sample(5, "a", advantages=1.0), picture(9, image(2), name="b")]
     second = [sample(20, "c", run="other", teacher_logprobs=-np.ones(20))]
-    whole = Traits.of(Samples.of(first + second), 12)
-    joined = Traits.join([Traits.of(Samples.of(part), 12) for part in (first, second)])
+    whole = SampleFacts.of(Samples.of(first + second), 12)
+    joined = SampleFacts.join([SampleFacts.of(Samples.of(part), 12) for part in (first, second)])
     packing = Packing(ranks=2, seq_len=12)
-    for mine, other in zip(plan(joined, packing).shares, plan(whole, packing).shares, strict=True):
+    for mine, other in zip(plan(joined, packing).rank_plans, plan(whole, packing).rank_plans, strict=True):
         assert mine.to_bytes() == other.to_bytes()
 
 
 def test_a_share_of_other_samples_is_refused() -> None:
     step = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8)
     with pytest.raises(InvalidInput, match=r"2 given.*samples.take"):
-        fill(Samples.of([sample(4), sample(4)]), step.ranks[1].share)
+        fill(Samples.of([sample(4), sample(4)]), step.ranks[1].rank_plan)
 
 
 def test_memory_that_is_given_is_filled_and_used_again() -> None:
     samples = Samples.of([sample(4 + i, f"s{i}", advantages=float(i)) for i in range(9)])
-    shares = pack(samples, ranks=2, seq_len=16, pad_to_multiple_of=8).plan.shares
-    buffer = np.zeros(max(map(bytes_needed, shares)), np.uint8)
-    for share in shares:
-        filled = fill(samples, share, out=buffer)
-        assert [b.digest for b in filled] == [b.digest for b in fill(samples, share)]
+    rank_plans = pack(samples, ranks=2, seq_len=16, pad_to_multiple_of=8).plan.rank_plans
+    buffer = np.zeros(max(map(bytes_needed, rank_plans)), np.uint8)
+    for rank_plan in rank_plans:
+        filled = fill(samples, rank_plan, out=buffer)
+        assert [b.digest for b in filled] == [b.digest for b in fill(samples, rank_plan)]
         assert all(np.shares_memory(values, buffer) for b in filled for values in b.columns.values())
-    with pytest.raises(InvalidInput, match="out: 10 bytes; this share needs"):
-        fill(samples, shares[0], out=buffer[:10])
+    with pytest.raises(InvalidInput, match="out: 10 bytes; this rank plan needs"):
+        fill(samples, rank_plans[0], out=buffer[:10])
 
 
 def test_altered_or_truncated_shares_are_detected() -> None:
-    share = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8).ranks[0].share
-    data = share.to_bytes()
+    rank_plan = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8).ranks[0].rank_plan
+    data = rank_plan.to_bytes()
     for cut in range(len(data)):
         with pytest.raises(CorruptFrame):
-            Share.from_bytes(data[:cut])
+            RankPlan.from_bytes(data[:cut])
     with pytest.raises(CorruptFrame, match="shorter than its segments"):
-        Share.from_bytes(replace(share, padded=share.padded - 1).to_bytes())
+        RankPlan.from_bytes(replace(rank_plan, padded=rank_plan.padded - 1).to_bytes())
     with pytest.raises(CorruptFrame, match="do not add up"):
-        Share.from_bytes(replace(share, starts=share.starts[::-1].copy()).to_bytes())
+        RankPlan.from_bytes(replace(rank_plan, starts=rank_plan.starts[::-1].copy()).to_bytes())
 
 
 def test_a_share_is_a_few_bytes_per_sample() -> None:
     step = pack([sample(10 + i % 50) for i in range(2000)], ranks=2, seq_len=64)
-    share = step.ranks[0].share
-    assert len(share.to_bytes()) < 8 * len(share.order) + 10 * len(share) + 1100
+    rank_plan = step.ranks[0].rank_plan
+    assert len(rank_plan.to_bytes()) < 8 * len(rank_plan.order) + 10 * len(rank_plan) + 1100
 
 
 def test_the_dearest_micro_batch_of_a_row_goes_to_the_rank_with_the_least_so_far() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pack.bins import Caps, Items, best_fit, halve_dearest
-from penstock.pack.levels import forced_costs, level_rows, lower_bound
 from penstock.pack.packing import UNLIMITED
 from penstock.pack.polish import polish_row
+from penstock.pack.row_targets import forced_costs, level_rows, lower_bound
 from penstock.pack.rows import rows_of
 from penstock.pack.spread import spread
 from penstock.testing import reference_pack as reference
@@ -139,10 +139,10 @@ def test_more_rows_are_used_when_the_fewest_leave_no_room_to_balance() -> None:
     lengths = rng.integers(20, 60, 400).tolist()
     items = items_of(lengths, cap=CAP, per_token=1.0)
     free = rows_of(items, [everything(items)], 4, overhead=1e-9)
-    dear = rows_of(items, [everything(items)], 4, overhead=1e9)
-    assert len(dear) == -(-len(best_fit(items, items.longest_first(everything(items)))) // 4)
-    assert len(free) >= len(dear)
-    assert sum(items.cost_of(row[0]) for row in free) <= sum(items.cost_of(row[0]) for row in dear)
+    costly = rows_of(items, [everything(items)], 4, overhead=1e9)
+    assert len(costly) == -(-len(best_fit(items, items.longest_first(everything(items)))) // 4)
+    assert len(free) >= len(costly)
+    assert sum(items.cost_of(row[0]) for row in free) <= sum(items.cost_of(row[0]) for row in costly)
 
 
 def test_rows_come_dearest_first_and_each_holds_the_next_dearest_bins() -> None:

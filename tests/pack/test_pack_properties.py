@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import Sample, Samples
-from penstock.pack import MicroBatch, Packing, Share, Step, Traits, fill, pack_with
+from penstock.pack import MicroBatch, Packing, RankPlan, SampleFacts, Step, fill, pack_with
 from penstock.testing import reference_pack as reference
 from penstock.testing.packing import packable, packings
 
@@ -22,8 +22,8 @@ def batches_of(step: Step) -> list[MicroBatch]:
 
 
 def kept(samples: list[Sample], packing: Packing) -> dict[str, int]:
-    traits = Traits.of(Samples.of(samples), packing.seq_len)
-    return {sample.id: int(n) for sample, n in zip(samples, traits.kept, strict=True) if n}
+    facts = SampleFacts.of(Samples.of(samples), packing.seq_len)
+    return {sample.id: int(n) for sample, n in zip(samples, facts.kept, strict=True) if n}
 
 
 def try_pack(packing: Packing, samples: list[Sample]) -> Step | None:
@@ -163,7 +163,7 @@ def test_the_same_input_gives_the_same_bytes(samples: list[Sample], packing: Pac
     if one is None or other is None:
         return
     assert [b.digest for b in batches_of(one)] == [b.digest for b in batches_of(other)]
-    assert [s.to_bytes() for s in one.plan.shares] == [s.to_bytes() for s in other.plan.shares]
+    assert [s.to_bytes() for s in one.plan.rank_plans] == [s.to_bytes() for s in other.plan.rank_plans]
 
 
 @given(packable(), packings(), st.randoms(use_true_random=False))
@@ -199,8 +199,12 @@ def test_micro_batches_equal_the_plain_reference_token_by_token(samples: list[Sa
     step = try_pack(packing, samples)
     for rank in [] if step is None else step.ranks:
         for m, batch in enumerate(rank):
-            rows = reference.token_rows(samples, rank.share, m)
-            assert set(batch.columns) | {"routed_experts"} == {*rank.share.columns, "position_ids", "routed_experts"}
+            rows = reference.token_rows(samples, rank.rank_plan, m)
+            assert set(batch.columns) | {"routed_experts"} == {
+                *rank.rank_plan.columns,
+                "position_ids",
+                "routed_experts",
+            }
             for name, values in batch.columns.items():
                 expected = [row[name] for row in rows]
                 if name == "routed_experts":
@@ -221,8 +225,8 @@ def test_a_rank_that_holds_only_its_own_samples_fills_the_same_micro_batches(
     columns = Samples.of(samples)
     for rank in step.ranks:
         digests = [batch.digest for batch in rank]
-        received = Share.from_bytes(rank.share.relative().to_bytes())
-        own = columns.take(rank.share.needs)
+        received = RankPlan.from_bytes(rank.rank_plan.relative().to_bytes())
+        own = columns.take(rank.rank_plan.needs)
         assert [batch.digest for batch in fill(own, received)] == digests
         assert [rank[m].digest for m in range(len(rank))] == digests
 

@@ -13,12 +13,12 @@ import pytest
 import zmq
 
 from penstock.errors import ConfigError
-from penstock.send import shared
+from penstock.send import shared_memory
 from penstock.send.carrier import ClientCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.memory import MemoryPlane
 from penstock.send.messages import BEHIND, Beat, pack_message, read_from_client
-from penstock.send.shared import SharedClient, SharedPlane, reclaim
+from penstock.send.shared_memory import SharedClient, SharedPlane, reclaim
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.testing.carriers import CarrierSuite, Ends, RestartableSuite, answer, hear
 from penstock.testing.proxy import Proxy
@@ -252,7 +252,7 @@ def test_without_room_in_shared_memory_the_socket_carries(tmp_path: Path, monkey
 )
 def test_a_handle_that_leads_nowhere_is_a_lost_message(tmp_path: Path, handle: bytes) -> None:
     plane, client, peer = _talk(tmp_path)
-    SocketPlane.send(plane, peer, b"step", [shared._MARK, handle])
+    SocketPlane.send(plane, peer, b"step", [shared_memory._MARK, handle])
     plane.send(peer, b"next")
     got: ClientCarrier = client
     assert answer(got)[0] == b"next"

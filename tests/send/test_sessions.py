@@ -6,25 +6,27 @@ from collections import deque
 
 from penstock.errors import PeerError
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import Effect, Left, Send, Staged, StepCommitted
-from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Released
+from penstock.send.effects import Effect, MemberLeft, Send, Staged, StepCommitted
+from penstock.send.members import Place
 from penstock.send.messages import Frames, FromPlane, FromRank, pack_message, read_from_client, read_from_plane
-from penstock.send.roster import Place
+from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Released
 from penstock.send.timeouts import Timeouts
 
 TIMES = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
 
 
 class Rank:
-    """A follower, and what came of it."""
+    """A rank session, and what came of it."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.name = world, f"rank{rank}"
-        self.follower = Follower(run="r", rank=rank, world=world.ranks, step=1, incarnation=self.name, timeouts=TIMES)
+        self.rank_session = RankSession(
+            run="r", rank=rank, world=world.ranks, step=1, incarnation=self.name, timeouts=TIMES
+        )
         self.arrived: list[int] = []
         self.released: list[int] = []
         self.error: PeerError | None = None
-        self.do(self.follower.start(world.now))
+        self.do(self.rank_session.start(world.now))
 
     def do(self, events: list[Event]) -> None:
         for event in events:
@@ -32,7 +34,7 @@ class Rank:
                 self.world.up.append((self.name, event.message))
             elif isinstance(event, Arrived):
                 self.arrived.append(event.deliver.step)
-                self.do(self.follower.received(event.deliver.step, event.deliver.digest, self.world.now))
+                self.do(self.rank_session.received(event.deliver.step, event.deliver.digest, self.world.now))
             elif isinstance(event, Released):
                 self.released.append(event.step)
             elif isinstance(event, Failed):
@@ -74,7 +76,7 @@ class World:
         for effect in effects:
             if isinstance(effect, Send):
                 self.down.append((effect.peer, effect.message, effect.frames))
-            elif isinstance(effect, Left):
+            elif isinstance(effect, MemberLeft):
                 self.left[effect.rank, effect.replica] = effect.step
             elif isinstance(effect, StepCommitted):
                 self.next_step = effect.step + 1
@@ -97,7 +99,7 @@ class World:
 
     def hand_over(self, to: object, answer: FromPlane, frames: Frames) -> None:
         rank = next(member for member in self.members if member.name == to)
-        rank.do(rank.follower.on_message(read_from_plane(pack_message(answer)), frames, self.now))
+        rank.do(rank.rank_session.on_message(read_from_plane(pack_message(answer)), frames, self.now))
 
     def stage(self, step: int) -> None:
         self.last_step = step
@@ -110,16 +112,16 @@ class World:
     def take(self, step: int) -> None:
         """Every rank asks for a step, and gets it."""
         for member in self.members:
-            member.do(member.follower.request(step, self.now))
+            member.do(member.rank_session.request(step, self.now))
         self.settle()
         self.stage(step)
 
     def commit(self, rank: int, step: int) -> None:
-        self.members[rank].do(self.members[rank].follower.commit(step, None, self.now))
+        self.members[rank].do(self.members[rank].rank_session.commit(step, None, self.now))
         self.settle()
 
     def leave(self, rank: int) -> None:
-        self.members[rank].do(self.members[rank].follower.leave())
+        self.members[rank].do(self.members[rank].rank_session.leave())
         self.settle()
 
     def pass_time(self, seconds: float) -> None:
@@ -127,7 +129,7 @@ class World:
         while self.now < until:
             self.now += 0.05
             for member in self.members:
-                member.do(member.follower.on_tick(self.now))
+                member.do(member.rank_session.on_tick(self.now))
             self.do(self.plane.on_tick(self.now))
             self.settle()
 
@@ -143,10 +145,10 @@ def test_a_plane_that_restarts_does_not_wait_for_who_left() -> None:
     world.start_plane()
     world.pass_time(TIMES.heartbeat_s * 2)
     stays = world.members[0]
-    assert (stays.error, stays.follower.left) == (None, 1)
+    assert (stays.error, stays.rank_session.left) == (None, 1)
     world.commit(0, 1)  # what the other one had trained counts
     assert world.next_step == 2
-    assert stays.follower.uncommitted == []
+    assert stays.rank_session.uncommitted == []
     world.pass_time(TIMES.peer_s * 3)
     assert stays.error is None
 
@@ -164,13 +166,13 @@ def test_a_step_that_one_received_and_left_is_not_given_to_the_others() -> None:
     world.settle()
     world.pass_time(TIMES.heartbeat_s * 2)
     stays = world.members[0]
-    assert (stays.arrived, stays.released, stays.follower.left) == ([1, 2], [1], 1)
+    assert (stays.arrived, stays.released, stays.rank_session.left) == ([1, 2], [1], 1)
 
 
 def test_an_old_hello_of_who_left_does_not_bring_it_back() -> None:
     world = World()
     world.take(1)
-    again = world.members[1].follower._say_hello(world.now)
+    again = world.members[1].rank_session._say_hello(world.now)
     world.leave(1)
     world.start_plane()
     world.members[1].do(again)
@@ -199,8 +201,8 @@ def test_a_failure_before_the_first_answer_reaches_all() -> None:
     world.settle()
     early = Rank(world, 1)
     world.members.append(early)
-    early.do(early.follower.fail(1, "no GPU", world.now))  # it has not heard of a session yet
-    early.do(early.follower.leave())
+    early.do(early.rank_session.fail(1, "no GPU", world.now))  # it has not heard of a session yet
+    early.do(early.rank_session.leave())
     world.settle()
     assert str(world.members[0].error) == "step 1: rank 1: no GPU"
 
@@ -213,7 +215,7 @@ def test_a_failure_whose_hello_was_lost_reaches_all() -> None:
     early = Rank(world, 1)
     world.members.append(early)
     world.up.clear()
-    early.do(early.follower.fail(1, "no GPU", world.now))
+    early.do(early.rank_session.fail(1, "no GPU", world.now))
     world.now += TIMES.resend_s
     world.settle()
     assert str(world.members[0].error) == str(early.error) == "step 1: rank 1: no GPU"
@@ -241,7 +243,7 @@ def test_a_plane_that_stood_still_blames_nobody() -> None:
     for _ in range(60):  # three seconds in which ranks speak and nobody answers
         world.now += 0.05
         for member in world.members:
-            member.do(member.follower.on_tick(world.now))
+            member.do(member.rank_session.on_tick(world.now))
     world.settle()
     world.pass_time(2.0)
     assert [member.error for member in world.members] == [None, None]

@@ -13,7 +13,7 @@ from penstock.encode import encode
 from penstock.pack import Packing
 from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
-from penstock.serve.making import Facts, Made, StepMaker
+from penstock.serve.decisions.step_builder import BuiltStep, Facts, StepBuilder
 from penstock.testing.simulated import RUNS
 from penstock.testing.simulation import Simulation, main
 
@@ -24,19 +24,19 @@ class RealMaker:
     """Plans, packs and encodes real samples; a group's name stands for its content."""
 
     def __init__(self, ranks: int) -> None:
-        self._maker = StepMaker(Packing(ranks=ranks, seq_len=64))
+        self._builder = StepBuilder(Packing(ranks=ranks, seq_len=64))
 
     def look(self, group: str, frame: Buffer) -> Facts:
-        return self._maker.look(group, _frame(frame))
+        return self._builder.look(group, _frame(frame))
 
-    def make(self, step: int, frames: Sequence[Buffer]) -> Made:
-        return self._maker.make(step, [_frame(frame) for frame in frames])
+    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
+        return self._builder.make(step, [_frame(frame) for frame in frames])
 
     def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
-        return self._maker.again(step, [_frame(frame) for frame in frames], shares)
+        return self._builder.again(step, [_frame(frame) for frame in frames], shares)
 
     def misfits(self, frames: Sequence[Buffer]) -> list[int]:
-        return self._maker.misfits([_frame(frame) for frame in frames])
+        return self._builder.misfits([_frame(frame) for frame in frames])
 
 
 def _frame(data: Buffer) -> bytes:
@@ -66,7 +66,7 @@ def test_every_promise_holds_whatever_fails(part: int) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_holds_with_real_samples_and_packing(part: int) -> None:
     for seed in range(10_000 + part, 10_000 + REAL_SEEDS, PARTS):
-        Simulation(seed, maker=RealMaker).run()
+        Simulation(seed, builder=RealMaker).run()
 
 
 # Seeds that once failed, with what they found.

@@ -12,8 +12,8 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
-from penstock.serve.engine import Engine
-from penstock.serve.log import Log
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target
 
 FAST = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.hold import Freshest, Prioritized, SamplesPerInsert, Uniform
-from penstock.serve.config import PlaneConfig, assign, build_config, load_config
-from penstock.serve.template import TEMPLATE
+from penstock.serve.process.config import PlaneConfig, assign, build_config, load_config
+from penstock.serve.process.template import TEMPLATE
 
 
 def tables(**changes: Any) -> dict[str, Any]:

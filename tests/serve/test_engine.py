@@ -12,7 +12,7 @@ from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, DiskFull, InvalidInput, Overloaded
 from penstock.hold import Fifo, SamplesPerInsert, Uniform
 from penstock.send.effects import Staged
-from penstock.serve.engine import Engine
+from penstock.serve.decisions.engine import Engine
 from penstock.serve.settings import Replay, Target
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine
@@ -176,7 +176,7 @@ def test_a_step_is_full_by_groups_samples_or_tokens(open_engine: OpenEngine, tar
     for i in range(groups - 1, 6):
         put(engine, f"g{i}")
     plan(engine)
-    assert len(engine.book.steps[1].groups) == groups
+    assert len(engine.state.steps[1].groups) == groups
 
 
 def test_a_group_goes_through_every_state(open_engine: OpenEngine) -> None:
@@ -216,10 +216,10 @@ def test_a_group_pushed_out_after_its_use_is_committed_with_the_step_that_used_i
     engine.commit(1, None)
     assert (engine.ledger.committed, engine.ledger.held, engine.ledger.dropped.total()) == (4, 4, 0)
     assert engine.held_bytes == sum(
-        engine.book.rows[op].size for op in (engine.book.by_id["c"], engine.book.by_id["d"])
+        engine.state.rows[op].size for op in (engine.state.by_id["c"], engine.state.by_id["d"])
     )
     engine.resume(2, 1)
-    assert engine.stage_again(1).digests == list(engine.book.steps[1].digests)
+    assert engine.stage_again(1).digests == list(engine.state.steps[1].digests)
 
 
 def test_one_group_nothing_can_be_made_with_does_not_stop_the_others(open_engine: OpenEngine) -> None:
@@ -251,7 +251,7 @@ def test_quarantine_survives_a_restart(open_engine: OpenEngine, tmp_path: Path) 
     engine.log.close()
     again = open_engine(tmp_path)
     assert again.ledger.as_dict() == before
-    assert again.stage_again(1).digests == list(engine.book.steps[1].digests)
+    assert again.stage_again(1).digests == list(engine.state.steps[1].digests)
 
 
 # ------------------------------------------------------------------ the disk

@@ -10,8 +10,8 @@ import pytest
 from penstock.encode import encode
 from penstock.errors import ConfigError, Conflict, Fenced, InvalidInput
 from penstock.hold import Fifo, Prioritized, Uniform
-from penstock.serve.engine import Engine
-from penstock.serve.log import Log
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import Log
 from penstock.serve.settings import Replay
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine
@@ -96,9 +96,9 @@ def test_frames_are_given_back_when_their_step_is_no_longer_retained(open_engine
     engine = open_engine(retain_steps=2)
     _history(engine, 1, 7)
     engine.close()
-    used = {op for step in engine.book.steps.values() for op in step.groups}
-    keys = engine.lanes.keys()
-    held = {engine.book.by_id[str(key)] for key in keys}
+    used = {op for step in engine.state.steps.values() for op in step.groups}
+    keys = engine.run_tables.keys()
+    held = {engine.state.by_id[str(key)] for key in keys}
     assert engine.log.with_frames() == used | held
 
 
@@ -118,7 +118,7 @@ def test_a_priority_that_is_no_number_changes_nothing(open_engine: OpenEngine, t
             engine.report({"a": 5.0, "b": bad}, {})
     engine.log.close()
     again = open_engine(tmp_path, replay=POLICIES["prioritized"])
-    assert again.book.draw({"": 2}) == engine.book.draw({"": 2})
+    assert again.state.draw({"": 2}) == engine.state.draw({"": 2})
 
 
 def test_an_old_plane_that_comes_back_writes_nothing(open_engine: OpenEngine, tmp_path: Path) -> None:

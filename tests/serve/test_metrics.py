@@ -11,8 +11,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ConfigError, WaitTimeout
-from penstock.serve.launch import PlaneProcess
-from penstock.serve.metrics import MetricsPage, Snapshot, render
+from penstock.serve.process.plane_process import PlaneProcess
+from penstock.serve.process.prometheus import MetricsPage, Snapshot, render
 from tests.serve.processes import SMALL
 
 _LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?'

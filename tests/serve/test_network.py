@@ -18,7 +18,7 @@ import pytest
 import penstock as ps
 from penstock.send.keys import make_keys
 from penstock.send.timeouts import Timeouts
-from penstock.serve.launch import PlaneProcess
+from penstock.serve.process.plane_process import PlaneProcess
 from penstock.testing.farm import Worker
 from penstock.testing.groups import named_group
 from penstock.testing.proxy import Proxy

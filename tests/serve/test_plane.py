@@ -12,8 +12,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
-from penstock.serve.opening import client_carrier
-from penstock.serve.source import Source, SourceStep
+from penstock.serve.clients.api import client_carrier
+from penstock.serve.clients.source import Source, SourceStep
 from penstock.testing.carriers import Trouble, UnreliableClient
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane

@@ -12,8 +12,8 @@ import penstock as ps
 from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted
 from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.messages import Deliver, pack_message, read_from_plane
-from penstock.serve.making import digest_of
-from penstock.serve.source import Source
+from penstock.serve.clients.source import Source
+from penstock.serve.decisions.step_builder import digest_of
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
 from tests.serve.test_plane import close, put, sources, steps_of, together

@@ -15,16 +15,16 @@ import pytest
 
 import penstock as ps
 from penstock.errors import Closed, Fenced, PlaneLost, StepAborted
-from penstock.send.shared import ROOT
+from penstock.send.shared_memory import ROOT
 from penstock.send.timeouts import Timeouts
-from penstock.serve.launch import PlaneProcess
-from penstock.serve.lines import LineFormatter, printable
-from penstock.serve.process import Exit
+from penstock.serve.process.daemon import Exit
+from penstock.serve.process.log_format import LineFormatter, printable
+from penstock.serve.process.plane_process import PlaneProcess
 from tests.serve.processes import SMALL, alive, wait_until
 
 PARENT = """
 import json, sys, time
-from penstock.serve.launch import PlaneProcess
+from penstock.serve.process.plane_process import PlaneProcess
 plane = PlaneProcess(sys.argv[1:])
 print(json.dumps(plane.ready), flush=True)
 time.sleep(600)
@@ -243,10 +243,10 @@ def test_ranks_do_not_wait_for_one_that_left_before_the_plane_restarted(tmp_path
             source.commit(source.step(timeout=20))
         stays.flush()
         leaves.close()
-        wait_until(lambda: line.status()["missing"] == [] and stays._follower.left == 1)
+        wait_until(lambda: line.status()["missing"] == [] and stays._session.left == 1)
     plane.kill()
     plane = PlaneProcess(words)
-    stays._follower.left = -1  # as if it had not heard of it
+    stays._session.left = -1  # as if it had not heard of it
     began = time.monotonic()
     with pytest.raises(StepAborted, match="step 2: rank 1: left before this step"):
         stays.step(timeout=30)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.engine import Engine
-from penstock.serve.log import Log
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import Log
 from penstock.testing.processes import TIMEOUTS, settings
 from penstock.testing.torture import CARRIERS, Run, torture
 
@@ -134,8 +134,8 @@ ONE_PUT = """
 import sys
 import penstock as ps
 from penstock.encode import encode
-from penstock.serve.engine import Engine
-from penstock.serve.log import Log
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import Log
 from penstock.testing.groups import named_group
 from penstock.testing.processes import settings
 

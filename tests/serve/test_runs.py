@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, Evicted, InvalidInput, Overloaded, Unkn
 from penstock.hold import Fifo, MinSize, Prioritized
 from penstock.pack import Packing
 from penstock.send.effects import Staged
-from penstock.serve.engine import Engine, Outcome
+from penstock.serve.decisions.engine import Engine, Outcome
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine, OpenPlane
@@ -39,10 +39,10 @@ def train(engine: Engine) -> Counter[str]:
     """Plan and commit a step; the tokens that each run had in it."""
     staged = engine.plan_step(engine.last_step + 1)
     assert isinstance(staged, Staged), staged
-    groups = engine.book.steps[staged.step].groups
+    groups = engine.state.steps[staged.step].groups
     had = Counter[str]()
     for op in groups:
-        had[engine.book.rows[op].run] += engine.book.rows[op].tokens
+        had[engine.state.rows[op].run] += engine.state.rows[op].tokens
     engine.commit(staged.step, None)
     return had
 
@@ -110,7 +110,7 @@ def test_runs_of_all_replay_policies_are_drawn_the_same_after_a_kill(open_engine
         assert digests[0] == digests[1]
         killed.log.close()
         killed = open_engine(tmp_path, **kinds)
-        assert killed.lanes.shares.owed == straight.lanes.shares.owed
+        assert killed.run_tables.shares.owed == straight.run_tables.shares.owed
     assert killed.runs() == straight.runs()
 
 
@@ -169,7 +169,7 @@ def test_an_evicted_run_loses_what_waits_and_the_others_go_on(open_engine: OpenE
     assert train(engine) == {"a": 48}
     engine.log.close()
     again = open_engine(tmp_path, shares=HALVES, target=Target(groups=4))
-    assert again.lanes.evicted == {"b": "no rewards since step 40"}  # though the settings still name it
+    assert again.run_tables.evicted == {"b": "no rewards since step 40"}  # though the settings still name it
     assert again.ledger == engine.ledger
     assert again.stage_again(2).digests == planned.digests  # what was planned is served as it was
     again.share("b", 1.0)
@@ -183,7 +183,7 @@ def test_a_run_whose_groups_cannot_be_packed_is_evicted(open_engine: OpenEngine)
     engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op IN (SELECT op FROM groups WHERE run = 'b')")
     assert train(engine) == {"a": 24}
     assert engine.counts["runs_evicted"] == 1
-    assert "2 of its groups could not be packed" in engine.lanes.evicted["b"]
+    assert "2 of its groups could not be packed" in engine.run_tables.evicted["b"]
     assert engine.ledger.quarantined == 4 and engine.ledger.dropped == {"evicted": 4}
 
 

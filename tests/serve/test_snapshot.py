@@ -12,10 +12,10 @@ import pytest
 from penstock.encode import encode
 from penstock.hold import Fifo, Freshest, MinPriority, Prioritized, Uniform
 from penstock.send.effects import Staged
-from penstock.serve.book import Book
-from penstock.serve.engine import Engine
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.snapshot import Saved
+from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import Replay
-from penstock.serve.snapshot import Saved
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine
 
@@ -46,15 +46,15 @@ def live(engine: Engine, first: int, last: int) -> list[list[str]]:
     return digests
 
 
-def everything(book: Book) -> dict[str, Any]:
-    """All that a book knows, as plain data."""
-    saved = msgspec.structs.asdict(book.save())
-    saved["rows"] = {op: (row.id, row.samples, row.tokens, row.size, row.run) for op, row in book.rows.items()}
-    saved["manifests"] = book.steps
+def everything(state: PlaneState) -> dict[str, Any]:
+    """All that a state knows, as plain data."""
+    saved = msgspec.structs.asdict(state.save())
+    saved["rows"] = {op: (row.id, row.samples, row.tokens, row.size, row.run) for op, row in state.rows.items()}
+    saved["manifests"] = state.steps
     return saved
 
 
-@pytest.mark.parametrize("shares", [{}, {"a": 2.0, "b": 1.0}], ids=["one lane", "two runs"])
+@pytest.mark.parametrize("shares", [{}, {"a": 2.0, "b": 1.0}], ids=["one table_name", "two runs"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_restart_from_memory_equals_one_from_the_whole_log(
     open_engine: OpenEngine, tmp_path: Path, policy: str, shares: dict[str, float]
@@ -69,33 +69,35 @@ def test_a_restart_from_memory_equals_one_from_the_whole_log(
         engine = open_engine(tmp_path, snapshot_every=1, **kinds)
     assert got == straight
     taken = engine.log.snapshot()
-    assert taken is not None and taken[0] > engine.book.op // 2  # of late, so that the test means something
-    short = Book.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    assert taken is not None and taken[0] > engine.state.op // 2  # of late, so that the test means something
+    short = PlaneState.rebuild(engine.log, POLICIES[policy], retain_steps=3)
     engine.log._db.execute("DELETE FROM snapshots")
-    whole = Book.rebuild(engine.log, POLICIES[policy], retain_steps=3)
-    assert everything(short) == everything(whole) == everything(engine.book)
+    whole = PlaneState.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    assert everything(short) == everything(whole) == everything(engine.state)
 
 
 @pytest.mark.parametrize("damage", ["altered", "other settings", "another format", "another table"])
 def test_memory_that_is_of_no_use_is_left_aside(open_engine: OpenEngine, tmp_path: Path, damage: str) -> None:
     engine = open_engine(tmp_path, snapshot_every=1)
     live(engine, 1, 9)
-    before = everything(engine.book)
+    before = everything(engine.state)
     found = engine.log.snapshot()
     assert found is not None
     saved = msgspec.msgpack.decode(found[1][8:], type=Saved)
     if damage == "altered":
         data = found[1][:100] + bytes([found[1][100] ^ 1]) + found[1][101:]
     elif damage == "another table":
-        lanes = msgspec.structs.replace(saved.lanes, tables={"": b"PSTABLE0" + saved.lanes.tables[""][8:]})
-        data = msgspec.structs.replace(saved, lanes=lanes).to_bytes()
+        run_tables = msgspec.structs.replace(
+            saved.run_tables, tables={"": b"PSTABLE0" + saved.run_tables.tables[""][8:]}
+        )
+        data = msgspec.structs.replace(saved, run_tables=run_tables).to_bytes()
     elif damage == "another format":
         data = msgspec.structs.replace(saved, format=99).to_bytes()
     else:
         data = msgspec.structs.replace(saved, replay="Replay(capacity=1)").to_bytes()
     engine.log._db.execute("UPDATE snapshots SET data = ?", (data,))
     engine.log.close()
-    assert everything(open_engine(tmp_path).book) == before
+    assert everything(open_engine(tmp_path).state) == before
 
 
 def test_a_trainer_may_go_back_behind_the_moment_memory_was_written_down(
@@ -119,8 +121,8 @@ def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path:
     seen: list[str] = []
     again = open_engine(tmp_path, retain_steps=2)
     again.log._db.set_trace_callback(seen.append)
-    Book.rebuild(again.log, Replay(), retain_steps=2)
+    PlaneState.rebuild(again.log, Replay(), retain_steps=2)
     again.log._db.set_trace_callback(None)
-    held = len(again.book.rows)
+    held = len(again.state.rows)
     single = [query for query in seen if "WHERE op = " in query]
     assert len(single) <= 2 * held + 8 and held < 140  # of the 236 groups that were ever accepted

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.launch import PlaneProcess
+from penstock.serve.process.plane_process import PlaneProcess
 from tests.serve.processes import SMALL, alive, wait_until
 
 QUICK = ("--set=watchdog.stall_s=0.8", "--set=watchdog.grace_s=0.5", "--set=watchdog.end_s=1")
 
 WEDGED = """
 import ctypes, faulthandler, signal, sys, time
-from penstock.serve.watchdog import Watchdog
+from penstock.serve.process.watchdog import Watchdog
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 dog = Watchdog(stall_s=60, end_s=0.5, grace_s=0.5)
 signal.set_wakeup_fd(dog.pipe, warn_on_full_buffer=False)
@@ -32,7 +32,7 @@ stuck_in_c()
 
 DEADLOCKED = """
 import faulthandler, signal, threading
-from penstock.serve.watchdog import Watchdog
+from penstock.serve.process.watchdog import Watchdog
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 dog = Watchdog(stall_s=0.5, grace_s=0.5)
 dog.beat("step 7", 0)

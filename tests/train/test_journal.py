@@ -13,7 +13,7 @@ import pytest
 from penstock.demo.launch import Launcher
 from penstock.errors import ConfigError
 from penstock.train.config import TrainConfig
-from penstock.train.journal import Journal, Prometheus
+from penstock.train.metrics_sinks import Journal, Prometheus
 
 STEPS = {1: {"train/reward": 0.25, "perf/step_s": 0.5}, 2: {"train/reward": 0.75, "perf/step_s": math.nan}}
 

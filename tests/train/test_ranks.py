@@ -24,8 +24,8 @@ from penstock.serve import Plane, connect
 from penstock.serve import open as open_plane
 from penstock.train import agree, checkpoint
 from penstock.train.config import DataConfig, OptimizerConfig, TrainConfig
+from penstock.train.published_weights import Weights
 from penstock.train.trainer import Trainer, train
-from penstock.train.weights import Weights
 from tests.train.ranks import CONTEXT, free_port, meet_at, run_ranks
 from tests.train.test_trainer import recorded_groups
 

@@ -20,9 +20,9 @@ from penstock.serve import open as open_plane
 from penstock.train import checkpoint
 from penstock.train.config import DataConfig, FakeConfig, OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.model import check_vocabulary
+from penstock.train.published_weights import Weights
 from penstock.train.terms import Terms
 from penstock.train.trainer import Trainer, train
-from penstock.train.weights import Weights
 
 
 class Recorder:

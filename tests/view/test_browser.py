@@ -23,11 +23,11 @@ from penstock.pack import pack
 from penstock.testing.browser import browsing, find_chromium, serving
 from penstock.testing.exports import Words, make_export, terms_of
 from penstock.testing.reference_images import draw_screenshot
-from penstock.view import Export, Record, TokenExporter, rules
+from penstock.view import Export, Record, TokenExporter, masking_rules
 from penstock.view.diff import compare
-from penstock.view.page import make_page
-from penstock.view.server import Library
+from penstock.view.static_page import make_page
 from penstock.view.vocabulary import Pieces, open_vocabulary
+from penstock.view.web import Library
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 
@@ -242,7 +242,7 @@ def test_keys_move_between_tokens_samples_steps_and_pages(opened: Any, demo: Pat
 @pytest.mark.parametrize("rule", ["dppo", "icepop", "ppo"])
 def test_thresholds_recount_as_they_are_typed(opened: Any, demo: Path, rule: str) -> None:
     record = current(opened, demo)
-    judge: Any = {"dppo": rules.dppo, "icepop": rules.icepop, "ppo": rules.ppo_clip}[rule]
+    judge: Any = {"dppo": masking_rules.dppo, "icepop": masking_rules.icepop, "ppo": masking_rules.ppo_clip}[rule]
     opened.select_option("#rule", rule)
     exported = int(np.count_nonzero(record.columns["is_masked"]))
     assert opened.text_content("#live-masked") == str(int(judge(record).sum()))

@@ -25,7 +25,7 @@ import numpy as np
 from penstock.pack import pack
 from penstock.testing.exports import Words, samples_of_step, terms_of
 from penstock.view import Export, TokenExporter
-from penstock.view.files import HashedFile
+from penstock.view.step_files import HashedFile
 
 root = pathlib.Path(sys.argv[1])
 words = Words()

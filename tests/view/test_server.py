@@ -21,10 +21,10 @@ from penstock.testing.browser import serving
 from penstock.testing.exports import make_export
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
-from penstock.view.guard import POLICY, Guard, new_token
-from penstock.view.page import make_page
-from penstock.view.server import SCRIPTS, Library, listening, static_files
+from penstock.view.access import POLICY, Guard, new_token
+from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary, piece_text
+from penstock.view.web import SCRIPTS, Library, listening, static_files
 
 
 class Caller:
@@ -305,7 +305,7 @@ def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 
 
 def test_reading_and_showing_need_no_torch() -> None:
-    code = "import sys, penstock.view, penstock.view.server, penstock.view.diff; sys.exit('torch' in sys.modules)"
+    code = "import sys, penstock.view, penstock.view.web, penstock.view.diff; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import COLUMNS, MODES, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans
-from penstock.arrays.runs import bit_view
+from penstock.arrays.run_lengths import bit_view
 from penstock.errors import InvalidInput, UnknownKey
 
 Values: TypeAlias = Array | Sequence[float] | Sequence[int] | Sequence[bool] | float

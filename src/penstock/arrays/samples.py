@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
-from penstock.arrays.runs import MaskRuns
+from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.errors import InvalidInput, UnknownKey
 

@@ -5,11 +5,11 @@ from penstock.assets.deltas import Branch, Delta, image_delta, longest_prefix
 from penstock.assets.features import FeatureStore, sweep
 from penstock.assets.fingerprints import feature_fingerprint, processor_fingerprint
 from penstock.assets.gate import PackedImages
-from penstock.assets.header import Limits, probe
-from penstock.assets.image import ImageRef, describe, span
+from penstock.assets.image_ref import ImageRef, describe, span
 from penstock.assets.layouts import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Layout, layout_from_config
-from penstock.assets.objects import ObjectStore
+from penstock.assets.object_store import ObjectStore
 from penstock.assets.offload import image_lookup, inline_messages, offload_messages
+from penstock.assets.probe import Limits, probe
 from penstock.assets.processors import FromCallable, Processor
 from penstock.assets.references import FeatureRef, RawRef, parse
 from penstock.assets.resolve import Resolved, Slot, raw_reference, resolve, retry_in_full

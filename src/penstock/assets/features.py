@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from penstock.assets.claims import empty_trash
 from penstock.assets.fingerprints import FEATURE_KIND
-from penstock.assets.folder import LocalFolder
 from penstock.assets.layouts import Grid
+from penstock.assets.local_folder import LocalFolder
 from penstock.assets.references import FeatureRef
 from penstock.assets.store import AssetStore
 from penstock.errors import ConfigError, CorruptAsset, IncompatibleAsset, MissingAsset, StorageError

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.arrays.images import ImageSpan
-from penstock.assets.image import Geometry, ImageRef, span
+from penstock.assets.image_ref import Geometry, ImageRef, span
 from penstock.assets.store import AssetStore
 from penstock.errors import AssetError, ImageRefused, StorageError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.assets.beneath import read_beneath
+from penstock.assets.safe_open import read_beneath
 from penstock.assets.urls import data_bytes, path_of
 from penstock.errors import CorruptAsset, ImageRefused, InvalidReference
 

@@ -38,9 +38,9 @@ from penstock.bench.links import (
     digest,
 )
 from penstock.bench.report import Row, faster
-from penstock.send.shared import SEGMENTS
-from penstock.serve.opening import client_carrier, plane_carrier
-from penstock.serve.watchdog import die_with_parent
+from penstock.send.shared_memory import SEGMENTS
+from penstock.serve.clients.api import client_carrier, plane_carrier
+from penstock.serve.process.watchdog import die_with_parent
 
 RANKS = 4
 TCP, IPC, SHARED = "our tcp", "our ipc", "our shared memory"

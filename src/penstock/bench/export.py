@@ -25,11 +25,11 @@ from penstock.pack import MicroBatch, pack
 from penstock.testing.exports import terms_of
 from penstock.train.terms import Terms
 from penstock.view.export import TokenExporter
-from penstock.view.files import Format
 from penstock.view.jsonl import Jsonl
 from penstock.view.parquet import ParquetFile
 from penstock.view.reader import Export
 from penstock.view.record import Snapshot, filled
+from penstock.view.step_files import Format
 from penstock.view.tally import tally
 
 _Fed = list[tuple[MicroBatch, Terms]]

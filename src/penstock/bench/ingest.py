@@ -29,10 +29,10 @@ from penstock.arrays import Samples
 from penstock.bench import data
 from penstock.bench.report import Row
 from penstock.encode import encode
-from penstock.serve.launch import PlaneProcess
-from penstock.serve.opening import open as open_plane
-from penstock.serve.plane import Plane
-from penstock.serve.watchdog import die_with_parent
+from penstock.serve.clients.api import open as open_plane
+from penstock.serve.clients.plane import Plane
+from penstock.serve.process.plane_process import PlaneProcess
+from penstock.serve.process.watchdog import die_with_parent
 
 SIZE = 64
 """Samples per group."""

@@ -20,7 +20,7 @@ import zmq
 
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.messages import Buffer
-from penstock.send.shared import ROOT
+from penstock.send.shared_memory import ROOT
 
 PATIENCE_S = 60.0
 _PATIENCE_MS = 60_000

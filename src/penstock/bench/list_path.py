@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.arrays import Ragged, Samples, offsets_of
 from penstock.bench.packers import first_fit_plain
-from penstock.pack import Packing, Traits, bytes_needed, fill, plan
+from penstock.pack import Packing, SampleFacts, bytes_needed, fill, plan
 
 MULTIPLE = 64
 
@@ -55,7 +55,7 @@ class ToTensors:
         from penstock.train import to_torch
 
         tokens = 0
-        for share in plan(Traits.of(self.samples, self.packing.seq_len), self.packing).shares:
+        for share in plan(SampleFacts.of(self.samples, self.packing.seq_len), self.packing).rank_plans:
             if len(self.memory[share.rank]) < bytes_needed(share):
                 self.memory[share.rank] = np.empty(bytes_needed(share), np.uint8)
             for batch in fill(self.samples, share, out=self.memory[share.rank]):

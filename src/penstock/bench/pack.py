@@ -1,6 +1,6 @@
 """Packing against how other trainers pack, on the same seeded lengths: waste, padding, rows, time.
 
-"Waste" is what the step takes beyond a lower bound: the sum over micro-batch indices of the dearest rank, over the
+"Waste" is what the step takes beyond a lower bound: the sum over micro-batch indices of the costliest rank, over the
 larger of an even share of everything and the sum of the samples that no row can avoid. All packers are given the cost
 24,576 per token + 1 per token squared, and all micro-batches are padded to 64 tokens.
 """
@@ -20,10 +20,10 @@ from penstock.bench.lengths import DISTRIBUTIONS, draw
 from penstock.bench.list_path import MULTIPLE, ToTensors, as_lists, lists_to_tensors, make_samples
 from penstock.bench.packers import RIVALS, Grid, first_fit_plain, greedy_ffd, kk_kk
 from penstock.bench.report import Row, best
-from penstock.pack import Cost, Packing, Traits, plan
+from penstock.pack import Cost, Packing, SampleFacts, plan
 from penstock.pack.bins import Caps, Items
-from penstock.pack.levels import forced_costs, lower_bound
 from penstock.pack.packing import UNLIMITED
+from penstock.pack.row_targets import forced_costs, lower_bound
 
 COST = Cost()
 CAPS = (8_192, 32_768, 65_536)
@@ -58,11 +58,11 @@ class Case:
     tight_bound: float
 
 
-def traits_of(lengths: NDArray[np.int64]) -> Traits:
-    """Traits of plain text samples of these lengths, all but the first token trained."""
+def traits_of(lengths: NDArray[np.int64]) -> SampleFacts:
+    """SampleFacts of plain text samples of these lengths, all but the first token trained."""
     count = len(lengths)
     zeros = np.zeros(count, np.int64)
-    return Traits(
+    return SampleFacts(
         lengths=lengths,
         kept=lengths,
         loss_tokens=lengths - 1,
@@ -100,7 +100,7 @@ def case(distribution: str, count: int, cap: int, ranks: int) -> Case:
 def ours(lengths: NDArray[np.int64], costs: NDArray[np.float64], ranks: int, cap: int) -> Grid:
     """Our plan in the form of the rivals' grids."""
     del costs
-    shares = plan(traits_of(lengths), Packing(ranks=ranks, seq_len=cap, pad_to_multiple_of=MULTIPLE)).shares
+    shares = plan(traits_of(lengths), Packing(ranks=ranks, seq_len=cap, pad_to_multiple_of=MULTIPLE)).rank_plans
     return [
         [share.order[share.starts[m] : share.starts[m + 1]].tolist() for share in shares] for m in range(len(shares[0]))
     ]
@@ -219,7 +219,7 @@ def _against(label: str, mine: dict[str, Score], rival: str, theirs: dict[str, S
 
 def _cap_rows() -> list[Row]:
     """What a cap above the longest sample gains: the share of the ranks' time that is lost."""
-    traits = traits_of(draw("cot", 1_024))
+    facts = traits_of(draw("cot", 1_024))
     rows = []
     for factor in (1.0, 1.5, 2.0):
         packing = Packing(
@@ -229,7 +229,7 @@ def _cap_rows() -> list[Row]:
             pad_to_multiple_of=MULTIPLE,
             long_rows=True,
         )
-        lost = 100 * plan(traits, packing).accounting.waste
+        lost = 100 * plan(facts, packing).accounting.waste
         rows.append(Row(name=f"cot, 1,024 samples, 64 ranks, cap {factor:g} x seq_len: time lost", ours=lost, unit="%"))
     return rows
 
@@ -237,12 +237,12 @@ def _cap_rows() -> list[Row]:
 def _run_rows() -> list[Row]:
     """Sixteen runs in one step: rows of one modality against rows of one run."""
     lengths = draw("cot", 1_024)
-    traits = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
+    facts = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
     packings = [
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="modality"),
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="run"),
     ]
-    mixed, apart = (plan(traits, packing).accounting.step_cost for packing in packings)
+    mixed, apart = (plan(facts, packing).accounting.step_cost for packing in packings)
     even = float(COST.of_samples(lengths).sum()) / 64
     return [
         Row(
@@ -260,9 +260,9 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
     for count, target in TIME_TARGETS_MS.items():
         progress(f"planning {count:,} samples")
         given = case("grpo", count, 32_768, 64)
-        traits = traits_of(given.lengths)
+        facts = traits_of(given.lengths)
         packing = Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
-        (seconds,) = best(partial(plan, traits, packing), repeats=7, budget_s=6.0)
+        (seconds,) = best(partial(plan, facts, packing), repeats=7, budget_s=6.0)
         name = f"planning {count:,} samples for 64 ranks"
         rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max"))
         arguments = (given.lengths, given.costs, 64, given.cap)

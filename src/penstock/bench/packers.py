@@ -21,7 +21,7 @@ Packer: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.float64], int, int],
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_size: bool) -> list[Bin]:
-    """Largest differencing: join the two most uneven partitions, dear parts with cheap ones, until one is left."""
+    """Largest differencing: join the two most uneven partitions, costly parts with cheap ones, until one is left."""
     State: TypeAlias = list[tuple[float, Bin]]
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     size = parts if equal_size else 1
@@ -97,7 +97,7 @@ def _by_rank(columns: Sequence[Sequence[Bin]]) -> Grid:
 
 
 def _split(bins: list[Bin], costs: NDArray[np.float64], ranks: int) -> list[Bin]:
-    """Split the dearest bin in two until the count divides by the ranks or no bin holds two samples."""
+    """Split the costliest bin in two until the count divides by the ranks or no bin holds two samples."""
     target = max(-(-len(bins) // ranks) * ranks, ranks)
     heap = [(-float(costs[b].sum()), k) for k, b in enumerate(bins) if len(b) > 1]
     heapify(heap)
@@ -133,7 +133,7 @@ def ffd_stride(lengths: NDArray[np.int64], costs: NDArray[np.float64], ranks: in
 
 
 def ffd_split_kk(lengths: NDArray[np.int64], costs: NDArray[np.float64], ranks: int, cap: int) -> Grid:
-    """First fit decreasing, dearest bins split to even the count, Karmarkar-Karp on rank totals."""
+    """First fit decreasing, costliest bins split to even the count, Karmarkar-Karp on rank totals."""
     return _kk_ranks(_split(first_fit(lengths, _longest_first(lengths), cap), costs, ranks), costs, ranks)
 
 

@@ -1,6 +1,6 @@
 """Draw a packed step: ranks from top to bottom, time from left to right, cost as area, waiting shaded.
 
-Each micro-batch is a bar on its rank's line, as long as its samples are dear. A row ends for all ranks when its dearest
+Each micro-batch is a bar on its rank's line, as long as its cost. A row ends for all ranks when its costliest
 micro-batch does; what lies between a bar and that end is waste: waiting, padding, dummies.
 """
 
@@ -42,7 +42,7 @@ def timing_of(planned: Plan, packing: Packing) -> Timing:
     """The timing of a plan, from its segments (image patches left out)."""
     shape = (planned.accounting.rows, packing.ranks)
     taken, useful = np.zeros(shape), np.zeros(shape)
-    for share in planned.shares:
+    for share in planned.rank_plans:
         costs = packing.cost.of_samples(share.cuts)
         for m in range(len(share)):
             own = slice(int(share.starts[m]), int(share.starts[m + 1]))

@@ -49,7 +49,7 @@ def list_path(packed: bytes, plan: Plan) -> list[list[dict[str, Any]]]:
     import torch
 
     samples = baselines.decode_byte_arrays(packed)
-    wire = [[_joined(samples, share.only(i).order.tolist()) for i in range(len(share))] for share in plan.shares]
+    wire = [[_joined(samples, share.only(i).order.tolist()) for i in range(len(share))] for share in plan.rank_plans]
     received = [msgspec.msgpack.decode(msgspec.msgpack.encode(batches)) for batches in wire]
     return [[{name: torch.tensor([values]) for name, values in b.items()} for b in batches] for batches in received]
 

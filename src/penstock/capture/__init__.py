@@ -1,11 +1,11 @@
 """What rollouts recorded, as trajectories: each token once, exactly, whatever the producer's format."""
 
 from penstock.capture.chat import from_chat_completions
-from penstock.capture.episodes import from_verifiers
+from penstock.capture.cumulative import from_rollout, from_steps
 from penstock.capture.plain import from_arrays
-from penstock.capture.steps import from_rollout, from_steps
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
+from penstock.capture.verifiers import from_verifiers
 
 __all__ = [
     "TURN_COLUMNS",

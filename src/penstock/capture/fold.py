@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import Array
 from penstock.arrays.images import ImageSpan, check_spans
 from penstock.arrays.sample import Values
-from penstock.capture.prefixes import ROOT, Keys, PrefixIndex, prefix_hashes
+from penstock.capture.prefix_tree import ROOT, Keys, PrefixIndex, prefix_hashes
 from penstock.capture.routing import Routing
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.commands.view import open_library, serve
 from penstock.view.diff import Parting, compare
 from penstock.view.reader import Export
-from penstock.view.server import Library
+from penstock.view.web import Library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

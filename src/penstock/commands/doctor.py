@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.commands.checkup import Finding, examine
+from penstock.commands.doctor_checks import Finding, examine
 
 _MARKS = {"ok": "ok   ", "warning": "note ", "failure": "FAIL "}
 

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.text import aligned
+from penstock.commands.tables import aligned
 from penstock.encode.codings import NAMES
-from penstock.encode.front import Front
+from penstock.encode.head import Front
 from penstock.encode.layout import Block
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput

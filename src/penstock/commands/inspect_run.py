@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.text import aligned, ledger_line, reasons_line, size
-from penstock.serve.lines import printable
-from penstock.serve.readonly import read_run
+from penstock.commands.tables import aligned, ledger_line, reasons_line, size
+from penstock.serve.decisions.read_log import read_run
+from penstock.serve.process.log_format import printable
 
 _SHOWN = 20
 

@@ -16,9 +16,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.text import aligned, size
+from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
-from penstock.serve.lines import printable
+from penstock.serve.process.log_format import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from penstock.send.timeouts import Timeouts
-    from penstock.serve.opening import open as open_plane
+    from penstock.serve.clients.api import open as open_plane
 
     if "://" not in args.where:
         raise InvalidInput(

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.serve.config import assign, build_config, load_config
-from penstock.serve.process import Ready, run_plane
-from penstock.serve.template import TEMPLATE
+from penstock.serve.process.config import assign, build_config, load_config
+from penstock.serve.process.daemon import Ready, run_plane
+from penstock.serve.process.template import TEMPLATE
 
 _FLAGS = {
     "ranks": ("packing", "ranks", "data ranks that take part in every step"),

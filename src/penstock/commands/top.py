@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import runs
-from penstock.commands.text import ledger_line, reasons_line, size
+from penstock.commands.tables import ledger_line, reasons_line, size
 from penstock.errors import InvalidInput
-from penstock.serve.lines import printable
+from penstock.serve.process.log_format import printable
 
 Look = Callable[[], dict[str, Any]]
 _CLEAR = "\x1b[H\x1b[J"
@@ -55,12 +55,12 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
     if "://" in where:
         from penstock.send.timeouts import Timeouts
-        from penstock.serve.opening import open as open_plane
+        from penstock.serve.clients.api import open as open_plane
 
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())
     else:
-        from penstock.serve.readonly import read_run
+        from penstock.serve.decisions.read_log import read_run
 
         yield lambda: _from_folder(read_run(where, steps=1, groups=0))
 

@@ -16,11 +16,11 @@ import webbrowser
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.view.guard import new_token
-from penstock.view.page import write_page
+from penstock.view.access import new_token
 from penstock.view.reader import Export
-from penstock.view.server import Library, listening, make_app, make_server
+from penstock.view.static_page import write_page
 from penstock.view.vocabulary import open_vocabulary
+from penstock.view.web import Library, listening, make_app, make_server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from penstock.arrays import ImageSpan
 from penstock.assets import AssetStore
-from penstock.assets.image import span
+from penstock.assets.image_ref import span
 from penstock.assets.layouts import layout_from_config
 from penstock.capture import Turn
 from penstock.demo.tasks import standardized

@@ -25,7 +25,7 @@ from penstock.demo.planes import address
 from penstock.errors import PenstockError
 from penstock.serve import open as open_plane
 from penstock.train.config import TrainConfig, template
-from penstock.train.journal import check_installed
+from penstock.train.metrics_sinks import check_installed
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3

@@ -11,8 +11,8 @@ from penstock.hold import Fifo, MinPriority, Prioritized, Selector, Uniform
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
 from penstock.serve import PlaneSettings, Replay, Server, Target
-from penstock.serve.log import Log
-from penstock.serve.opening import plane_carrier
+from penstock.serve.clients.api import plane_carrier
+from penstock.serve.decisions.log import Log
 from penstock.train.config import TrainConfig
 
 _LONGEST = 100

@@ -26,7 +26,7 @@ from penstock.serve import Plane
 from penstock.serve import open as open_plane
 from penstock.train.config import TrainConfig
 from penstock.train.model import build_model
-from penstock.train.weights import Weights
+from penstock.train.published_weights import Weights
 
 _PUTTING = 8
 """Puts under way at once: the plane writes them all with one sync."""

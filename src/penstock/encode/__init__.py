@@ -1,7 +1,7 @@
 """Samples to bytes and back: one frame per batch, every column in its cheapest lossless coding."""
 
-from penstock.encode.front import Front, Limits, read_front
+from penstock.encode.head import Front, Limits, read_head
 from penstock.encode.reading import decode
 from penstock.encode.writing import encode
 
-__all__ = ["Front", "Limits", "decode", "encode", "read_front"]
+__all__ = ["Front", "Limits", "decode", "encode", "read_head"]

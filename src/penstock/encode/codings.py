@@ -5,7 +5,7 @@
     2 runs      lengths and values of runs of equal bits (a mask needs no values: they alternate)
     3 narrow    unsigned integers in as many bits as the largest needs (arrays/bits.py)
     4 sparse    only the values on trained tokens; all others are zero bits
-    5 planes    byte planes, each compressed or left alone (arrays/planes.py)
+    5 planes    byte planes, each compressed or left alone (arrays/byte_planes.py)
     6 packed    `narrow`, each plane compressed or left alone
 
 The `fast` profile uses 0-4, which run at memory speed; `small` adds 5 and 6. Every writer here has its
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, unpack_uints, width_of
+from penstock.arrays.byte_planes import join_bytes, split_bytes
 from penstock.arrays.columns import Array
-from penstock.arrays.planes import join_bytes, split_bytes
-from penstock.arrays.runs import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
+from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.encode.compress import compress, decompress
 from penstock.encode.layout import ALIGN, Block, Buffer
 from penstock.errors import CorruptFrame

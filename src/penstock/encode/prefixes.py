@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import Array
 from penstock.arrays.ragged import Offsets
-from penstock.arrays.runs import bit_view
+from penstock.arrays.run_lengths import bit_view
 
 MIN_SHARED = 32
 """Shorter prefixes cost more to describe and to copy than they save."""

@@ -13,10 +13,10 @@ import numpy as np
 from penstock.arrays.columns import TOKEN_COLUMNS, Array
 from penstock.arrays.images import check_spans
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
-from penstock.arrays.runs import MaskRuns
+from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import Reader
-from penstock.encode.front import DEFAULT_LIMITS, Front, Limits, check_floats, parse_front, ragged
+from penstock.encode.head import DEFAULT_LIMITS, Front, Limits, check_floats, parse_head, ragged
 from penstock.encode.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
 from penstock.encode.prefixes import restore
 from penstock.errors import CorruptFrame, InvalidInput
@@ -30,7 +30,7 @@ def decode(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Samples:
 def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Front, Samples, Counter[str]]:
     """A frame's front, its samples, and how many bytes each part of it takes."""
     sections = split(data)
-    front, used = parse_front(sections, limits)
+    front, used = parse_head(sections, limits)
     check_body(sections)
     reader = Reader(sections.body, align=True)
     samples = _body(front, reader)

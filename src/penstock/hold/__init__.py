@@ -3,19 +3,19 @@
 `Table` composes a sampler, a remover and a limiter; see docs/replay.md for how to choose them.
 """
 
-from penstock.hold.arrival import Fifo, Lifo
 from penstock.hold.batch import Batch
-from penstock.hold.extreme import MaxPriority, MinPriority
+from penstock.hold.by_priority import MaxPriority, MinPriority
+from penstock.hold.fifo_lifo import Fifo, Lifo
 from penstock.hold.freshest import Freshest
+from penstock.hold.importance import importance_weights
 from penstock.hold.limiters import Limiter, MinSize, Queue, SamplesPerInsert
-from penstock.hold.metrics import Reason
 from penstock.hold.prioritized import Prioritized
 from penstock.hold.selector import Draw, Index, Selector
-from penstock.hold.settings import Settings
 from penstock.hold.slots import Key
 from penstock.hold.table import Table
+from penstock.hold.table_metrics import Reason
+from penstock.hold.table_settings import Settings
 from penstock.hold.uniform import Uniform
-from penstock.hold.weights import importance_weights
 
 __all__ = [
     "Batch",

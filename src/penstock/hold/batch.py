@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.hold.importance import importance_weights
 from penstock.hold.slots import TIMES, VERSION
-from penstock.hold.weights import importance_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

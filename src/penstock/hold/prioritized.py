@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
+from penstock.hold.importance import inclusion_before
 from penstock.hold.selector import Draw, Index, Role, joined
 from penstock.hold.sumtree import SumTree
 from penstock.hold.uniform import SlotSet
-from penstock.hold.weights import inclusion_before
 
 Floats = NDArray[np.float64]
 Slots = NDArray[np.int64]

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import ConfigError, InvalidInput
-from penstock.hold import checkpoint
-from penstock.hold.arrival import Fifo
+from penstock.hold import table_checkpoint
 from penstock.hold.batch import Batch
-from penstock.hold.checkpoint import Dump, Load
+from penstock.hold.core import OnEvict, Store
+from penstock.hold.fair_wait import Line
+from penstock.hold.fifo_lifo import Fifo
 from penstock.hold.limiters import Limiter, MinSize
-from penstock.hold.metrics import report
 from penstock.hold.selector import Selector
-from penstock.hold.settings import Settings
 from penstock.hold.slots import Key
-from penstock.hold.store import OnEvict, Store
-from penstock.hold.waiting import Line
+from penstock.hold.table_checkpoint import Dump, Load
+from penstock.hold.table_metrics import report
+from penstock.hold.table_settings import Settings
 
 MAX_PRIORITY = 1e100
 """Beyond this, sums of powers of priorities could overflow."""
@@ -330,14 +330,14 @@ class Table:
         numbers are copied; items must therefore not be changed in place once they are in a table.
         """
         with self._lock:
-            snapshot = checkpoint.take(self._store)
-        checkpoint.write(path, snapshot, dump)
+            snapshot = table_checkpoint.take(self._store)
+        table_checkpoint.write(path, snapshot, dump)
 
     def to_bytes(self, *, dump: Dump | None = None) -> bytes:
         """The same as bytes, for callers who keep them elsewhere."""
         with self._lock:
-            snapshot = checkpoint.take(self._store)
-        return checkpoint.to_bytes(snapshot, dump)
+            snapshot = table_checkpoint.take(self._store)
+        return table_checkpoint.to_bytes(snapshot, dump)
 
     @classmethod
     def restore(
@@ -358,9 +358,9 @@ class Table:
         table = cls.__new__(cls)
         parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
         if isinstance(source, bytes):
-            table._set_up(checkpoint.from_bytes(source, parts, load, on_evict))
+            table._set_up(table_checkpoint.from_bytes(source, parts, load, on_evict))
         else:
-            table._set_up(checkpoint.read(source, parts, load, on_evict))
+            table._set_up(table_checkpoint.read(source, parts, load, on_evict))
         return table
 
 

@@ -98,7 +98,7 @@ def best_fit(items: Items, longest_first: NDArray[np.intp]) -> list[Bin]:
 
 
 def halve_dearest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
-    """As many bins as asked for, by halving the dearest again and again, while one holds two samples."""
+    """As many bins as asked for, by halving the costliest again and again, while one holds two samples."""
     out = list(bins)
     if len(out) >= count:
         return out

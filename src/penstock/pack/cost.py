@@ -91,7 +91,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A measured time and what was computed in it: one micro-batch, or the dearest of each index of a step."""
+    """A measured time and what was computed in it: one micro-batch, or the costliest of each index of a step."""
 
     seconds: float
     tokens: int

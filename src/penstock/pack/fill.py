@@ -1,6 +1,6 @@
 """Gather the arrays of a rank's micro-batches: one pass per column, every token copied once.
 
-All micro-batches of the share are laid end to end; a column is one `np.concatenate` of views into the samples'
+All micro-batches of the rank plan are laid end to end; a column is one `np.concatenate` of views into the samples'
 columns, with constant views where a sample lacks it and where padding stands, and each micro-batch is a slice of the
 result. A gather index would cost more to build than all of the copying. One number per sample is repeated over the
 sample's tokens: an advantage stands on every token, and `loss_mask` alone decides what is trained.
@@ -19,8 +19,8 @@ from penstock.arrays import ImageSpan, Samples, offsets_of
 from penstock.arrays.columns import TOKEN_COLUMNS, Array, Column
 from penstock.errors import InvalidInput
 from penstock.pack.micro_batch import MicroBatch, Segments
-from penstock.pack.share import Share
-from penstock.pack.traits import MODALITIES, MODE_WEIGHTS, TERMS
+from penstock.pack.rank_plan import RankPlan
+from penstock.pack.sample_facts import MODALITIES, MODE_WEIGHTS, TERMS
 
 PADDING = -1
 LONG_ENOUGH = 128
@@ -29,29 +29,29 @@ ALIGNMENT = 64
 BORROWED = ("token_ids", "mm_token_type_ids")
 
 
-def fill(samples: Samples, share: Share, *, out: NDArray[np.uint8] | None = None) -> list[MicroBatch]:
-    """The micro-batches of one rank, from all samples of the step or (`share.relative()`) from the rank's own.
+def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None = None) -> list[MicroBatch]:
+    """The micro-batches of one rank, from all samples of the step or (`rank_plan.relative()`) from the rank's own.
 
-    `out` is memory to fill, at least `bytes_needed(share)`; what was filled into it before is overwritten. Without
+    `out` is memory to fill, at least `bytes_needed(rank_plan)`; what was filled into it before is overwritten. Without
     it memory is allocated, once for all columns: one large block is given huge pages, and touching it for the first
     time then costs a tenth.
     """
-    if len(share.order) and int(share.order.max()) >= len(samples):
+    if len(rank_plan.order) and int(rank_plan.order.max()) >= len(samples):
         raise InvalidInput(
-            f"samples: {len(samples)} given, the share uses number {int(share.order.max())}; "
-            "pass those it was planned for, or share.relative() with samples.take(share.needs)"
+            f"samples: {len(samples)} given, the rank_plan uses number {int(rank_plan.order.max())}; "
+            "pass those it was planned for, or rank_plan.relative() with samples.take(rank_plan.needs)"
         )
-    if len(share) == 0:
+    if len(rank_plan) == 0:
         return []
-    needed = bytes_needed(share)
+    needed = bytes_needed(rank_plan)
     if out is None:
         out = np.empty(needed, np.uint8)
     elif len(out) < needed:
-        raise InvalidInput(f"out: {len(out)} bytes; this share needs {needed}")
-    layout = _Layout(samples, share)
+        raise InvalidInput(f"out: {len(out)} bytes; this rank plan needs {needed}")
+    layout = _Layout(samples, rank_plan)
     columns: dict[str, Array] = {}
     at = 0
-    for name, dtype in _dtypes(share).items():
+    for name, dtype in _dtypes(rank_plan).items():
         end = at + layout.tokens[-1] * dtype.itemsize
         columns[name] = out[at:end].view(dtype)
         at = _aligned(end)
@@ -63,15 +63,15 @@ def fill(samples: Samples, share: Share, *, out: NDArray[np.uint8] | None = None
     return _micro_batches(layout, columns)
 
 
-def bytes_needed(share: Share) -> int:
-    """How much memory the columns of a share take (routed experts have their own)."""
-    tokens = int(share.padded.sum())
-    return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(share).values())
+def bytes_needed(rank_plan: RankPlan) -> int:
+    """How much memory the columns of a rank plan take (routed experts have their own)."""
+    tokens = int(rank_plan.padded.sum())
+    return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(rank_plan).values())
 
 
-def _dtypes(share: Share) -> dict[str, np.dtype[Any]]:
+def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
     """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
-    gathered = {name: TOKEN_COLUMNS[name].dtype for name in share.columns if name != "routed_experts"}
+    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if name != "routed_experts"}
     return {**gathered, "position_ids": np.dtype(np.int64)}
 
 
@@ -80,19 +80,19 @@ def _aligned(offset: int) -> int:
 
 
 class _Layout:
-    """Where everything lies when the share's micro-batches stand end to end."""
+    """Where everything lies when the rank plan's micro-batches stand end to end."""
 
-    def __init__(self, samples: Samples, share: Share) -> None:
-        self.samples, self.share = samples, share
-        self.tokens = offsets_of(share.padded).tolist()
+    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
+        self.samples, self.rank_plan = samples, rank_plan
+        self.tokens = offsets_of(rank_plan.padded).tolist()
         """[micro_batches + 1] first token of each micro-batch."""
         self.segments = [0]
         """[micro_batches + 1] first segment of each micro-batch."""
         rows: list[int] = []
         lengths: list[int] = []
         borrowed: list[int] = []
-        order, cuts, dummy = share.order.tolist(), share.cuts.tolist(), share.dummy.tolist()
-        for m, (a, b) in enumerate(pairwise(share.starts.tolist())):
+        order, cuts, dummy = rank_plan.order.tolist(), rank_plan.cuts.tolist(), rank_plan.dummy.tolist()
+        for m, (a, b) in enumerate(pairwise(rank_plan.starts.tolist())):
             if dummy[m]:
                 borrowed += range(len(rows), len(rows) + b - a)
             rows += order[a:b]
@@ -148,7 +148,7 @@ def _constants(layout: _Layout, column: Column) -> Array:
     if column.name in TERMS:
         by_mode = {mode: weights[TERMS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
         out[:] = [by_mode.get(mode, column.pad) for mode in layout.text("mode")]
-    out[~layout.is_trained] = layout.share.pad_id if column.name == "token_ids" else column.pad
+    out[~layout.is_trained] = layout.rank_plan.pad_id if column.name == "token_ids" else column.pad
     return out
 
 
@@ -172,7 +172,7 @@ def _positions(layout: _Layout, out: Array) -> None:
 
 def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatch]:
     """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
-    share, samples = layout.share, layout.samples
+    rank_plan, samples = layout.rank_plan, layout.samples
     text = {name: layout.text(name) for name in ("id", "group", "env", "mode", "run")}
     lengths = np.array(layout.lengths, np.int64)
     starts = np.repeat(np.array(layout.tokens[:-1], np.int64), np.diff(layout.segments))
@@ -181,11 +181,11 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
     versions = np.append(samples.policy_versions, 0)[layout.rows]
     out = []
     for m, (a, b) in enumerate(pairwise(layout.segments)):
-        is_dummy = bool(share.dummy[m])
+        is_dummy = bool(rank_plan.dummy[m])
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        if "routed_experts" in share.columns and not is_dummy:
+        if "routed_experts" in rank_plan.columns and not is_dummy:
             parts = _with_routed(parts, layout, a, b)
         out.append(
             MicroBatch(
@@ -202,7 +202,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
                     lengths=lengths[own],
                 ),
                 images=_images(samples, layout.rows[a : a + held], lengths[a:b], offsets[a:b]),
-                modality=MODALITIES[share.modality[m]],
+                modality=MODALITIES[rank_plan.modality[m]],
                 run=text["run"][a],
                 is_dummy=is_dummy,
             )

@@ -1,6 +1,6 @@
 """The grid of a step: for every row the micro-batch of every rank.
 
-Within a row the dearest micro-batch goes to the rank with the least to do so far, which evens out the ranks' totals
+Within a row the costliest micro-batch goes to the rank with the least to do so far, which evens out the ranks' totals
 as well. A rank left without one gets a dummy: a row of padding for text, and for images the shortest prefix of a
 sample that still holds an image, so that the vision tower runs on every rank.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.arrays import offsets_of
 from penstock.pack.bins import Bin, Items
 from penstock.pack.packing import Packing
-from penstock.pack.traits import TEXT, Traits
+from penstock.pack.sample_facts import TEXT, SampleFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ Grid: TypeAlias = list[list[Placed]]
 """[rows][ranks]"""
 
 
-def planned(traits: Traits, items: Items, bins: Sequence[Bin], packing: Packing) -> list[Placed]:
+def planned(facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing) -> list[Placed]:
     """The micro-batches of these bins."""
     ids = np.array([i for b in bins for i in b], np.intp)
     starts = offsets_of([len(b) for b in bins])[:-1]
@@ -47,7 +47,7 @@ def planned(traits: Traits, items: Items, bins: Sequence[Bin], packing: Packing)
     padded = -(-tokens // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
     costs = np.add.reduceat(items.cost_array[ids], starts)
     costs += packing.cost.overhead + packing.cost.of_samples(padded - tokens)
-    modality = np.maximum.reduceat(traits.modality[ids], starts)
+    modality = np.maximum.reduceat(facts.modality[ids], starts)
     columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
     return [
         Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m)
@@ -55,17 +55,17 @@ def planned(traits: Traits, items: Items, bins: Sequence[Bin], packing: Packing)
     ]
 
 
-def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> Placed:
+def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) -> Placed:
     """The cheapest micro-batch with which a rank can take part in rows of these samples."""
     overhead = packing.cost.overhead
-    if traits.modality[ids].min() == TEXT:
+    if facts.modality[ids].min() == TEXT:
         # A class of text, or one that declared that its rows do not need images on every rank.
         padded = packing.padded(0)
         cost = overhead + float(packing.cost.of_samples(np.array(padded)))
         return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
-    costs = packing.cost.of_samples(traits.stub[ids], traits.stub_patches[ids])
+    costs = packing.cost.of_samples(facts.stub[ids], facts.stub_patches[ids])
     i = int(ids[np.argmin(costs)])
-    tokens = int(traits.stub[i])
+    tokens = int(facts.stub[i])
     padded = packing.padded(tokens)
     return Placed(
         samples=[i],
@@ -73,7 +73,7 @@ def cheapest_dummy(traits: Traits, ids: NDArray[np.intp], packing: Packing) -> P
         padded=padded,
         cost=overhead + float(costs.min()) + float(packing.cost.of_samples(np.array(padded - tokens))),
         dummy=True,
-        modality=int(traits.modality[i]),
+        modality=int(facts.modality[i]),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from penstock.errors import ConfigError
 from penstock.pack.bins import Caps
 from penstock.pack.cost import Cost
-from penstock.pack.traits import MODALITIES
+from penstock.pack.sample_facts import MODALITIES
 
 UNLIMITED = 2**62
 

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import TOKEN_COLUMNS
 from penstock.errors import InvalidInput
-from penstock.pack.account import Accounting, account
+from penstock.pack.accounting import Accounting, account
 from penstock.pack.bins import Items
+from penstock.pack.denominators import Totals, count_totals
 from penstock.pack.grid import Grid, Placed, cheapest_dummy, place, planned
-from penstock.pack.levels import Bound, lower_bound
 from penstock.pack.packing import Packing
+from penstock.pack.rank_plan import Plan, RankPlan
+from penstock.pack.row_targets import Bound, lower_bound
 from penstock.pack.rows import rows_of
-from penstock.pack.share import Plan, Share
-from penstock.pack.totals import Totals, count_totals
-from penstock.pack.traits import MODALITIES, TERMS, Traits
+from penstock.pack.sample_facts import MODALITIES, TERMS, SampleFacts
 
 UNPACKABLE = "unpackable"
 """Reason of a sample that begins with an image longer than seq_len."""
@@ -32,24 +32,24 @@ UNPACKABLE = "unpackable"
 ALL_OR_NONE = {"logprobs": ("rl", "opd"), "teacher_logprobs": ("opd",)}
 
 
-def plan(traits: Traits, packing: Packing) -> Plan:
-    """Plan a step. Deterministic: the same traits and settings give the same plan, in any process."""
-    dropped = {int(i): UNPACKABLE for i in np.flatnonzero(traits.kept == 0)}
-    packed = np.flatnonzero(traits.kept > 0)
+def plan(facts: SampleFacts, packing: Packing) -> Plan:
+    """Plan a step. Deterministic: the same facts and settings give the same plan, in any process."""
+    dropped = {int(i): UNPACKABLE for i in np.flatnonzero(facts.kept == 0)}
+    packed = np.flatnonzero(facts.kept > 0)
     if dropped and not len(packed):
-        _raise_nothing_left(traits, packing)
-    check_columns(traits)
-    costs = packing.cost.of_samples(traits.kept, traits.patches)
-    items = Items.of(traits.kept, costs, packing.caps, traits.patches)
+        _raise_nothing_left(facts, packing)
+    check_columns(facts)
+    costs = packing.cost.of_samples(facts.kept, facts.patches)
+    items = Items.of(facts.kept, costs, packing.caps, facts.patches)
     if packing.over_cap == "strict":
-        _raise_over_cap(traits, items, packed, packing)
-    grid, bounds = _grid(traits, items, _classes(traits, packed, packing), packing)
-    totals = count_totals(traits, packed)
-    accounting = account(traits, items, packing, grid, bounds, dropped)
-    columns = _columns(traits, packed)
+        _raise_over_cap(facts, items, packed, packing)
+    grid, bounds = _grid(facts, items, _classes(facts, packed, packing), packing)
+    totals = count_totals(facts, packed)
+    accounting = account(facts, items, packing, grid, bounds, dropped)
+    columns = _columns(facts, packed)
     return Plan(
-        shares=tuple(
-            _share(rank, [row[rank] for row in grid], traits, columns, packing.pad_id, totals, accounting)
+        rank_plans=tuple(
+            _rank_plan(rank, [row[rank] for row in grid], facts, columns, packing.pad_id, totals, accounting)
             for rank in range(packing.ranks)
         ),
         dropped=dropped,
@@ -58,61 +58,61 @@ def plan(traits: Traits, packing: Packing) -> Plan:
     )
 
 
-def check_columns(traits: Traits) -> None:
+def check_columns(facts: SampleFacts) -> None:
     """Raise when only some of the samples that need a column have it."""
-    trained = traits.kept_loss_tokens > 0
+    trained = facts.kept_loss_tokens > 0
     for name, modes in ALL_OR_NONE.items():
-        if name not in traits.has:
+        if name not in facts.has:
             continue
-        asked = trained & np.fromiter((mode in modes for mode in traits.mode), np.bool_, len(traits))
-        missing = np.flatnonzero(asked & ~traits.has[name])
+        asked = trained & np.fromiter((mode in modes for mode in facts.mode), np.bool_, len(facts))
+        missing = np.flatnonzero(asked & ~facts.has[name])
         have = int(asked.sum()) - len(missing)
         if len(missing) and have:
-            names = ", ".join(repr(traits.ids[i]) for i in missing[:5].tolist())
+            names = ", ".join(repr(facts.ids[i]) for i in missing[:5].tolist())
             raise InvalidInput(
                 f"samples {names}{' and others' if len(missing) > 5 else ''}: no {name}, which {have} other trained "
                 f"samples of mode {' or '.join(modes)} have; record them for all of these, or for none"
             )
 
 
-def _raise_nothing_left(traits: Traits, packing: Packing) -> None:
-    names = ", ".join(repr(name) for name in traits.ids[:3])
+def _raise_nothing_left(facts: SampleFacts, packing: Packing) -> None:
+    names = ", ".join(repr(name) for name in facts.ids[:3])
     raise InvalidInput(
-        f"samples {names}: none of {len(traits)} can be packed, each begins with an image that does not fit "
+        f"samples {names}: none of {len(facts)} can be packed, each begins with an image that does not fit "
         f"seq_len {packing.seq_len}; raise seq_len or use smaller images"
     )
 
 
-def _raise_over_cap(traits: Traits, items: Items, packed: NDArray[np.intp], packing: Packing) -> None:
+def _raise_over_cap(facts: SampleFacts, items: Items, packed: NDArray[np.intp], packing: Packing) -> None:
     beyond = packed[items.beyond_caps(packed)]
     if len(beyond):
         i = int(beyond[0])
         raise InvalidInput(
-            f"sample {traits.ids[i]!r}: {traits.kept[i]} tokens and {traits.patches[i]} patches in a micro-batch of at "
+            f"sample {facts.ids[i]!r}: {facts.kept[i]} tokens and {facts.patches[i]} patches in a micro-batch of at "
             f"most {packing.caps.tokens} tokens and {packing.max_patches or 'any number of'} patches; raise the cap, "
             "lower seq_len, or pass over_cap='soft'"
         )
 
 
-def _columns(traits: Traits, packed: NDArray[np.intp]) -> tuple[str, ...]:
+def _columns(facts: SampleFacts, packed: NDArray[np.intp]) -> tuple[str, ...]:
     """Columns of every micro-batch: those that any sample of the step has.
 
     Of the step, not of the micro-batch: a training loop that asks whether a column is there must take the same
     branch on every rank, or a collective in it hangs.
     """
-    present = {name for name, has in traits.has.items() if has[packed].any()}
-    if {traits.mode[i] for i in packed.tolist()} - {"rl"}:
+    present = {name for name, has in facts.has.items() if has[packed].any()}
+    if {facts.mode[i] for i in packed.tolist()} - {"rl"}:
         present |= set(TERMS)
     return tuple(name for name in TOKEN_COLUMNS if name in present)
 
 
-def _classes(traits: Traits, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
+def _classes(facts: SampleFacts, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
     """Samples by class of rows and, within it, by key; images before text, as the largest allocations."""
-    runs = sorted(set(traits.run))
+    runs = sorted(set(facts.run))
     number = {run: k for k, run in enumerate(runs)}
-    run_of = np.zeros(len(traits), np.int64) if len(runs) < 2 else np.array([number[run] for run in traits.run])
-    class_of = np.array([-packing.modalities.class_of(m) for m in range(len(MODALITIES))])[traits.modality]
-    routed = traits.has.get("routed_experts", np.zeros(len(traits), np.bool_))
+    run_of = np.zeros(len(facts), np.int64) if len(runs) < 2 else np.array([number[run] for run in facts.run])
+    class_of = np.array([-packing.modalities.class_of(m) for m in range(len(MODALITIES))])[facts.modality]
+    routed = facts.has.get("routed_experts", np.zeros(len(facts), np.bool_))
     row_keys = (class_of, run_of if packing.rows_by == "run" else np.zeros_like(run_of))
     keys = np.stack([*row_keys, run_of, routed], axis=1)[packed]
     order = np.lexsort(keys.T[::-1])
@@ -124,7 +124,7 @@ def _classes(traits: Traits, packed: NDArray[np.intp], packing: Packing) -> list
 
 
 def _grid(
-    traits: Traits, items: Items, classes: Sequence[Sequence[NDArray[np.intp]]], packing: Packing
+    facts: SampleFacts, items: Items, classes: Sequence[Sequence[NDArray[np.intp]]], packing: Packing
 ) -> tuple[Grid, list[Bound]]:
     grid: Grid = []
     bounds: list[Bound] = []
@@ -132,30 +132,30 @@ def _grid(
     for keys in classes:
         members = np.concatenate(keys)
         bounds.append(lower_bound(items, members, packing.ranks))
-        dummy = cheapest_dummy(traits, members, packing)
+        dummy = cheapest_dummy(facts, members, packing)
         rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
-        placed = iter(planned(traits, items, [b for row in rows for b in row], packing))
+        placed = iter(planned(facts, items, [b for row in rows for b in row], packing))
         grid += [place(list(islice(placed, len(row))), dummy, loads) for row in rows]
     return grid, bounds
 
 
-def _share(
+def _rank_plan(
     rank: int,
     column: Sequence[Placed],
-    traits: Traits,
+    facts: SampleFacts,
     columns: tuple[str, ...],
     pad_id: int,
     totals: Totals,
     accounting: Accounting,
-) -> Share:
+) -> RankPlan:
     order = np.array([i for placed in column for i in placed.samples], np.int32)
-    cuts = traits.kept[order].astype(np.int32)
+    cuts = facts.kept[order].astype(np.int32)
     starts = np.zeros(len(column) + 1, np.int32)
     np.cumsum([len(placed.samples) for placed in column], out=starts[1:])
     for m, placed in enumerate(column):
         if placed.dummy and placed.samples:
             cuts[starts[m]] = placed.tokens
-    return Share(
+    return RankPlan(
         rank=rank,
         order=order,
         cuts=cuts,

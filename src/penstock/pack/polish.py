@@ -1,7 +1,7 @@
 """Exchanges inside a row that lower its maximum.
 
 Longest-first leaves bins uneven by about one short sample. Where bins hold many samples, exchanging one between the
-dearest and the cheapest bin of a row brings that down to next to nothing; where they hold few, hardly anything is
+costliest and the cheapest bin of a row brings that down to next to nothing; where they hold few, hardly anything is
 gained (0.1 %), and nothing is tried.
 """
 
@@ -17,7 +17,7 @@ CLOSE_ENOUGH = 2e-4
 
 
 def polish_row(items: Items, row: Sequence[Bin], keys: Sequence[int]) -> None:
-    """Lower the dearest bin of the row, in place, while an exchange with the cheapest bin of its key does that."""
+    """Lower the costliest bin of the row, in place, while an exchange with the cheapest bin of its key does that."""
     costs = [items.cost_of(b) for b in row]
     goal = sum(costs) / len(costs) * (1 + CLOSE_ENOUGH)
     places: dict[int, list[int]] = {}
@@ -33,15 +33,15 @@ def polish_row(items: Items, row: Sequence[Bin], keys: Sequence[int]) -> None:
         costs[low] += moved
 
 
-def _exchange(items: Items, dear: Bin, cheap: Bin, gap: float) -> float:
+def _exchange(items: Items, costly: Bin, cheap: Bin, gap: float) -> float:
     """Exchange the pair that comes closest to halving the gap; the cost that moved, 0 when no pair helps."""
     costs, lengths, patches = items.costs, items.lengths, items.patches
-    rooms = [items.caps.tokens - sum(map(lengths.__getitem__, b)) for b in (dear, cheap)]
-    patch_rooms = [items.caps.patches - sum(map(patches.__getitem__, b)) for b in (dear, cheap)]
+    rooms = [items.caps.tokens - sum(map(lengths.__getitem__, b)) for b in (costly, cheap)]
+    patch_rooms = [items.caps.patches - sum(map(patches.__getitem__, b)) for b in (costly, cheap)]
     offers = sorted((costs[j], j) for j in cheap)
     # A miss of half the gap would only swap the two bins' costs.
     best, pair = gap / 2 * (1 - 1e-9), None
-    for i in dear:
+    for i in costly:
         at = bisect_left(offers, (costs[i] - gap / 2, -1))
         for cost, j in offers[max(at - 1, 0) : at + 1]:
             miss = abs(costs[i] - cost - gap / 2)
@@ -54,5 +54,5 @@ def _exchange(items: Items, dear: Bin, cheap: Bin, gap: float) -> float:
     if pair is None:
         return 0.0
     i, j = pair
-    dear[dear.index(i)], cheap[cheap.index(j)] = j, i
+    costly[costly.index(i)], cheap[cheap.index(j)] = j, i
     return costs[i] - costs[j]

@@ -1,14 +1,14 @@
 """From samples of one class to rows: one micro-batch per rank, of like cost, in hardly more rows than the caps need.
 
-The step waits for the dearest micro-batch of every row, so what is minimized is the sum over rows of that maximum.
+The step waits for the costliest micro-batch of every row, so what is minimized is the sum over rows of that maximum.
 
 1. How many bins does each key (samples that may share a micro-batch) need, hence how many rows? At least what the
    lengths demand; when that leaves little room, what best fit decreasing needs.
-2. Bins left over in the last row go to the keys with the dearest average bin: splitting beats dummies.
+2. Bins left over in the last row go to the keys with the costliest average bin: splitting beats dummies.
 3. Rows get levels (`levels`), and samples are spread over the bins towards them (`spread`).
-4. A key whose caps are too tight for that keeps its best-fit bins, the dearest halved.
+4. A key whose caps are too tight for that keeps its best-fit bins, the costliest halved.
 5. Bins sorted by cost are cut into rows of R. For given bins no arrangement has a lower sum of maxima, because the
-   k-th dearest row cannot cost less than the ((k - 1) R + 1)-th dearest bin.
+   k-th costliest row cannot cost less than the ((k - 1) R + 1)-th costliest bin.
 6. Where bins hold many samples, exchanges inside a row even out what is left (`polish`).
 7. If the rows still stand above their levels, the same with a few rows more; the cheaper plan is kept.
 """
@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.pack.bins import Bin, Items, best_fit, halve_dearest
-from penstock.pack.levels import forced_costs, least_bins, level_rows
 from penstock.pack.polish import ENOUGH_PER_BIN, polish_row
+from penstock.pack.row_targets import forced_costs, least_bins, level_rows
 from penstock.pack.spread import spread
 
 Row: TypeAlias = list[Bin]
@@ -74,7 +74,7 @@ class _Problem:
 class _Attempt:
     rows: list[Row]
     cost: float
-    """Sum of the dearest bin of each row."""
+    """Sum of the costliest bin of each row."""
     level: float
     """What that sum would be if every row came to its level."""
     fits: bool
@@ -82,7 +82,7 @@ class _Attempt:
 
 
 def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead: float) -> list[Row]:
-    """Rows of at most `ranks` bins, dearest row first, dearest bin first; every sample in exactly one bin."""
+    """Rows of at most `ranks` bins, costliest row first, costliest bin first; every sample in exactly one bin."""
     parts = [_key(items, ids) for ids in keys]
     problem = _Problem(items=items, keys=parts, key_of=_key_numbers(parts, len(items.lengths)), ranks=ranks)
     everything = np.concatenate(keys)
@@ -191,7 +191,7 @@ def _sorted(items: Items, bins: Sequence[Bin]) -> list[Bin]:
 
 
 def _bin_counts(keys: Sequence[_Key], least: Sequence[int], total: int) -> list[int]:
-    """How many bins each key gets: what it needs, and of the spare ones those with the dearest average bin."""
+    """How many bins each key gets: what it needs, and of the spare ones those with the costliest average bin."""
     counts = list(least)
     heap = [(-key.cost / counts[k], k) for k, key in enumerate(keys) if counts[k] < len(key.longest_first)]
     heapify(heap)

@@ -11,51 +11,51 @@ from dataclasses import dataclass
 from typing import Literal, overload
 
 from penstock.arrays import Sample, Samples
-from penstock.pack.account import Accounting
+from penstock.pack.accounting import Accounting
 from penstock.pack.cost import Cost
+from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import fill
 from penstock.pack.micro_batch import MicroBatch
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import plan
-from penstock.pack.share import Plan, Share
-from penstock.pack.totals import Denominators, Totals
-from penstock.pack.traits import Traits
+from penstock.pack.rank_plan import Plan, RankPlan
+from penstock.pack.sample_facts import SampleFacts
 
 
 class RankStep(Sequence[MicroBatch]):
     """One rank's micro-batches of a step, in order, with the denominators of the whole step."""
 
-    def __init__(self, samples: Samples, share: Share) -> None:
+    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
         self.samples = samples
-        self.share = share
+        self.rank_plan = rank_plan
 
     @property
     def rank(self) -> int:
-        return self.share.rank
+        return self.rank_plan.rank
 
     @property
     def totals(self) -> Totals:
-        return self.share.totals
+        return self.rank_plan.totals
 
     @property
     def denominators(self) -> Denominators:
         """Of the whole step, over all ranks."""
-        return self.share.totals.step
+        return self.rank_plan.totals.step
 
     @property
     def loss_tokens(self) -> int:
         """Trained tokens of the whole step, over all ranks: what a summed loss is divided by."""
-        return self.share.totals.step.loss_tokens
+        return self.rank_plan.totals.step.loss_tokens
 
     @property
     def accounting(self) -> Accounting:
-        return self.share.accounting
+        return self.rank_plan.accounting
 
     def __len__(self) -> int:
-        return len(self.share)
+        return len(self.rank_plan)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(fill(self.samples, self.share))
+        return iter(fill(self.samples, self.rank_plan))
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -64,7 +64,7 @@ class RankStep(Sequence[MicroBatch]):
     def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        return fill(self.samples, self.share.only(range(len(self))[index]))[0]
+        return fill(self.samples, self.rank_plan.only(range(len(self))[index]))[0]
 
     def __repr__(self) -> str:
         return f"RankStep(rank {self.rank}, {len(self)} micro-batches)"
@@ -156,5 +156,5 @@ def pack(
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     """`pack` with settings that were made, and checked, before."""
     columns = Samples.of(samples)
-    made = plan(Traits.of(columns, packing.seq_len), packing)
-    return Step(plan=made, ranks=tuple(RankStep(columns, share) for share in made.shares))
+    made = plan(SampleFacts.of(columns, packing.seq_len), packing)
+    return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

@@ -21,14 +21,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class Detach:
     """No more steps go to this process: the carrier may give back what it keeps for it."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class MemberLeft:
     """A process wants nothing more, and others are still there: a plane that restarts must not wait for it."""
 
     session: int
@@ -71,7 +71,7 @@ class Reported:
     metrics: dict[str, float]
 
 
-Effect: TypeAlias = Send | Parted | Left | Resume | StepReceived | StepCommitted | Reported
+Effect: TypeAlias = Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

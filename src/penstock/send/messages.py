@@ -231,7 +231,7 @@ class Discard(_Message, frozen=True, tag="discard"):
     samples: int
 
 
-class Share(_Message, frozen=True, tag="share"):
+class SetWeight(_Message, frozen=True, tag="weight"):
     """What a run is to have of the trainer."""
 
     ticket: int
@@ -272,7 +272,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
-FromClient: TypeAlias = FromRank | Put | Trace | Discard | Share | Ask
+FromClient: TypeAlias = FromRank | Put | Trace | Discard | SetWeight | Ask
 FromPlane: TypeAlias = (
     Welcome
     | Deliver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.send.effects import Staged
-from penstock.send.roster import Place
+from penstock.send.members import Place
 
 
 class Progress:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.send.effects import Effect, Reported, Send, Staged, StepCommitted, StepReceived
+from penstock.send.members import Members, Place
 from penstock.send.messages import (
     BEHIND,
     Commit,
@@ -21,9 +22,8 @@ from penstock.send.messages import (
     Request,
     Sent,
 )
-from penstock.send.phases import Phase
 from penstock.send.progress import Progress
-from penstock.send.roster import Place, Roster
+from penstock.send.session import Phase
 
 AHEAD = 4
 """Steps beyond the last planned one that may be asked for; no source asks for more than three."""
@@ -47,7 +47,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Violation:
     """A process did what no process may do: the session must end."""
 
     step: int
@@ -55,14 +55,14 @@ class Blame:
     reason: str
 
 
-Outcome: TypeAlias = list[Effect] | Blame
+Outcome: TypeAlias = list[Effect] | Violation
 
 
 class Steps:
     """What is done with the steps of a session, and said about them."""
 
-    def __init__(self, session: Session, roster: Roster, progress: Progress) -> None:
-        self._session, self._roster, self._progress = session, roster, progress
+    def __init__(self, session: Session, members: Members, progress: Progress) -> None:
+        self._session, self._members, self._progress = session, members, progress
         self._closing = 0
         """The step that every process has trained, while it is being written down."""
 
@@ -76,18 +76,18 @@ class Steps:
         self._session.last_step = max(self._session.last_step, staged.step)
         effects = self.deliver_all([staged.step], now)
         found = self._check_received(staged.step)
-        return found if isinstance(found, Blame) else effects + found
+        return found if isinstance(found, Violation) else effects + found
 
     def deliver_all(self, steps: list[int], now: float) -> list[Effect]:
         """To everybody who asked for them."""
-        return [effect for place in self._roster for step in steps for effect in self.deliver(place, step, now)]
+        return [effect for place in self._members for step in steps for effect in self.deliver(place, step, now)]
 
     def on_request(self, place: Place, message: Request, now: float) -> Outcome:
-        member, step = self._roster[place], message.step
+        member, step = self._members[place], message.step
         if step < self._session.next_step:
             return []  # a late duplicate: this process already committed that step
         if step > self._session.last_step + AHEAD:
-            return Blame(step, place[0], f"asks for step {step}; the last one planned is {self._session.last_step}")
+            return Violation(step, place[0], f"asks for step {step}; the last one planned is {self._session.last_step}")
         member.wants.add(step)
         copies = member.copies.get(step, 0)
         if message.lost < copies:
@@ -96,7 +96,7 @@ class Steps:
         return self.deliver(place, step, now)
 
     def deliver(self, place: Place, step: int, now: float) -> list[Effect]:
-        member, staged = self._roster[place], self._progress.staged.get(step)
+        member, staged = self._members[place], self._progress.staged.get(step)
         if self._session.phase is not Phase.RUNNING or staged is None or step not in member.wants:
             return []
         if self._progress.has(place, step):
@@ -117,7 +117,7 @@ class Steps:
         return [Send(member.peer, message, staged.payloads[rank])]
 
     def on_received(self, place: Place, message: Received) -> Outcome:
-        member, step = self._roster[place], message.step
+        member, step = self._members[place], message.step
         member.sent.pop(step, None)
         member.copies.pop(step, None)
         member.wants.discard(step)
@@ -136,25 +136,25 @@ class Steps:
         altered = self._progress.altered(step)
         if altered is not None:
             rank, digest = altered
-            return Blame(step, rank, f"received step {step} with digest {digest[:40]}, sent was {digests[rank]}")
+            return Violation(step, rank, f"received step {step} with digest {digest[:40]}, sent was {digests[rank]}")
         if not self._progress.release(step):
             return []
         release = self._release(step)
-        return [StepReceived(step), *(Send(member.peer, release) for member in self._roster.members)]
+        return [StepReceived(step), *(Send(member.peer, release) for member in self._members.members)]
 
     def on_commit(self, place: Place, message: Commit) -> Outcome:
         step = message.step
         if step < self._session.next_step:
             done = Committed(epoch=self._session.epoch, session=self._session.number, step=self._session.next_step - 1)
-            return [Send(self._roster[place].peer, done)]
+            return [Send(self._members[place].peer, done)]
         if step > self._session.last_step:
-            return Blame(step, place[0], f"commits step {step}, which was never delivered")
+            return Violation(step, place[0], f"commits step {step}, which was never delivered")
         self._progress.commit(place, self._session.next_step, step, message.policy_version)
         return self._check_committed()
 
     def _check_committed(self) -> list[Effect]:
         step = self._session.next_step
-        if self._closing == step or not self._roster or not self._progress.is_committed(step):
+        if self._closing == step or not self._members or not self._progress.is_committed(step):
             return []
         self._closing = step
         return [StepCommitted(self._session.number, step, self._progress.version(step))]
@@ -166,10 +166,10 @@ class Steps:
         self._session.next_step, self._closing = step + 1, 0
         self._progress.done(step)
         done = Committed(epoch=self._session.epoch, session=self._session.number, step=step)
-        return [*(Send(member.peer, done) for member in self._roster.members), *self._check_committed()]
+        return [*(Send(member.peer, done) for member in self._members.members), *self._check_committed()]
 
     def on_report(self, place: Place, message: Report) -> list[Effect]:
-        member = self._roster[place]
+        member = self._members[place]
         noted = Send(member.peer, Noted(epoch=self._session.epoch, session=self._session.number, number=message.number))
         if message.number <= member.reports:
             return [noted]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from penstock.errors import ConfigError
 from penstock.hold import Fifo, Limiter, Selector, Table
-from penstock.hold.store import OnEvict
+from penstock.hold.core import OnEvict
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.view.guard import new_token
-from penstock.view.server import Library, listening, make_app, make_server
+from penstock.view.access import new_token
+from penstock.view.web import Library, listening, make_app, make_server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [

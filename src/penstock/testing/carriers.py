@@ -189,7 +189,7 @@ class RestartableSuite(CarrierSuite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Shares of messages to which something happens, each way."""
+    """FairShare of messages to which something happens, each way."""
 
     drop: float = 0.0
     duplicate: float = 0.0

@@ -17,8 +17,8 @@ from penstock.arrays import Sample
 from penstock.arrays.columns import Array
 from penstock.pack import MicroBatch, pack
 from penstock.train.terms import Terms
-from penstock.view.choose import Keep
 from penstock.view.export import TokenExporter
+from penstock.view.keep_rules import Keep
 
 _PIECES = re.compile(r"<\|?\w+\|?>|</\w+>| ?\w+| ?[^\w\s]|\n|\s")
 _ENVS = ("arithmetic", "lookup", "reverse")

@@ -19,9 +19,9 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
-from penstock.serve.log import Log
-from penstock.serve.opening import plane_carrier
-from penstock.serve.server import Server
+from penstock.serve.clients.api import plane_carrier
+from penstock.serve.decisions.log import Log
+from penstock.serve.process.server import Server
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.groups import named_group
 

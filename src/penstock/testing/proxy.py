@@ -65,7 +65,7 @@ class Proxy:
         self.up, self.down = Direction(), Direction()
         """To the plane, and from it."""
         self.connections = 0
-        """Made so far."""
+        """BuiltStep so far."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"

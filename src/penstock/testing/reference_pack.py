@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.arrays import Sample
 from penstock.arrays.columns import TOKEN_COLUMNS
-from penstock.pack import Share, Step
+from penstock.pack import RankPlan, Step
 
 WEIGHTS = {
     "rl": {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0},
@@ -46,7 +46,7 @@ def spread(
 
 
 def cheapest_step(lengths: Sequence[int], costs: Sequence[float], ranks: int, cap: int) -> float:
-    """The lowest possible sum over rows of the dearest micro-batch, by trying every partition into bins."""
+    """The lowest possible sum over rows of the costliest micro-batch, by trying every partition into bins."""
     best = float("inf")
 
     def put(i: int, bins: list[list[int]]) -> None:
@@ -68,22 +68,22 @@ def cheapest_step(lengths: Sequence[int], costs: Sequence[float], ranks: int, ca
     return best
 
 
-def token_rows(samples: Sequence[Sample], share: Share, m: int) -> list[dict[str, Any]]:
-    """Micro-batch `m` of a share as one record per token, column by column from the samples themselves."""
+def token_rows(samples: Sequence[Sample], rank_plan: RankPlan, m: int) -> list[dict[str, Any]]:
+    """Micro-batch `m` of a rank plan as one record per token, column by column from the samples themselves."""
     rows: list[dict[str, Any]] = []
-    dummy = bool(share.dummy[m])
-    for s in range(int(share.starts[m]), int(share.starts[m + 1])):
-        sample = samples[int(share.order[s])]
-        for t in range(int(share.cuts[s])):
+    dummy = bool(rank_plan.dummy[m])
+    for s in range(int(rank_plan.starts[m]), int(rank_plan.starts[m + 1])):
+        sample = samples[int(rank_plan.order[s])]
+        for t in range(int(rank_plan.cuts[s])):
             row: dict[str, Any] = {"position_ids": t}
-            for name in share.columns:
+            for name in rank_plan.columns:
                 row[name] = _borrowed(sample, name, t) if dummy else _value(sample, name, t)
             rows.append(row)
-    padding = int(share.padded[m]) - len(rows)
+    padding = int(rank_plan.padded[m]) - len(rows)
     for t in range(padding):
         row = {"position_ids": t}
-        for name in share.columns:
-            row[name] = share.pad_id if name == "token_ids" else TOKEN_COLUMNS[name].pad
+        for name in rank_plan.columns:
+            row[name] = rank_plan.pad_id if name == "token_ids" else TOKEN_COLUMNS[name].pad
         rows.append(row)
     return rows
 

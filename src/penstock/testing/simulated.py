@@ -18,7 +18,6 @@ import msgspec
 
 from penstock.errors import CorruptFrame, DiskFull, PeerError
 from penstock.send.effects import Peer, Staged
-from penstock.send.follower import Arrived, Event, Failed, Follower, Out, Ready, Released, Standing, StepDone
 from penstock.send.messages import (
     Accepted,
     Buffer,
@@ -30,8 +29,9 @@ from penstock.send.messages import (
     pack_message,
     read_from_plane,
 )
-from penstock.serve.log import Log
-from penstock.serve.making import Facts, Made, digest_of
+from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Ready, Released, Standing, StepDone
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import BuiltStep, Facts, digest_of
 
 if TYPE_CHECKING:
     from penstock.testing.simulation import Simulation
@@ -141,16 +141,16 @@ class PlainMaker:
         run = RUNS[sum(group.encode()) % len(RUNS)]
         return Facts(samples=samples, tokens=10 * samples, policy_version=version, run=run)
 
-    def make(self, step: int, frames: Sequence[Buffer]) -> Made:
-        shares = tuple(f"{step}:{rank}".encode() for rank in range(self._ranks))
+    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
+        plans = tuple(f"{step}:{rank}".encode() for rank in range(self._ranks))
         samples = sum(msgspec.msgpack.decode(frame, type=tuple[str, int, int])[1] for frame in frames)
-        staged = self.again(step, frames, shares)
-        return Made(staged=staged, shares=shares, samples=samples, tokens=10 * samples, loss_tokens=5 * samples)
+        staged = self.again(step, frames, plans)
+        return BuiltStep(staged=staged, rank_plans=plans, samples=samples, tokens=10 * samples, loss_tokens=5 * samples)
 
-    def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
+    def again(self, step: int, frames: Sequence[Buffer], plans: Sequence[bytes]) -> Staged:
         payloads = [b"".join(frames[rank :: self._ranks]) for rank in range(self._ranks)]
-        digests = [digest_of(share, payload) for share, payload in zip(shares, payloads, strict=True)]
-        return Staged(step=step, plans=list(shares), payloads=[[p] for p in payloads], digests=digests)
+        digests = [digest_of(plan, payload) for plan, payload in zip(plans, payloads, strict=True)]
+        return Staged(step=step, plans=list(plans), payloads=[[p] for p in payloads], digests=digests)
 
     def misfits(self, frames: Sequence[Buffer]) -> list[int]:  # noqa: ARG002
         return []
@@ -226,7 +226,7 @@ class Rank(Process):
         super().__init__(world, f"rank{rank}")
         self.rank = rank
         self.next = 0
-        self.follower: Follower
+        self.rank_session: RankSession
 
     def start(self) -> None:
         self.up, self.life = True, self.life + 1
@@ -234,7 +234,7 @@ class Rank(Process):
         self.busy = False
         self.arrived: dict[int, str] = {}
         self.released: set[int] = set()
-        self.follower = Follower(
+        self.rank_session = RankSession(
             run="simulated",
             rank=self.rank,
             world=self.world.ranks,
@@ -243,7 +243,7 @@ class Rank(Process):
             timeouts=self.world.timeouts,
         )
         now = self.world.clock.now
-        self.handle([*self.follower.start(now), *self.follower.request(self.next, now)])
+        self.handle([*self.rank_session.start(now), *self.rank_session.request(self.next, now)])
         self.tick()
 
     def tick(self) -> None:
@@ -251,13 +251,13 @@ class Rank(Process):
 
         def beat() -> None:
             if self.life == life:
-                self.handle(self.follower.on_tick(self.world.clock.now))
+                self.handle(self.rank_session.on_tick(self.world.clock.now))
                 self.world.clock.after(self.world.timeouts.heartbeat_s / 2, lambda: self.hears(beat))
 
         self.hears(beat)
 
     def receive(self, header: bytes, frames: Frames) -> None:
-        self.handle(self.follower.on_message(read_from_plane(header), frames, self.world.clock.now))
+        self.handle(self.rank_session.on_message(read_from_plane(header), frames, self.world.clock.now))
 
     def handle(self, events: list[Event]) -> None:
         for event in events:
@@ -280,20 +280,20 @@ class Rank(Process):
         digest = digest_of(event.deliver.plan, event.frames[0])
         assert digest == event.deliver.digest, "the network altered a payload"
         if self.world.happens(self.world.faults.fill_failure):
-            self.handle(self.follower.fail(step, "cannot unpack", now))
+            self.handle(self.rank_session.fail(step, "cannot unpack", now))
             return
         self.arrived[step] = digest
         self.world.oracle.received(self, step)
-        self.handle(self.follower.received(step, digest, now))
+        self.handle(self.rank_session.received(step, digest, now))
 
     def go_on(self) -> None:
         """Take the next step if it may be trained; leave when all are done."""
         if not self.up or self.busy:
             return
         if self.next > self.world.last:
-            if self.follower.standing is Standing.READY and self.follower.done >= self.world.last:
+            if self.rank_session.standing is Standing.READY and self.rank_session.done >= self.world.last:
                 self.up = False
-                for event in self.follower.leave():
+                for event in self.rank_session.leave():
                     assert isinstance(event, Out)
                     self.say(event.message)
         elif self.next in self.released:
@@ -301,7 +301,7 @@ class Rank(Process):
             self.world.oracle.returned(self, step, self.arrived.pop(step))
             self.busy, self.next = True, step + 1
             if self.next <= self.world.last:
-                self.handle(self.follower.request(self.next, self.world.clock.now))
+                self.handle(self.rank_session.request(self.next, self.world.clock.now))
             life = self.life
             self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(lambda: self.trained(step, life)))
 
@@ -313,8 +313,8 @@ class Rank(Process):
         now = self.world.clock.now
         if self.world.rng.random() < 0.3:
             groups = {f"g{self.world.rng.randrange(40)}": self.world.rng.random() for _ in range(2)}
-            self.handle(self.follower.report(step, groups, {"loss": 1.0}, now))
-        self.handle(self.follower.commit(step, step, now))
+            self.handle(self.rank_session.report(step, groups, {"loss": 1.0}, now))
+        self.handle(self.rank_session.commit(step, step, now))
 
     def fail(self, error: PeerError) -> None:
         self.world.oracle.raised(self, error)
@@ -322,7 +322,7 @@ class Rank(Process):
 
     def depart(self) -> None:
         """End in order, as a trainer that was told to; another one starts later."""
-        for event in self.follower.leave():
+        for event in self.rank_session.leave():
             assert isinstance(event, Out)
             self.say(event.message)
         self.crash()

@@ -1,6 +1,6 @@
 """Deterministic simulation of a whole run: plane, ranks and producers, while everything that can go wrong does.
 
-The real coordinator, follower, server, engine, books and log are driven by simulated time over a network that drops,
+The real coordinator, rank session, server, engine and log are driven by simulated time over a network that drops,
 doubles, delays and reorders; ranks and plane crash at any point, also in the middle of a transaction, or stand still
 for a while; the disk fills up. One seed is one run, always the same. Then the faults stop, and the run must finish.
 
@@ -25,9 +25,9 @@ from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.pack import Packing
 from penstock.send.messages import Frames
 from penstock.send.timeouts import Timeouts
-from penstock.serve.book import Book, Manifest
-from penstock.serve.making import Maker
-from penstock.serve.server import Server
+from penstock.serve.decisions.state import Manifest, PlaneState
+from penstock.serve.decisions.step_builder import Builder
+from penstock.serve.process.server import Server
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.simulated import Clock, Crash, Faults, KeptLog, PlainMaker, Process, Producer, Rank, Wire
 
@@ -52,19 +52,19 @@ class Oracle:
         self._words: dict[tuple[int, int], str] = {}
 
     def received(self, rank: Rank, step: int) -> None:
-        self._received.setdefault((rank.follower.session, step), set()).add(rank.rank)
+        self._received.setdefault((rank.rank_session.session, step), set()).add(rank.rank)
 
     def returned(self, rank: Rank, step: int, digest: str) -> None:
         """A rank is about to train a step."""
-        have = self._received.get((rank.follower.session, step), set())
+        have = self._received.get((rank.rank_session.session, step), set())
         self.check(len(have) == self._world.ranks, f"step {step} given out while only ranks {have} have it")
         first = self.digests.setdefault((step, rank.rank), digest)
         self.check(digest == first, f"step {step} of rank {rank.rank} had digest {first}, now {digest}")
 
     def raised(self, rank: Rank, error: PeerError) -> None:
         self._world.note(f"{rank.name} raised {type(error).__name__}: {error}")
-        if isinstance(error, StepAborted) and rank.follower.was_ready:  # else it took part in none
-            key = (rank.follower.session, rank.follower.epoch)
+        if isinstance(error, StepAborted) and rank.rank_session.was_ready:  # else it took part in none
+            key = (rank.rank_session.session, rank.rank_session.epoch)
             words = self._words.setdefault(key, str(error))
             self.check(words == str(error), f"session {key[0]} ended as {words!r} and as {error}")
 
@@ -80,9 +80,9 @@ class Simulation:
     """One run."""
 
     def __init__(
-        self, seed: int, *, maker: Callable[[int], Maker] = PlainMaker, note: Callable[[str], None] = lambda _: None
+        self, seed: int, *, builder: Callable[[int], Builder] = PlainMaker, note: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`maker` is called with the number of ranks."""
+        """`builder` is called with the number of ranks."""
         self.seed, self._note = seed, note
         self.rng = rng = Random(seed)  # noqa: S311 - a simulation, not a secret
         self.clock = Clock()
@@ -98,7 +98,7 @@ class Simulation:
         self.settings = _settings(rng, self.ranks)
         self.is_queue = self.settings.replay.max_times_sampled == 1 and self.settings.replay.max_staleness is None
         self.oracle = Oracle(self)
-        self._maker = maker(self.ranks)
+        self._builder = builder(self.ranks)
         self._trained: dict[int, set[int]] = {}
         self._session_steps: dict[tuple[int, int], int] = {}
         self.log = KeptLog()
@@ -185,7 +185,7 @@ class Simulation:
     def _start_plane(self) -> None:
         self.log.restart()
         self.wire = Wire(self)
-        self.server = Server(self.settings, self.log, [self.wire], maker=self._maker)
+        self.server = Server(self.settings, self.log, [self.wire], builder=self._builder)
         self.plane.up, self.plane.life = True, self.plane.life + 1
         self.note(f"the plane starts, epoch {self.log.epoch}")
         self._tick_plane(self.plane.life)
@@ -243,7 +243,7 @@ class Simulation:
 
     def trained(self, rank: Rank, step: int) -> None:
         """When all ranks of a session have trained a step, the weights may be saved."""
-        session = rank.follower.session
+        session = rank.rank_session.session
         steps = self._session_steps
         steps[session, rank.rank] = step
         everyone = [steps.get((session, other), 0) for other in range(self.ranks)]
@@ -264,16 +264,21 @@ class Simulation:
         trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
         if self.is_queue:
             check(sorted(trained) == sorted(known), f"not each group once: {sorted(trained)}, accepted {sorted(known)}")
-        twin = Book.rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
+        twin = PlaneState.rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
         for name in ("ledger", "held_bytes", "held_tokens", "next_step", "last_step", "policy_version", "oldest_step"):
-            mine, theirs = getattr(engine.book, name), getattr(twin, name)
+            mine, theirs = getattr(engine.state, name), getattr(twin, name)
             check(mine == theirs, f"{name} is {mine}, made again from the log {theirs}")
-        same = [list(lanes.keys()) for lanes in (engine.lanes, twin.lanes)]
+        same = [list(run_tables.keys()) for run_tables in (engine.run_tables, twin.run_tables)]
         check(same[0] == same[1], "the tables differ from those made again from the log")
-        check(engine.lanes.shares.owed == twin.lanes.shares.owed, "what runs are owed differs after a restart")
-        for lane, table in twin.lanes.tables.items():
+        check(
+            engine.run_tables.shares.owed == twin.run_tables.shares.owed, "what runs are owed differs after a restart"
+        )
+        for table_name, table in twin.run_tables.tables.items():
             if len(table):
-                check(twin.draw({lane: 1}) == engine.book.draw({lane: 1}), "the next draw differs after a restart")
+                check(
+                    twin.draw({table_name: 1}) == engine.state.draw({table_name: 1}),
+                    "the next draw differs after a restart",
+                )
 
     def _groups_of(self, step: int) -> list[str]:
         names = {row.op: row.id for row in self.log.groups()}

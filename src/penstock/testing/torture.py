@@ -24,9 +24,9 @@ import msgspec
 
 from penstock.encode import encode
 from penstock.send.effects import Staged
-from penstock.serve.book import Manifest
-from penstock.serve.engine import Engine
-from penstock.serve.log import Log
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.state import Manifest
 from penstock.testing.processes import Notes, group_of, settings
 
 CARRIERS = ("tcp", "ipc", "shm", "file")

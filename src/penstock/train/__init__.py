@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.train.tensors import to_torch
 
 if TYPE_CHECKING:
-    from penstock.train.guard import agree
+    from penstock.train.agreement import agree
 
 __all__ = ["agree", "to_torch"]
 
@@ -16,6 +16,6 @@ def __getattr__(name: str) -> object:
     # Imported when it is used: the module needs torch, `import penstock.train` does not.
     if name != "agree":
         raise AttributeError(f"penstock.train has no {name!r}; it has {', '.join(__all__)}")
-    from penstock.train.guard import agree
+    from penstock.train.agreement import agree
 
     return agree

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from penstock.arrays import Sample
-from penstock.pack import Share, fill, pack
+from penstock.pack import RankPlan, fill, pack
 from penstock.serve import SourceStep
 from penstock.train.config import TrainConfig
 
@@ -38,8 +38,8 @@ class FakeSource:
             micro_batch_max_tokens=fake.batch_size * length,
             long_rows=True,
         )
-        share: Share = step.ranks[self._rank].share
-        return SourceStep(self._number, "", share, fill(step.ranks[self._rank].samples, share))
+        rank_plan: RankPlan = step.ranks[self._rank].rank_plan
+        return SourceStep(self._number, "", rank_plan, fill(step.ranks[self._rank].samples, rank_plan))
 
     def _sample(self, rng: np.random.Generator, name: str, length: int) -> Sample:
         mask = np.arange(length) >= max(1, length // 4)

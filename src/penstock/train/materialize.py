@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.images import ImageSpan
-from penstock.assets.cache import ByteCache
 from penstock.assets.decode import decode_rgb
 from penstock.assets.processors import Processor
 from penstock.assets.store import AssetStore
@@ -34,7 +33,8 @@ from penstock.errors import (
     InvalidInput,
     MissingAsset,
 )
-from penstock.train.policies import Fail, Policy
+from penstock.train.byte_cache import ByteCache
+from penstock.train.image_policies import Fail, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

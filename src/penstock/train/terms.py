@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.pack.totals import Denominators
+from penstock.pack.denominators import Denominators
 
 if TYPE_CHECKING:
     import torch

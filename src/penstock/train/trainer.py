@@ -23,19 +23,19 @@ from penstock.pack import MicroBatch
 from penstock.send.timeouts import Timeouts
 from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
+from penstock.train.agreement import agree
 from penstock.train.config import LossConfig, TrainConfig
 from penstock.train.fake import FakeSource
-from penstock.train.guard import agree
-from penstock.train.journal import Journal
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
+from penstock.train.metrics_sinks import Journal
 from penstock.train.model import build_model, check_packing, check_vocabulary, forward
 from penstock.train.modes import ByMode
-from penstock.train.sums import Sums
+from penstock.train.published_weights import Weights
+from penstock.train.step_metrics import Sums
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
 from penstock.train.vision import Vision
-from penstock.train.weights import Weights
 
 _RECENT = 10
 """Steps over which the reward is averaged to decide whether the target is reached."""

@@ -1,7 +1,7 @@
 """Every token can be looked at: what the trainer did with it is exported, read back, shown and compared."""
 
-from penstock.view.choose import EveryKth, Everything, First, Keep, Worst
 from penstock.view.export import NoExport, TokenExporter
+from penstock.view.keep_rules import EveryKth, Everything, First, Keep, Worst
 from penstock.view.reader import Export, StepFolder
 from penstock.view.record import Record
 

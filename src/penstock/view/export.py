@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
 from penstock.pack import MicroBatch
-from penstock.pack.totals import Totals
-from penstock.view.choose import Everything, Keep
-from penstock.view.files import Format, StepFile
+from penstock.pack.denominators import Totals
 from penstock.view.folders import Done, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
+from penstock.view.keep_rules import Everything, Keep
 from penstock.view.record import SCHEMA_VERSION, Snapshot
+from penstock.view.step_files import Format, StepFile
 
 if TYPE_CHECKING:
     from penstock.train.terms import Terms

@@ -15,9 +15,9 @@ import numpy as np
 from penstock.errors import UnknownKey
 from penstock.view.jsonl import encode_line
 from penstock.view.lines import MalformedLine, parse_line
+from penstock.view.masking_rules import disagreement
 from penstock.view.reader import Skipped, StepFolder, numbered_lines
 from penstock.view.record import Record
-from penstock.view.rules import disagreement
 from penstock.view.tally import Tally, reward_of
 
 

@@ -1,0 +1,162 @@
+"""A plan, and each rank's part of it: which samples, in which order, cut where, in which micro-batch.
+
+A rank plan holds indices and lengths, no tokens: eight bytes per sample, ten per micro-batch. It can be filled from all
+samples of the step, or, after `relative`, from only those the rank received; the micro-batches are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CorruptFrame
+from penstock.pack.accounting import Accounting
+from penstock.pack.denominators import Totals
+from penstock.pack.sample_facts import MODALITIES
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One rank's part of a plan."""
+
+    rank: int
+    order: NDArray[np.int32]
+    """[segments] the sample of each segment, micro-batch after micro-batch."""
+    cuts: NDArray[np.int32]
+    """[segments] how many of its leading tokens are taken."""
+    starts: NDArray[np.int32]
+    """[micro_batches + 1] where each micro-batch starts in `order`."""
+    padded: NDArray[np.int32]
+    """[micro_batches] tokens with padding."""
+    dummy: NDArray[np.bool_]
+    """[micro_batches] True where the segments are borrowed to keep ranks in step, and nothing is trained."""
+    modality: NDArray[np.uint8]
+    """[micro_batches] index into MODALITIES."""
+    columns: tuple[str, ...]
+    """Columns of every micro-batch of the step, whichever samples are in it."""
+    pad_id: int
+    totals: Totals
+    accounting: Accounting
+
+    def __len__(self) -> int:
+        return len(self.padded)
+
+    @property
+    def needs(self) -> NDArray[np.intp]:
+        """The samples this rank needs, ascending: what to send it."""
+        return np.unique(self.order).astype(np.intp)
+
+    def relative(self) -> RankPlan:
+        """The same rank plan for a rank that holds `samples.take(rank_plan.needs)` only."""
+        return replace(self, order=np.searchsorted(self.needs, self.order).astype(np.int32))
+
+    def only(self, index: int) -> RankPlan:
+        """The rank plan with one micro-batch of it."""
+        a, b = int(self.starts[index]), int(self.starts[index + 1])
+        one = slice(index, index + 1)
+        return replace(
+            self,
+            order=self.order[a:b],
+            cuts=self.cuts[a:b],
+            starts=np.array([0, b - a], np.int32),
+            padded=self.padded[one],
+            dummy=self.dummy[one],
+            modality=self.modality[one],
+        )
+
+    def to_bytes(self) -> bytes:
+        """The rank plan as msgpack; `from_bytes` gives it back."""
+        own = replace(self.accounting, ranks={self.rank: self.accounting.ranks[self.rank]})
+        return msgspec.msgpack.encode(
+            _Wire(
+                version=VERSION,
+                rank=self.rank,
+                order=self.order.astype("<i4").tobytes(),
+                cuts=self.cuts.astype("<i4").tobytes(),
+                starts=self.starts.astype("<i4").tobytes(),
+                padded=self.padded.astype("<i4").tobytes(),
+                dummy=self.dummy.tobytes(),
+                modality=self.modality.tobytes(),
+                columns=self.columns,
+                pad_id=self.pad_id,
+                totals=self.totals,
+                accounting=own,
+            )
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> RankPlan:
+        """A rank plan from bytes; nothing larger than the bytes themselves is allocated."""
+        try:
+            wire = msgspec.msgpack.decode(data, type=_Wire)
+            rank_plan = RankPlan(
+                rank=wire.rank,
+                order=np.frombuffer(wire.order, "<i4").astype(np.int32),
+                cuts=np.frombuffer(wire.cuts, "<i4").astype(np.int32),
+                starts=np.frombuffer(wire.starts, "<i4").astype(np.int32),
+                padded=np.frombuffer(wire.padded, "<i4").astype(np.int32),
+                dummy=np.frombuffer(wire.dummy, np.uint8) != 0,
+                modality=np.frombuffer(wire.modality, np.uint8),
+                columns=wire.columns,
+                pad_id=wire.pad_id,
+                totals=wire.totals,
+                accounting=wire.accounting,
+            )
+        except (msgspec.DecodeError, ValueError) as error:
+            raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
+        _check(rank_plan, wire.version)
+        return rank_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every sample of a step goes."""
+
+    rank_plans: tuple[RankPlan, ...]
+    """By rank."""
+    dropped: dict[int, str]
+    """Samples that cannot be packed, with the reason."""
+    totals: Totals
+    accounting: Accounting
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    version: int
+    rank: int
+    order: bytes
+    cuts: bytes
+    starts: bytes
+    padded: bytes
+    dummy: bytes
+    modality: bytes
+    columns: tuple[str, ...]
+    pad_id: int
+    totals: Totals
+    accounting: Accounting
+
+
+def _check(rank_plan: RankPlan, version: int) -> None:
+    count, starts = len(rank_plan.padded), rank_plan.starts.astype(np.int64)
+    sound = (
+        len(rank_plan.order) == len(rank_plan.cuts)
+        and len(starts) == count + 1
+        and len(rank_plan.dummy) == len(rank_plan.modality) == count
+        and starts[0] == 0
+        and starts[-1] == len(rank_plan.order)
+        and bool((np.diff(starts) >= 0).all())
+        and bool((rank_plan.cuts > 0).all() and (rank_plan.order >= 0).all() and (rank_plan.padded > 0).all())
+        and bool((rank_plan.modality < len(MODALITIES)).all())
+    )
+    if version != VERSION or not sound:
+        raise CorruptFrame(
+            f"rank plan: version {version}, {len(rank_plan.order)} segments in {count} micro-batches do not add up "
+            f"(expected version {VERSION} and consistent arrays)"
+        )
+    taken = np.concatenate(([0], np.cumsum(rank_plan.cuts, dtype=np.int64)))[starts]
+    if (np.diff(taken) > rank_plan.padded).any():
+        raise CorruptFrame("rank plan: a micro-batch is shorter than its segments; bytes were altered")

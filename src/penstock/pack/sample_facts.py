@@ -1,0 +1,188 @@
+"""What planning knows of a sample: lengths, counts and keys, but no token.
+
+Truncation is decided here, because every count depends on it: a sample longer than `seq_len` keeps its first
+`seq_len` tokens, but never part of an image. An image that no longer fits goes, with the tokens from its first
+placeholder on. A sample that would keep nothing has `kept` 0 and cannot be packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays import ImageSpan, Samples
+from penstock.arrays.columns import TOKEN_COLUMNS
+
+MODALITIES = ("text", "image", "video")
+TEXT, IMAGE, VIDEO = range(3)
+VIDEO_TOKEN = 2
+
+TERMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
+"""What stands for absent weights, by mode; this lets modes share a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFacts:
+    """One entry per sample."""
+
+    lengths: NDArray[np.int64]
+    """[n] tokens as recorded."""
+    kept: NDArray[np.int64]
+    """[n] tokens after truncation; 0 where no whole image fits."""
+    loss_tokens: NDArray[np.int64]
+    """[n] trained tokens as recorded."""
+    kept_loss_tokens: NDArray[np.int64]
+    """[n] trained tokens after truncation."""
+    term_tokens: NDArray[np.int64]
+    """[n, 3] trained tokens after truncation that weigh in the rl, ce and ref_kl terms."""
+    patches: NDArray[np.int64]
+    """[n] patches of the images kept."""
+    modality: NDArray[np.uint8]
+    """[n] index into MODALITIES, after truncation."""
+    stub: NDArray[np.int64]
+    """[n] tokens of the shortest prefix that still has the sample's modality: 0 for text."""
+    stub_patches: NDArray[np.int64]
+    """[n] patches of that prefix."""
+    has: dict[str, NDArray[np.bool_]]
+    """[n] by column present in any sample: whether this sample has it."""
+    ids: tuple[str, ...]
+    group: tuple[str, ...]
+    run: tuple[str, ...]
+    mode: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @staticmethod
+    def of(samples: Samples, seq_len: int) -> SampleFacts:
+        """Read the facts of samples that are to be truncated at `seq_len`."""
+        lengths = samples.lengths
+        kept = kept_lengths(samples, seq_len)
+        trained = _trained(samples, kept)
+        patches, modality, stub, stub_patches = _look(samples, kept)
+        return SampleFacts(
+            lengths=lengths,
+            kept=kept,
+            loss_tokens=samples.loss_tokens if (kept < lengths).any() else trained,
+            kept_loss_tokens=trained,
+            term_tokens=_term_tokens(samples, kept, trained),
+            patches=patches,
+            modality=modality,
+            stub=stub,
+            stub_patches=stub_patches,
+            has={name: column.lengths > 0 for name, column in samples.columns.items()},
+            ids=samples.ids,
+            group=samples.text["group"],
+            run=samples.text["run"],
+            mode=samples.text["mode"],
+        )
+
+    @staticmethod
+    def join(parts: Iterable[SampleFacts]) -> SampleFacts:
+        """The facts of several batches, one after the other, all read with one `seq_len`."""
+        listed = list(parts)
+        names = {name for part in listed for name in part.has}
+
+        def chain(field: str) -> tuple[str, ...]:
+            return tuple(value for part in listed for value in getattr(part, field))
+
+        arrays = ["lengths", "kept", "loss_tokens", "kept_loss_tokens", "term_tokens"]
+        arrays += ["patches", "modality", "stub", "stub_patches"]
+        return SampleFacts(
+            **{name: np.concatenate([getattr(part, name) for part in listed]) for name in arrays},
+            has={
+                name: np.concatenate([part.has.get(name, np.zeros(len(part), np.bool_)) for part in listed])
+                for name in TOKEN_COLUMNS
+                if name in names
+            },
+            ids=chain("ids"),
+            group=chain("group"),
+            run=chain("run"),
+            mode=chain("mode"),
+        )
+
+
+def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:
+    """[n] how many leading tokens each sample keeps; 0 where an image at its beginning is longer than `seq_len`."""
+    lengths = samples.lengths
+    kept = np.minimum(lengths, seq_len)
+    for i in np.flatnonzero(lengths > seq_len).tolist():
+        kept[i] = cut(int(lengths[i]), seq_len, _images(samples, i), _types(samples, i))
+    return kept
+
+
+def cut(length: int, seq_len: int, spans: Sequence[ImageSpan], types: NDArray[np.uint8] | None) -> int:
+    """How many leading tokens a sample keeps: at most `seq_len`, never part of an image or of a run of video tokens.
+
+    >>> span = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=2, length=4)
+    >>> cut(9, 7, [span], None), cut(9, 6, [span], None), cut(9, 5, [span], None)
+    (7, 6, 2)
+    """
+    if length <= seq_len:
+        return length
+    for span in spans:
+        if span.offset < seq_len < span.end:
+            return span.offset
+    if types is not None and types[seq_len - 1] == types[seq_len] == VIDEO_TOKEN:
+        others = np.flatnonzero(types[:seq_len] != VIDEO_TOKEN)
+        return int(others[-1]) + 1 if len(others) else 0
+    return seq_len
+
+
+def _images(samples: Samples, i: int) -> tuple[ImageSpan, ...]:
+    return () if samples.images is None else samples.images[i]
+
+
+def _types(samples: Samples, i: int) -> NDArray[np.uint8] | None:
+    column = samples.columns.get("mm_token_type_ids")
+    return None if column is None or len(column[i]) == 0 else column[i]
+
+
+def _with_types(samples: Samples) -> list[int]:
+    column = samples.columns.get("mm_token_type_ids")
+    return [] if column is None else np.flatnonzero(column.lengths).tolist()
+
+
+def _trained(samples: Samples, kept: NDArray[np.int64]) -> NDArray[np.int64]:
+    # count_nonzero of a bool slice is vectorized by numpy; a reduceat over all of them is ten times slower.
+    mask = samples.columns["loss_mask"].values
+    starts = samples.offsets[:-1].tolist()
+    return np.array([np.count_nonzero(mask[a : a + n]) for a, n in zip(starts, kept.tolist(), strict=True)], np.int64)
+
+
+def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.int64]) -> NDArray[np.int64]:
+    weighs = {mode: np.array(weights) != 0 for mode, weights in MODE_WEIGHTS.items()}
+    modes = samples.text["mode"]
+    out = np.array([weighs[mode] for mode in modes], np.int64).reshape(-1, len(TERMS)) * trained[:, None]
+    mask = samples.columns["loss_mask"]
+    for term, name in enumerate(TERMS):
+        column = samples.columns.get(name)
+        if column is not None:
+            for i in np.flatnonzero(column.lengths).tolist():
+                n = int(kept[i])
+                out[i, term] = np.count_nonzero(mask[i][:n] & (column[i][:n] != 0))
+    return out
+
+
+def _look(
+    samples: Samples, kept: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """Patches, modality, and the length and patches of the stub of each sample, as kept."""
+    patches, stub, stub_patches = (np.zeros(len(kept), np.int64) for _ in range(3))
+    modality = np.zeros(len(kept), np.uint8)
+    for i, recorded in enumerate(samples.images or ()):
+        spans = [span for span in recorded if span.end <= kept[i]]
+        if spans:
+            modality[i] = IMAGE
+            patches[i] = sum(span.num_patches for span in spans)
+            stub[i], stub_patches[i] = spans[0].end, spans[0].num_patches
+    for i in _with_types(samples):
+        types = _types(samples, i)
+        if types is not None and (types[: kept[i]] == VIDEO_TOKEN).any():
+            # How many of its tokens a video needs is not recorded, so its stub is all that is kept.
+            modality[i], stub[i], stub_patches[i] = VIDEO, kept[i], patches[i]
+    return patches, modality, stub, stub_patches

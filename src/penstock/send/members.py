@@ -1,0 +1,132 @@
+"""Who takes part in a session: which process has which place, and where it can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from penstock.send.effects import Peer
+from penstock.send.messages import SCHEMA, Hello
+
+Place: TypeAlias = tuple[int, int]
+"""(rank, replica)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A process that has joined."""
+
+    peer: Peer
+    incarnation: str
+    start: int
+    """The first step it wants."""
+    heard: float
+    wants: set[int] = field(default_factory=set)
+    sent: dict[int, float] = field(default_factory=dict)
+    """Step -> when it was first sent; removed when received."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """Step -> how many times it was sent."""
+    reports: int = 0
+    """How many of its reports arrived."""
+    unheard: tuple[int, float] | None = None
+    """The first pulse that it has not yet said to have heard, and when that was sent."""
+
+    def beat(self, number: int, heard: int, now: float) -> None:
+        """It says which pulse it heard last, and is about to get the next one."""
+        if self.unheard is not None and heard >= self.unheard[0]:
+            self.unheard = None
+        if self.unheard is None and number:
+            self.unheard = (number, now)
+
+
+class Members:
+    """The places of a session and who is in them."""
+
+    def __init__(self, run: str, ranks: int, replicas: int) -> None:
+        self._run, self._ranks, self._replicas = run, ranks, replicas
+        self._every = [(rank, replica) for rank in range(ranks) for replica in range(replicas)]
+        self._members: dict[Place, Member] = {}
+        self._places: dict[Peer, Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(list(self._members))
+
+    def __getitem__(self, place: Place) -> Member:
+        return self._members[place]
+
+    def get(self, place: Place) -> Member | None:
+        return self._members.get(place)
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    @property
+    def free(self) -> list[Place]:
+        """Places nobody is in."""
+        return [place for place in self._every if place not in self._members]
+
+    def place_of(self, peer: Peer) -> Place | None:
+        return self._places.get(peer)
+
+    def join(self, place: Place, member: Member) -> None:
+        """Give a place to a process; who had it before has it no more."""
+        if place in self._members:
+            self.leave(place)
+        self._members[place] = member
+        self._places[member.peer] = place
+
+    def move(self, place: Place, peer: Peer, now: float) -> None:
+        """A process is at another address now, and what was under way to the old one is lost."""
+        member = self._members[place]
+        self._places.pop(member.peer, None)
+        member.peer, member.heard, member.sent, member.copies, member.unheard = peer, now, {}, {}, None
+        self._places[peer] = place
+
+    def leave(self, place: Place) -> Member:
+        member = self._members.pop(place)
+        self._places.pop(member.peer, None)
+        return member
+
+    def excuse(self, gap_s: float) -> None:
+        """Nobody could be heard for so long."""
+        for member in self._members.values():
+            member.heard += gap_s
+            member.sent = {step: sent + gap_s for step, sent in member.sent.items()}
+            if member.unheard is not None:
+                member.unheard = (member.unheard[0], member.unheard[1] + gap_s)
+
+    def drop_silent(self, since: float) -> None:
+        """Who falls silent before the session runs has taken no part: its place is free again."""
+        for place in self:
+            if self._members[place].heard < since:
+                self.leave(place)
+
+    def clear(self) -> None:
+        self._members, self._places = {}, {}
+
+    def mismatch(self, hello: Hello) -> str:
+        """Why a process cannot take part, with both values; empty if it can."""
+        pairs = (
+            ("run", hello.run or self._run, self._run),
+            ("world", hello.world, self._ranks),
+            ("replicas", hello.replicas, self._replicas),
+            ("schema", hello.schema, SCHEMA),
+        )
+        for name, theirs, ours in pairs:
+            if theirs != ours:
+                return f"{name}: this process says {theirs!r}, the plane has {ours!r}; start both with the same value"
+        if not (0 <= hello.rank < self._ranks and 0 <= hello.replica < self._replicas):
+            have = f"{self._ranks} ranks of {self._replicas} processes"
+            return f"rank {hello.rank}, replica {hello.replica}: the plane has {have}, counted from 0"
+        if hello.step < 1:
+            return f"step {hello.step}: steps are counted from 1"
+        return ""
+
+    def names(self, places: list[Place]) -> str:
+        """Some of these places, in words."""
+        return ", ".join(f"rank {r}" + (f" replica {c}" if self._replicas > 1 else "") for r, c in places[:8])

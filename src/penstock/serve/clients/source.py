@@ -1,0 +1,281 @@
+"""A rank's source of steps: asks for them ahead of time, checks them, fills them while the last one trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self, overload
+
+from penstock.arrays import Samples
+from penstock.encode import decode
+from penstock.errors import Closed, InvalidInput, StepAborted, WaitTimeout
+from penstock.pack import MicroBatch, RankPlan, RankStep, fill
+from penstock.send.carrier import ClientCarrier
+from penstock.send.messages import Frames, FromPlane
+from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Released, StepDone
+from penstock.send.timeouts import Timeouts
+from penstock.serve.clients.client_loop import ClientLoop
+from penstock.serve.decisions.step_builder import digest_of
+
+logger = logging.getLogger("penstock.source")
+
+
+class SourceStep(RankStep):
+    """One rank's micro-batches of one step, received, checked and filled.
+
+    Iterate it for the micro-batches; `loss_tokens` is the denominator over all ranks.
+    """
+
+    def __init__(self, number: int, digest: str, rank_plan: RankPlan, batches: list[MicroBatch]) -> None:
+        super().__init__(Samples.of([]), rank_plan)  # the samples themselves lie in a buffer that is used again
+        self.number = number
+        """Steps are counted from 1."""
+        self.digest = digest
+        """Of plan and payload, as the plane sent them."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
+
+
+class Source:
+    """The steps of one rank, in order. Use it from one thread; a second one works behind it.
+
+    Any failure, here or on another rank, is raised by the next call, as `StepAborted` with the same words on every
+    rank.
+    """
+
+    def __init__(
+        self,
+        carrier: ClientCarrier,
+        *,
+        rank: int,
+        world: int,
+        run: str = "",
+        replica: int = 0,
+        replicas: int = 1,
+        resume_step: int = 1,
+        prefetch: int = 1,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        if prefetch not in (0, 1, 2):
+            raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
+        self.rank, self.world = rank, world
+        self.timeouts = timeouts or Timeouts()
+        self._first = self._next = resume_step
+        self._prefetch = prefetch
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._session = RankSession(
+            run=run,
+            rank=rank,
+            world=world,
+            step=resume_step,
+            incarnation=uuid.uuid4().hex,
+            replica=replica,
+            replicas=replicas,
+            timeouts=self.timeouts,
+        )
+        self._arrived: dict[int, SourceStep] = {}
+        self._released: set[int] = set()
+        self._asked = resume_step - 1
+        self._committed = resume_step - 1
+        self._error: BaseException | None = None
+        self._loop = ClientLoop(
+            carrier,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            on_end=self._on_end,
+            tick_s=min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5),
+            name=f"source-{rank}",
+        )
+        with self._lock:
+            self._handle(self._session.start(time.monotonic()))
+            for ahead in range(resume_step, resume_step + prefetch):
+                self._ask(ahead)
+        self._loop.start()
+
+    # -------------------------------------------------------------- the rank's side
+
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
+        """The next step (or step `number`, which must be the next one).
+
+        It is given out when every rank has it and found it whole. Waits for generation as long as the plane lives;
+        raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank
+        or the plane has failed, or a rank has left.
+        """
+        with self._lock:
+            want = self._next
+            if number is not None and number != want:
+                raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
+            self._raise_error()
+            self._ask(want)
+            ready = self._changed.wait_for(lambda: self._error or want in self._released or self._is_alone, timeout)
+            self._raise_error()
+            if not ready:
+                raise WaitTimeout(f"step {want}: not here after {timeout:g} s; waited for: {self._session.waiting_for}")
+            if want not in self._released:
+                rank = self._session.left
+                raise StepAborted(f"step {want}: rank {rank}: left before this step", want, rank)
+            self._next = want + 1
+            self._released.discard(want)
+            got = self._arrived.pop(want)
+            for ahead in range(want + 1, want + 1 + self._prefetch):
+                self._ask(ahead)
+            return got
+
+    def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
+        """All steps from here on. Commit each one after its optimizer step."""
+        while True:
+            yield self.step(timeout=timeout)
+
+    def commit(self, step: SourceStep | int, *, policy_version: int | None = None) -> None:
+        """The step is trained. `policy_version` publishes the version of the weights that came out of it.
+
+        Does not wait: what is lost on the way is sent again. A checkpoint that carries the step number is the last
+        word: resume with `resume_step` one above it.
+        """
+        number = step if isinstance(step, int) else step.number
+        with self._lock:
+            self._raise_error()
+            if number != self._committed + 1 or number >= self._next:
+                raise InvalidInput(
+                    f"commit of step {number}: the last one committed is {self._committed}, the last one taken is "
+                    f"{self._next - 1}; commit each step once, in order, after training it"
+                )
+            self._committed = number
+            self._handle(self._session.commit(number, policy_version, time.monotonic()))
+
+    def report(
+        self,
+        step: SourceStep | int,
+        *,
+        priorities: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
+        number = step if isinstance(step, int) else step.number
+        with self._lock:
+            self._raise_error()
+            now = time.monotonic()
+            self._handle(self._session.report(number, dict(priorities or {}), dict(metrics or {}), now))
+
+    def fail(self, reason: str) -> None:
+        """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
+        with self._lock:
+            step = max(self._next - 1, self._first)  # the one being trained; the first, if none was taken yet
+            self._handle(self._session.fail(step, reason, time.monotonic()))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the plane waits for, in its own words."""
+        return self._session.waiting_for
+
+    def flush(self, timeout: float = 30.0) -> None:
+        """Wait until the plane has confirmed every commit; needs all ranks to have committed."""
+        with self._lock:
+            done = self._changed.wait_for(lambda: not self._session.uncommitted or self._error is not None, timeout)
+            self._raise_error()
+            if not done:
+                raise WaitTimeout(f"commits of steps {self._session.uncommitted}: not confirmed after {timeout:g} s")
+
+    def close(self) -> None:
+        """Leave. What was committed is sent on first; steps taken and not committed will be served again."""
+        with self._lock:
+            self._handle(self._session.leave())
+            if self._error is None:
+                self._error = Closed("this source was closed")
+            self._changed.notify_all()
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and error is not self._error:
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # -------------------------------------------------------------- the client loop's side
+
+    def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
+        with self._lock:
+            events = self._session.on_message(message, frames, now)
+            if self._is_alone:
+                self._changed.notify_all()
+        for event in events:
+            if isinstance(event, Arrived):
+                self._receive(event)  # not under the lock: the rank's thread may be asking for something
+            else:
+                with self._lock:
+                    self._handle([event])
+
+    def _on_tick(self, now: float) -> None:
+        with self._lock:
+            self._handle(self._session.on_tick(now))
+
+    def _on_end(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _receive(self, arrived: Arrived) -> None:
+        """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
+        message = arrived.deliver
+        if len(arrived.frames) != 1 or digest_of(message.plan, arrived.frames[0]) != message.digest:
+            logger.warning("step %d: not the bytes that were sent; asking again", message.step)
+            with self._lock:
+                self._handle(self._session.altered(message.step, time.monotonic()))
+            return
+        try:
+            rank_plan = RankPlan.from_bytes(message.plan)
+            step = SourceStep(message.step, message.digest, rank_plan, fill(decode(arrived.frames[0]), rank_plan))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            with self._lock:
+                self._handle(self._session.fail(message.step, f"{type(error).__name__}: {error}", time.monotonic()))
+            return
+        with self._lock:
+            self._arrived[message.step] = step
+            self._handle(self._session.received(message.step, step.digest, time.monotonic()))
+
+    def _ask(self, step: int) -> None:
+        if step > self._asked:
+            self._asked = step
+            self._handle(self._session.request(step, time.monotonic()))
+
+    def _handle(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self._loop.send(event.message)
+            elif isinstance(event, Failed):
+                self._error = self._error or event.error
+                self._changed.notify_all()
+            elif isinstance(event, Released):
+                self._released.add(event.step)
+                self._changed.notify_all()
+            elif isinstance(event, StepDone):
+                self._changed.notify_all()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._session.left >= 0
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

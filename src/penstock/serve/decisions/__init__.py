@@ -1,0 +1,1 @@
+"""What the plane decides and writes down: engine, state, tables, ledger, log. No sockets."""

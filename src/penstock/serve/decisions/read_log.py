@@ -1,0 +1,164 @@
+"""A run's folder, read without owning it: beside a plane that works on it, or long after one did.
+
+Nothing is written and no lock is taken. What is read is one consistent state of the log: SQLite gives readers a
+snapshot while the plane writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.log import FORMAT, READABLE, State
+from penstock.serve.decisions.state import Manifest
+
+LOG = "log.sqlite"
+_UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (Path(folder) / LOG).is_file()
+
+
+def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:
+    """What a run's folder holds, as plain data: epoch, ledger, sizes, the last `steps` steps and `groups` groups.
+
+    None lists all of them.
+    """
+    root = Path(folder)
+    if not is_run(root):
+        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
+    with _reading(root / LOG) as log:
+        meta = {str(name): int(value) for name, value in log.execute("SELECT name, value FROM meta")}
+        if meta.get("format", FORMAT) not in READABLE:
+            raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
+        next_step = meta.get("next_step", 1)
+        return {
+            "folder": str(root),
+            "epoch": meta.get("epoch", 0),
+            "session": meta.get("session", 0),
+            "next_step": next_step,
+            **_counts(log, next_step),
+            "steps": _steps(log, steps, next_step),
+            "groups": _groups(log, groups),
+            "files": _files(root),
+        }
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    try:
+        log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None)
+        try:
+            log.execute("BEGIN")
+            yield log
+        finally:
+            log.close()
+    except sqlite3.DatabaseError as error:
+        raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
+
+
+def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
+    """The ledger from the recorded states, and what is held."""
+    ledger = Ledger()
+    totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
+    rows = log.execute(
+        "SELECT state, reason, COUNT(*), SUM(samples), SUM(samples * uses), SUM(tokens), SUM(size), "
+        "SUM(CASE WHEN frames.op IS NULL THEN 0 ELSE size END) "
+        "FROM groups LEFT JOIN frames USING (op) GROUP BY state, reason"
+    )
+    for state, reason, count, samples, uses, tokens, size, kept in rows:
+        ledger.accepted += samples
+        ledger.uses += uses
+        ledger.add(State(state), reason, samples)
+        totals["num_groups"] += count
+        totals["num_tokens"] += tokens
+        totals["frame_bytes"] += kept
+        if state in (State.HELD, *_UNDER_WAY):
+            totals["held_bytes"] += size
+        if state == State.HELD:
+            totals["held_groups"] += count
+    for state, samples, size in _trained_since(log, next_step):
+        ledger.add(state, "", -samples)
+        ledger.add(State.COMMITTED, "", samples)
+        totals["held_bytes"] -= size
+    return totals | _events(log, ledger) | {"ledger": ledger.as_dict()}
+
+
+def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[State, int, int]]:
+    """(recorded state, samples, bytes) of groups that are trained, though the log says so one transaction later."""
+    query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
+    done: set[int] = set()
+    for step, data in log.execute(query, _UNDER_WAY):
+        done = done.union(_manifest(data).groups) if step < next_step else done.difference(_manifest(data).groups)
+    for op, state, samples, size in log.execute(
+        "SELECT op, state, samples, size FROM groups WHERE state IN (?, ?)", _UNDER_WAY
+    ):
+        if op in done:
+            yield State(state), samples, size
+
+
+def _events(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
+    version = 0
+    for kind, data in log.execute("SELECT kind, data FROM events WHERE kind IN ('advance', 'discard') ORDER BY op"):
+        if kind == "advance":
+            version = msgspec.msgpack.decode(data, type=int)
+        else:
+            reason, samples = msgspec.msgpack.decode(data, type=tuple[str, int])
+            ledger.discarded[reason] += samples
+    return {"policy_version": version}
+
+
+def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[dict[str, Any]]:
+    query = "SELECT step, state, manifest FROM steps ORDER BY step DESC LIMIT ?"
+    found = []
+    for step, state, data in log.execute(query, (-1 if limit is None else limit,)):
+        manifest = _manifest(data)
+        low, total, high = manifest.staleness
+        found.append(
+            {
+                "step": step,
+                "state": "committed" if step < next_step else State(state).name.lower(),
+                "groups": len(manifest.groups),
+                "samples": manifest.samples,
+                "tokens": manifest.tokens,
+                "loss_tokens": manifest.loss_tokens,
+                "ranks": len(manifest.digests),
+                "policy_version": manifest.policy_version,
+                "staleness": {"min": low, "mean": total / max(len(manifest.groups), 1), "max": high},
+                "digests": list(manifest.digests),
+            }
+        )
+    return found[::-1]
+
+
+def _groups(log: sqlite3.Connection, limit: int | None) -> list[dict[str, Any]]:
+    names = ("op", "id", "state", "reason", "samples", "tokens", "size", "policy_version", "uses")
+    query = f"SELECT {', '.join(names)} FROM groups ORDER BY op DESC LIMIT ?"  # noqa: S608 - our own names
+    rows = [dict(zip(names, row, strict=True)) for row in log.execute(query, (-1 if limit is None else limit,))]
+    for row in rows:
+        row["state"] = State(row["state"]).name.lower()
+    return rows[::-1]
+
+
+def _manifest(data: bytes) -> Manifest:
+    try:
+        return msgspec.msgpack.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CorruptFile(f"step manifest: {error}; the log was altered, or written by a later version") from None
+
+
+def _files(root: Path) -> dict[str, int]:
+    names = (LOG, f"{LOG}-wal")
+    return {name: (root / name).stat().st_size for name in names if (root / name).exists()}

@@ -1,0 +1,210 @@
+"""The runs that share a trainer: a replay table for each, and whose groups the next step takes.
+
+A plane that was given no shares has one table for everything. With shares, the groups of each run wait in a table of
+their own; a step takes tokens from every run that has groups waiting, in proportion to the shares, and whatever one
+run leaves free goes to the others. A run that is evicted loses what it has waiting and is refused from then on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from penstock.errors import Evicted, InvalidInput, UnknownKey
+from penstock.hold import Key, Table
+from penstock.hold.core import OnEvict
+from penstock.serve.decisions.fair_share import FairShare
+from penstock.serve.decisions.log import GroupRow
+from penstock.serve.decisions.snapshot import SavedTables
+from penstock.serve.settings import Replay, Target
+
+Look = Callable[[Key], GroupRow]
+"""The group that waits under a key."""
+
+
+class RunTables:
+    """A table per run, or one for all of them."""
+
+    def __init__(self, replay: Replay, on_evict: OnEvict) -> None:
+        self.shares = FairShare()
+        """In tokens, between the runs that are members."""
+        self.members: set[str] = set()
+        """Runs that were given a share; empty as long as runs are not kept apart."""
+        self.evicted: dict[str, str] = {}
+        """Runs that lost theirs, with the reason."""
+        self.taken: Counter[str] = Counter()
+        """Tokens that steps took of each run."""
+        self.tables: dict[str, Table] = {}
+        self._replay, self._on_evict = replay, on_evict
+        self._policy_version = 0
+        self.table("")  # settings that cannot hold together are found now
+
+    # -------------------------------------------------------------- members
+
+    def admit(self, run: str, weight: float) -> None:
+        """Give a run a share, or another one, or let it in again."""
+        self.shares.weigh(run, weight)
+        self.evicted.pop(run, None)
+        self.members.add(run)
+
+    def evict(self, run: str, reason: str) -> None:
+        """Let go of all a run has waiting, and refuse it from now on."""
+        self.members.discard(run)
+        self.shares.forget(run)
+        self.evicted[run] = reason
+        if run in self.tables:
+            self.tables[run].clear()
+
+    def table_for(self, run: str) -> str:
+        """Where the groups of a run wait; raises Evicted, UnknownKey or InvalidInput."""
+        if run in self.evicted:
+            raise Evicted(
+                f"run {run!r}: evicted: {self.evicted[run]}; `penstock runs ADDRESS --share {run}=1` lets it in again"
+            )
+        if self.members and not run:
+            raise InvalidInput(
+                f"no run is named, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
+                "one the samples belong to: Trajectory(..., run=NAME) or Sample(..., run=NAME)"
+            )
+        if self.members and run not in self.members:
+            raise UnknownKey(
+                f"run {run!r}: has no share in this plane, which {', '.join(map(repr, sorted(self.members)))} use; "
+                f"give it one with `penstock runs ADDRESS --share {run}=1`, or plane.share({run!r})"
+            )
+        return run if self.members else ""
+
+    def part(self, run: str) -> float:
+        """The part of the whole that is a run's: its weight among those of all members."""
+        if run not in self.members:
+            return 1.0
+        return self.shares.weight(run) / sum(map(self.shares.weight, self.members))
+
+    # -------------------------------------------------------------- tables
+
+    def table(self, table_name: str) -> Table:
+        """The table of a table_name, made when it is first needed."""
+        found = self.tables.get(table_name)
+        if found is None:
+            found = self.tables[table_name] = self._replay.table(self._on_evict)
+            found.advance(self._policy_version)
+        return found
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tables.values()))
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in table for table in self.tables.values())
+
+    def keys(self) -> Iterator[Key]:
+        for _, table in sorted(self.tables.items()):
+            yield from table.keys()
+
+    def advance(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        for table in self.tables.values():
+            table.advance(policy_version)
+
+    def update_priorities(self, priorities: Mapping[Key, float]) -> None:
+        """New priorities by key."""
+        for table in self.tables.values():
+            table.update_priorities({key: value for key, value in priorities.items() if key in table})
+
+    # -------------------------------------------------------------- steps
+
+    def apportion(self, target: Target, look: Look) -> dict[str, int] | None:
+        """How many groups of each table_name fill a step; None when those that may be drawn do not."""
+        waiting = {table_name: table for table_name, table in sorted(self.tables.items()) if len(table)}
+        if len(waiting) < 2 and target.groups is not None:
+            return {
+                table_name: target.groups for table_name, table in waiting.items() if len(table) >= target.groups
+            } or None
+        queues = {table_name: iter(table.keys()) for table_name, table in waiting.items()}
+        shares, counts, have = self.shares.copy(), dict.fromkeys(waiting, 0), 0
+        while queues and have < target.amount:
+            table_name = shares.most_owed(queues)
+            key = next(queues[table_name], None)
+            if key is None or not waiting[table_name].may_sample(counts[table_name] + 1):
+                del queues[table_name]
+                continue
+            row = look(key)
+            counts[table_name] += 1
+            have += target.measure(row.samples, row.tokens)
+            shares.charge(table_name, row.tokens)
+        return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
+
+    def draw(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
+        """Take so many groups of each table_name; raises WaitTimeout when they are not there."""
+        busy = sorted(table_name for table_name, table in self.tables.items() if len(table))
+        ops: list[int] = []
+        for table_name in sorted(counts):
+            batch = self.tables[table_name].sample(counts[table_name], timeout=0)
+            ops += map(int, batch.items)
+            tokens = sum(look(key).tokens for key in batch.keys)
+            self.taken[table_name] += tokens
+            self.shares.charge(table_name, tokens)
+        self.shares.settle(busy)
+        for table_name in busy:
+            if not len(self.tables[table_name]):
+                self.shares.forget(table_name)
+        return tuple(ops)
+
+    # -------------------------------------------------------------- keeping
+
+    def save(self) -> SavedTables:
+        return SavedTables(
+            tables={table_name: table.to_bytes(dump=_op_to_bytes) for table_name, table in self.tables.items()},
+            policy_version=self._policy_version,
+            members=self.members,
+            weights=self.shares.weights,
+            owed=self.shares.owed,
+            evicted=self.evicted,
+            taken=dict(self.taken),
+        )
+
+    def load(self, saved: SavedTables) -> None:
+        """Become what was saved, with the same replay settings."""
+        for table_name, data in saved.tables.items():
+            self.tables[table_name] = Table.restore(
+                data, load=_op_from_bytes, on_evict=self._on_evict, **self._replay.parts
+            )
+        self._policy_version = saved.policy_version
+        self.members, self.evicted, self.taken = saved.members, saved.evicted, Counter(saved.taken)
+        self.shares.weights, self.shares.owed = saved.weights, saved.owed
+
+    # -------------------------------------------------------------- looking
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of all tables as if they were one: sums, largest values, means over items."""
+        all_of = [table.metrics() for table in self.tables.values()]
+        if len(all_of) == 1:
+            return all_of[0]
+        return {name: _joined(name, all_of) for name in all_of[0]}
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """What `penstock runs` shows of each member and each run that was evicted."""
+        found: dict[str, dict[str, Any]] = {}
+        for run in sorted(self.members | self.evicted.keys()):
+            found[run] = {
+                "share": self.part(run) if run in self.members else 0.0,
+                "held_groups": len(self.tables[run]) if run in self.tables else 0,
+                "taken_tokens": self.taken[run],
+                "evicted": self.evicted.get(run),
+            }
+        return found
+
+
+def _op_to_bytes(op: int) -> bytes:
+    return op.to_bytes(8, "little")
+
+
+def _op_from_bytes(data: memoryview) -> int:
+    return int.from_bytes(data, "little")
+
+
+def _joined(name: str, all_of: list[dict[str, float]]) -> float:
+    values = [found[name] for found in all_of]
+    if name.endswith("_mean"):
+        weights = [found[f"{name.partition('/')[0]}/items"] for found in all_of]
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1)
+    return max(values) if name.endswith(("_max", "policy_version")) else sum(values)

@@ -1,0 +1,379 @@
+"""The plane's loop: one thread that listens on all carriers and lets engine and coordinator do the work.
+
+Each turn takes everything that has arrived, writes all of it with one sync, answers, plans what was asked for, and
+looks at the clock. Nothing is done on a timer that a message could have announced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+import zmq
+
+from penstock.arrays.sample import MAX_TEXT
+from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
+from penstock.send.carrier import PlaneCarrier
+from penstock.send.coordinator import Coordinator
+from penstock.send.effects import (
+    Detach,
+    Effect,
+    MemberLeft,
+    Peer,
+    Reported,
+    Resume,
+    Send,
+    Staged,
+    StepCommitted,
+    StepReceived,
+)
+from penstock.send.messages import (
+    Accepted,
+    Ask,
+    Buffer,
+    Discard,
+    Frames,
+    FromPlane,
+    Missing,
+    Pulse,
+    Put,
+    Rejected,
+    SetWeight,
+    Status,
+    Trace,
+    pack_message,
+    read_from_client,
+)
+from penstock.send.session import Phase
+from penstock.serve.decisions.engine import Engine, Outcome
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import Builder
+from penstock.serve.settings import PlaneSettings
+
+logger = logging.getLogger("penstock.plane")
+_RETRY_S = 1.0
+_LOOK_S = 1.0
+_REMEMBERED = 4096
+
+
+class Server:
+    """A plane at work. `run` in a process or thread of its own; `stop` from anywhere."""
+
+    def __init__(
+        self,
+        settings: PlaneSettings,
+        log: Log,
+        carriers: Sequence[PlaneCarrier],
+        *,
+        on_turn: Callable[[], None] = lambda: None,
+        builder: Builder | None = None,
+    ) -> None:
+        self.settings = settings
+        self.engine = Engine(settings, log, builder=builder)
+        self.coordinator = Coordinator(
+            run=settings.run,
+            ranks=settings.packing.ranks,
+            replicas=settings.replicas,
+            epoch=log.epoch,
+            session=log.meta("session", 0),
+            next_step=self.engine.next_step,
+            last_step=self.engine.last_step,
+            left=_left(settings, log),
+            timeouts=settings.timeouts,
+        )
+        self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
+        self._poller = zmq.Poller()
+        for carrier in self._carriers:
+            pollable = carrier.pollable()
+            if pollable is not None:
+                self._poller.register(pollable, zmq.POLLIN)
+        self._stopping = threading.Event()
+        self._deferred: deque[Effect] = deque()
+        """What is decided and could not be done for want of disk space."""
+        self._traces: list[tuple[Peer, Trace]] = []
+        self._decided: dict[tuple[Peer, int], Outcome] = {}
+        """What was answered to questions that must not be acted on twice."""
+        self._retry_at = self._look_at = 0.0
+        self._started = time.monotonic()
+        self.failure: BaseException | None = None
+        """What ended the loop, if anything did."""
+
+    @property
+    def urls(self) -> list[str]:
+        return [carrier.url for carrier in self._carriers]
+
+    def run(self) -> None:
+        """Work until `stop`; whatever goes wrong beyond repair ends the plane and is told to every rank."""
+        try:
+            while not self._stopping.is_set():
+                self._poller.poll(int(self._patience_s() * 1000))
+                self.turn(time.monotonic())
+        except BaseException as error:
+            self.failure = error
+            self._carry_out(self.coordinator.fail(f"the plane ended: {error}"))
+            raise
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for carrier in self._carriers:
+            carrier.close()
+        try:
+            if self.failure is None:
+                self.engine.close()
+        except PenstockError as error:
+            logger.warning("not written at the end, and found out again at the next start: %s", error)
+        finally:
+            self._log.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: until the next look at the clock, or at a carrier that cannot call."""
+        looks = [carrier.poll_s for carrier in self._carriers if carrier.poll_s is not None]
+        return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
+
+    def turn(self, now: float) -> None:
+        """One turn of the loop."""
+        for carrier in self._carriers:
+            for peer, header, frames in carrier.receive():
+                self._on_message((carrier, peer), header, frames, now)
+        outcomes = self.engine.flush()
+        for outcome in outcomes:
+            self._answer(outcome)
+        self._answer_traces()
+        self._check_owner(outcomes, now)
+        if now >= self._retry_at:
+            self._retry_at = now + _RETRY_S if not (self._run_deferred() and self._plan(now)) else 0.0
+        self._carry_out(self.coordinator.on_tick(now))
+        self._on_turn()
+
+    # -------------------------------------------------------------- messages
+
+    def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
+        try:
+            message = read_from_client(header)
+        except CorruptFrame as error:
+            self.engine.counts["messages_corrupt"] += 1
+            logger.warning("dropped a message: %s", error)  # it is as if it had been lost: the sender asks again
+            return
+        if isinstance(message, Put):
+            self._on_put(peer, message, frames)
+        elif isinstance(message, Trace):
+            self._on_trace(peer, message, frames)
+        elif isinstance(message, (Discard, SetWeight)):
+            self._on_decision(peer, message)
+        elif isinstance(message, Ask):
+            self._send(peer, Status(ticket=message.ticket, text=json.dumps(self.status()).encode()))
+        else:
+            self._carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _on_put(self, peer: Peer, message: Put, frames: Frames) -> None:
+        ticket = (peer, message.ticket)
+        if message.run and message.run != self.settings.run:
+            reason = f"run: this producer says {message.run!r}, the plane has {self.settings.run!r}"
+            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
+        elif len(frames) != 1:
+            reason = f"group {message.group!r}: {len(frames)} frames; a group is one"
+            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
+        elif message.digest and message.digest != xxhash.xxh3_128_digest(frames[0]):
+            self.engine.counts["messages_corrupt"] += 1  # altered on the way
+            self._send(peer, Missing(put=message.ticket))
+        else:
+            outcome = self.engine.put(ticket, message.group, frames[0])
+            if outcome is not None:
+                self._answer(outcome)
+
+    def _on_trace(self, peer: Peer, message: Trace, frames: Frames) -> None:
+        if frames:  # it came the way of the group it asks for; that may wait for this turn's write
+            self._traces.append((peer, message))
+            return
+        now = self.coordinator  # the group may be on its way for long: say that we live
+        self._send(peer, Pulse(epoch=now.epoch, session=now.session, waiting_for=now.waiting_for))
+
+    def _answer_traces(self) -> None:
+        """What was put is written by now, or was refused, or never came."""
+        traces, self._traces = self._traces, []
+        for peer, trace in traces:
+            known = self._log.digest_of(trace.group) == trace.digest
+            self._send(peer, Accepted(ticket=trace.ticket, duplicate=True) if known else Missing(put=trace.ticket))
+
+    def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
+        """A plane that was taken over must end, even if nobody makes it write."""
+        for outcome in outcomes:
+            if isinstance(outcome.error, Fenced):
+                raise outcome.error
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            current = self._log.meta("epoch", 0)
+            if current != self._log.epoch:
+                raise Fenced(f"epoch {self._log.epoch}: the run was taken over by epoch {current}; this plane must end")
+
+    def _on_decision(self, peer: Peer, message: Discard | SetWeight) -> None:
+        known = self._decided.get((peer, message.ticket))
+        if known is not None:  # the answer was slow or lost; counting twice would be wrong
+            self._answer(known)
+            return
+        error: PenstockError | None = None
+        try:
+            if isinstance(message, Discard):
+                self.engine.discard(message.reason[:200], max(message.samples, 0))
+            elif message.weight:
+                self.engine.share(message.run[:MAX_TEXT], message.weight)
+            else:
+                self.engine.evict(message.run, message.reason[:200])
+        except PenstockError as refused:
+            error = refused
+        outcome = self._decided[peer, message.ticket] = Outcome((peer, message.ticket), error)
+        while len(self._decided) > _REMEMBERED:
+            self._decided.pop(next(iter(self._decided)))
+        self._answer(outcome)
+
+    def _answer(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.ticket, tuple)
+        peer, ticket = outcome.ticket
+        error = outcome.error
+        if error is None:
+            self._send(peer, Accepted(ticket=ticket, duplicate=outcome.duplicate))
+            return
+        wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        self._send(peer, Rejected(ticket=ticket, kind=type(error).__name__, reason=str(error), retry_after_s=wait))
+
+    def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
+        assert isinstance(peer, tuple)  # as made in `turn`
+        carrier, address = peer
+        carrier.send(address, pack_message(message), frames)
+
+    # -------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        """Do what was decided, in order; what needs the disk waits until there is room on it."""
+        if all(isinstance(effect, (Send, Detach)) for effect in effects):
+            for effect in effects:
+                self._do(effect)
+        else:
+            self._deferred.extend(effects)
+            self._run_deferred()
+
+    def _run_deferred(self) -> bool:
+        """Do what is still to be done; False if the disk is full."""
+        while self._deferred:
+            effect = self._deferred.popleft()
+            try:
+                self._do(effect)
+            except DiskFull as error:
+                self._deferred.appendleft(effect)
+                self.coordinator.waiting_for = f"disk space: {error}"
+                return False
+        return True
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect.peer, effect.message, effect.frames)
+        elif isinstance(effect, Detach):
+            assert isinstance(effect.peer, tuple)  # as made in `turn`
+            carrier, address = effect.peer
+            carrier.forget(address)
+        elif isinstance(effect, MemberLeft):
+            with self._log.transaction():
+                self._log.set_meta(_left_name(effect.session, effect.rank, effect.replica), effect.step)
+        elif isinstance(effect, Resume):
+            self._resume(effect)
+        elif isinstance(effect, StepReceived):
+            self.engine.received(effect.step)
+        elif isinstance(effect, StepCommitted):
+            self.engine.commit(effect.step, effect.policy_version)
+            self._carry_out(self.coordinator.committed(effect.session, effect.step))
+        else:
+            self._report(effect)
+
+    def _resume(self, effect: Resume) -> None:
+        try:
+            self.engine.resume(effect.session, effect.step)
+        except CallerError as error:
+            self._carry_out(self.coordinator.fail(str(error), step=effect.step))
+
+    def _report(self, effect: Reported) -> None:
+        try:
+            self.engine.report(effect.priorities, effect.metrics)
+        except PenstockError as error:
+            logger.warning("step %d: priorities refused: %s", effect.step, error)
+            self.engine.counts["reports_refused"] += 1
+
+    # -------------------------------------------------------------- steps
+
+    def _plan(self, now: float) -> bool:
+        """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
+        coordinator, engine = self.coordinator, self.engine
+        for step in range(coordinator.next_step, coordinator.wanted + 1):
+            if coordinator.phase is not Phase.RUNNING:
+                break
+            if coordinator.is_staged(step):
+                continue
+            try:
+                staged = engine.stage_again(step) if step <= engine.last_step else engine.plan_step(step)
+            except DiskFull as error:
+                coordinator.waiting_for = f"disk space: {error}"
+                return False
+            except PenstockError as error:
+                self._carry_out(coordinator.fail(f"cannot be packed: {error}", step=step))
+                break
+            if isinstance(staged, Staged):
+                self._carry_out(coordinator.stage(staged, now))
+                coordinator.waiting_for = "the trainer"
+                continue
+            coordinator.waiting_for = staged
+            if engine.is_full and engine.last_step < engine.next_step:
+                reason = f"can never be filled: {staged}, and all that may be held is; raise max_held_bytes or capacity"
+                self._carry_out(coordinator.fail(reason, step=step))
+            break
+        return True
+
+    # -------------------------------------------------------------- looking
+
+    def status(self) -> dict[str, Any]:
+        """What `penstock top` shows."""
+        engine, coordinator = self.engine, self.coordinator
+        return {
+            "run": self.settings.run,
+            "ranks": self.settings.packing.ranks,
+            "epoch": coordinator.epoch,
+            "session": coordinator.session,
+            "phase": coordinator.phase.value,
+            "waiting_for": coordinator.waiting_for,
+            "missing": [list(place) for place in coordinator.missing],
+            "next_step": engine.next_step,
+            "last_step": engine.last_step,
+            "policy_version": engine.policy_version,
+            "held_groups": len(engine.run_tables),
+            "held_bytes": engine.held_bytes,
+            "max_held_bytes": self.settings.max_held_bytes,
+            "uptime_s": time.monotonic() - self._started,
+            "ledger": engine.ledger.as_dict(),
+            "counts": dict(engine.counts),
+            "metrics": engine.run_tables.metrics(),
+            "reported": engine.numbers,
+            "runs": engine.runs(),
+        }
+
+
+def _left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int]:
+    """Who left the session that an earlier life of this plane served, and the last step each of them committed."""
+    session, found = log.meta("session", 0), {}
+    for rank in range(settings.packing.ranks):
+        for replica in range(settings.replicas):
+            step = log.meta(_left_name(session, rank, replica), -1)
+            if step >= 0:
+                found[rank, replica] = step
+    return found
+
+
+def _left_name(session: int, rank: int, replica: int) -> str:
+    return f"left {session} {rank} {replica}"

@@ -1,0 +1,126 @@
+"""Metrics: one JSON line per step, always; TensorBoard, Weights & Biases and Prometheus where they are asked for.
+
+Names keep apart what was generated (`gen/`), what waits (`buffer/`), what was trained (`train/`) and how fast
+(`perf/`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.errors import ConfigError
+from penstock.serve.process.prometheus import MetricsPage
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: appended to, one line per step, flushed each time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **clean}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of project "penstock"; with WANDB_MODE=offline it stays in the run's folder."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(project="penstock", name=run, dir=str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Prometheus:
+    """The last step's numbers at http://HOST:PORT/metrics, as `penstock_train_reward` and the like."""
+
+    def __init__(self, address: str, run: str) -> None:
+        self._run = run
+        self._values: dict[str, float] = {}
+        self._page = MetricsPage(address, lambda: self._values, self._text)
+        self.url = self._page.url
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._values = {"train/step": step, **values}  # replaced whole: a reader sees one step
+
+    def _text(self, values: dict[str, float]) -> str:
+        lines = []
+        for path, value in sorted(values.items()):
+            if math.isfinite(value):
+                name = "penstock_" + path.replace("/", "_")
+                lines += [f"# TYPE {name} gauge", f'{name}{{run="{self._run}"}} {value:.17g}']
+        return "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class Journal:
+    """Writes each step's metrics to every sink."""
+
+    def __init__(self, folder: Path, run: str, extra: list[str], prometheus: str = "") -> None:
+        """`extra` names sinks beside the JSON lines; `prometheus` is the address of its page, empty for none."""
+        check_installed(extra)
+        self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
+        try:
+            if prometheus:
+                self._sinks.append(Prometheus(prometheus, run))
+            if "tensorboard" in extra:
+                self._sinks.append(TensorBoard(folder / "tensorboard"))
+            if "wandb" in extra:
+                self._sinks.append(WeightsAndBiases(folder, run))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def check_installed(extra: list[str]) -> None:
+    """Raise for a sink whose package is missing, before a run has begun."""
+    for name in extra:
+        if find_spec(name) is None:
+            raise ConfigError(f"metrics: {name!r} is not installed; pip install {name}")

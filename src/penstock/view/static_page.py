@@ -1,0 +1,115 @@
+"""One self-contained page for a step, or a sample of it: scripts, styles, data and small images inside, no server.
+
+The page's policy allows the scripts in it by their hash and nothing from anywhere else. Data is JSON in a script
+element of another type, with every character escaped that could end it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+
+from penstock.assets.offload import INLINE_BYTES
+from penstock.errors import AssetError, InvalidInput, StorageError, UnknownKey
+from penstock.view.web import SCRIPTS, Library, static_files
+
+MAX_BYTES = 256 << 20
+
+
+def write_page(path: Path, library: Library, *, run: str | None, step: int | None, sample: int | None) -> int:
+    """Write the page and say how large it is."""
+    text = make_page(library, run=run, step=step, sample=sample)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.write_bytes(text)
+
+
+def make_page(library: Library, *, run: str | None = None, step: int | None = None, sample: int | None = None) -> bytes:
+    """The page as bytes."""
+    name, export = next(iter(library.exports.items()))
+    run = export.runs[0] if run is None else run
+    steps = export.steps(run)
+    if not steps:
+        raise UnknownKey(f"{export.folder}: no finished step yet")
+    number = steps[-1].number if step is None else step
+    data = _collect(library, name, run, number, sample)
+    encoded = msgspec.json.encode(data)
+    if len(encoded) > MAX_BYTES:
+        raise InvalidInput(
+            f"step {number}: {len(encoded) >> 20} MiB of tokens for one page; choose one sample with --sample"
+        )
+    return _assemble(static_files(), encoded)
+
+
+def _collect(library: Library, name: str, run: str, number: int, sample: int | None) -> dict[str, Any]:
+    """All answers the page will ask for, under the questions as it writes them."""
+    at = {"export": name, "run": run, "step": str(number)}
+    index = library.index(name, run, number)
+    chosen = list(range(len(index.rows))) if sample is None else [sample]
+    found = library.step(name, run, number)
+    if sample is not None:
+        if not 0 <= sample < len(index.rows):
+            raise UnknownKey(f"sample {sample}: the step has {len(index.rows)}, counted from 0")
+        found = {**found, "samples": [index.rows[sample]]}
+    answers: dict[str, Any] = {f"step?{urlencode(at)}": found}
+    hashes: set[str] = set()
+    for i in chosen:
+        line = msgspec.Raw(index.line(i))
+        query = urlencode({**at, "sample": str(i)})
+        answers[f"sample?{query}"] = line
+        answers[f"texts?{query}"] = library.texts(name, run, number, i)
+        hashes |= {image["hash"] for image in msgspec.json.decode(line, type=_Images).images or ()}
+    start = f"#/samples/{name}/{run or '~'}/{number}" + (f"/{sample}" if sample is not None else "")
+    one = {"name": name, "folder": library.exports[name].folder.name, "runs": [{"run": run, "steps": [number]}]}
+    answers["overview?"] = {
+        "exports": [one],
+        "has_text": library.vocabulary is not None,
+        "has_images": bool(hashes),
+        "parting": None,
+        "start": start,
+    }
+    answers[f"run?{urlencode({'export': name, 'run': run})}"] = library.run(name, run)
+    return {"answers": answers, "images": {digest: uri for digest in hashes if (uri := _inline(library, digest))}}
+
+
+class _Images(msgspec.Struct):
+    images: list[dict[str, Any]] | None = None
+
+
+def _inline(library: Library, digest: str) -> str | None:
+    """An image as a data: URI; None where it is larger than 2 MiB or cannot be read."""
+    try:
+        data, media_type = library.image(digest)
+    except (AssetError, StorageError, UnknownKey, InvalidInput):
+        return None
+    return None if len(data) > INLINE_BYTES else f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def _assemble(files: dict[str, bytes], data: bytes) -> bytes:
+    scripts = [files[f"{name}.js"] for name in SCRIPTS]
+    style = files["style.css"]
+    allowed = " ".join(_hash(script) for script in scripts)
+    policy = f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
+    body = re.search(rb"<body>(.*)</body>", files["index.html"], re.DOTALL)
+    assert body is not None
+    safe = data.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
+    parts = [
+        b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+        b'<meta http-equiv="Content-Security-Policy" content="' + policy.encode() + b'">\n',
+        b'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>penstock view</title>\n',
+        b"<style>" + style + b"</style>\n</head>\n<body>",
+        body[1],
+        b'<script type="application/json" id="embedded">' + safe + b"</script>\n",
+        *(b"<script>" + script + b"</script>\n" for script in scripts),
+        b"</body>\n</html>\n",
+    ]
+    return b"".join(parts)
+
+
+def _hash(content: bytes) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,0 +1,171 @@
+"""One rank's file of one step, from its first record to the marker that says it is on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import xxhash
+
+from penstock.view.folders import Done, publish, write_done
+from penstock.view.keep_rules import Choice
+from penstock.view.record import Record
+from penstock.view.tally import Tally
+
+
+class Sink(Protocol):
+    """A file format, at work on one file."""
+
+    def append(self, records: list[Record]) -> None:
+        """Write the records of one micro-batch."""
+
+    def finish(self) -> None:
+        """Write what the format holds back; the file stays open."""
+
+
+class Format(Protocol):
+    """Makes sinks."""
+
+    suffix: str
+
+    def __call__(self, file: BinaryIO, /) -> Sink: ...
+
+
+class HashedFile:
+    """A file opened for writing that knows the digest of what went through it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 18)
+        self._hash = xxhash.xxh3_128()
+        self.num_bytes = 0
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class StepFile:
+    """A file being written; nobody sees it before `finish`."""
+
+    folder: Path
+    rank: int
+    format: Format
+    choice: Choice
+    max_bytes: int | None
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    written: int = 0
+    skipped: int = 0
+    _file: HashedFile | None = None
+    _sink: Sink | None = None
+
+    @property
+    def part(self) -> Path:
+        return self.folder / f".{self.name}.part"
+
+    @property
+    def name(self) -> str:
+        return f"rank_{self.rank}.{self.format.suffix}"
+
+    def open(self, step: int) -> None:
+        """Start the file. Of what an interrupted attempt left, whole lines of earlier steps are taken over."""
+        earlier = _lines_before(self.part, step) if self.format.suffix == "jsonl" else []
+        self._file = HashedFile(self.part)
+        self._sink = self.format(self._file)  # type: ignore[arg-type]
+        self._file.writelines(earlier)
+        self.written = len(earlier)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Write those of a micro-batch's records that are chosen."""
+        chosen = []
+        for record in records:
+            self.tally.add(record)
+            if self.choice.offer(record):
+                chosen.append(record)
+            else:
+                self.skipped += 1
+        self._write(chosen)
+
+    def _write(self, records: list[Record]) -> None:
+        assert self._file is not None and self._sink is not None
+        if self.max_bytes is not None and self._file.num_bytes >= self.max_bytes:
+            self.skipped += len(records)
+            return
+        for number, record in enumerate(records, self.written):
+            record.facts["export_sequence_idx"] = number
+        self._sink.append(records)
+        self.written += len(records)
+
+    def finish(self, done: Done) -> None:
+        """Sync the file, give it its name, and leave the marker `done` with what is known of the file in it."""
+        assert self._file is not None and self._sink is not None
+        held = list(self.choice.finish())
+        self.skipped -= len(held)
+        self._write(held)
+        self._sink.finish()
+        self._file.sync()
+        self._file.close()
+        publish(self.part, self.folder / self.name)
+        done = msgspec.structs.replace(
+            done,
+            file=self.name,
+            num_bytes=self._file.num_bytes,
+            digest=self._file.digest(),
+            records=self.written,
+            skipped=self.skipped,
+            summary=self.tally.as_dict(),
+            micro_batches=self.micro_batches,
+        )
+        write_done(self.folder, done)
+
+    def abandon(self) -> None:
+        """Close the file as it is; it is not shown, and the next attempt replaces it."""
+        if self._file is not None and not self._file.closed:
+            with suppress(OSError):
+                self._file.close()
+
+
+class _Numbered(msgspec.Struct):
+    step: int
+
+
+def _lines_before(part: Path, step: int) -> list[bytes]:
+    """Whole records of earlier trainer steps: a run's step may span several, and those before are not trained again."""
+    kept = []
+    with suppress(FileNotFoundError), part.open("rb") as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n") and msgspec.json.decode(line, type=_Numbered).step < step:
+                    kept.append(line)
+            except msgspec.DecodeError:
+                continue
+    return kept
