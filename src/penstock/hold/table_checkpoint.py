@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import mmap
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
 from penstock.hold.by_priority import MaxPriority, MinPriority
 from penstock.hold.core import OnEvict, Store
@@ -110,23 +110,11 @@ def take(store: Store) -> Snapshot:
 
 def write(path: str | PathLike[str], snapshot: Snapshot, dump: Dump | None) -> None:
     """Write a snapshot so that after a crash the path holds either the old file or the new one."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with beside.open("wb", buffering=1 << 20) as file:
+        with replacing(Path(path)) as file:
             _write(file, snapshot, dump)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
-        raise StorageError(f"{target}: checkpoint not written ({error}); the previous one is untouched") from error
-    finally:
-        beside.unlink(missing_ok=True)
+        raise StorageError(f"{path}: checkpoint not written ({error}); the previous one is untouched") from error
 
 
 def to_bytes(snapshot: Snapshot, dump: Dump | None) -> bytes:

@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 _BUFFER = 1 << 16
@@ -98,9 +97,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -------------------------------------------------------------- in the loop's thread

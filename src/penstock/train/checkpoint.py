@@ -10,7 +10,6 @@ A checkpoint appears whole (write to a dot-folder, sync, rename). To resume, ask
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.atomic import beside, rename, sync
 from penstock.errors import CorruptFile
 
 _PREFIX = "step_"
@@ -85,27 +85,18 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, 
     if not writes:
         return
     final = folder / f"{_PREFIX}{step:08d}"
-    temporary = folder / f".{final.name}.{os.getpid()}"
+    temporary = beside(final)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors")
     save_file({name: tensor.contiguous() for name, tensor in moments.items()}, temporary / "optimizer.safetensors")
     (temporary / "state.json").write_text(json.dumps({"step": step, "format": 1}))
-    for path in temporary.iterdir():
-        _sync(path)
+    for path in (*temporary.iterdir(), temporary):
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    _sync(folder)
+    rename(temporary, final)
     for old in steps(folder)[:-keep]:
         shutil.rmtree(folder / f"{_PREFIX}{old:08d}", ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def steps(folder: Path) -> list[int]:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from penstock.atomic import beside, rename, sync
+
 _NAME = re.compile(r"v(\d{8})\.safetensors")
 
 
@@ -24,9 +26,10 @@ class Weights:
         from safetensors.torch import save_file
 
         path = self.folder / f"v{version:08d}.safetensors"
-        temporary = path.with_suffix(f".{os.getpid()}.part")
-        save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, temporary)
-        temporary.rename(path)
+        part = beside(path)
+        save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, part)
+        sync(part)
+        rename(part, path)
         for old in self.versions()[: -self._keep]:
             with contextlib.suppress(FileNotFoundError):
                 self._path(old).unlink()

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.atomic import rename, replacing, sync
 from penstock.errors import ConfigError, StorageError
 
 EXPORTS = "token_exports"
@@ -84,7 +85,7 @@ def reopen(path: Path, rank: int) -> None:
     for name in (STABLE, f"rank_{rank}.done"):
         with suppress(FileNotFoundError):
             (path / name).unlink()
-            sync_folder(path)
+            sync(path)
 
 
 def publish(part: Path, final: Path) -> None:
@@ -92,19 +93,13 @@ def publish(part: Path, final: Path) -> None:
     if final.exists():
         numbers = (n for n in range(1, 1 << 30) if not Path(f"{final}.{n}").exists())
         os.link(final, f"{final}.{next(numbers)}")
-    part.replace(final)
-    sync_folder(final.parent)
+    rename(part, final)
 
 
 def write_done(path: Path, done: Done) -> None:
     """Write a rank's marker atomically."""
-    part = path / f".rank_{done.rank}.done.part"
-    with part.open("wb") as file:
+    with replacing(path / f"rank_{done.rank}.done") as file:
         file.write(msgspec.json.format(msgspec.json.encode(done), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path / f"rank_{done.rank}.done")
-    sync_folder(path)
 
 
 def read_done(path: Path, rank: int) -> Done | None:
@@ -124,16 +119,7 @@ def all_done(path: Path, attempt: str, world: int) -> bool:
 def promote(path: Path) -> None:
     """Call the step finished; any number of ranks may do so at once."""
     (path / STABLE).touch()
-    sync_folder(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(path)
 
 
 def steps_in(exports: Path) -> Iterator[tuple[int, Path]]:
