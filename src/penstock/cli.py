@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -53,15 +54,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except (PenstockError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output went away: not an error
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `penstock tokens ... | head`: not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"penstock {args.command}: {error}", file=sys.stderr)
+        print(f"penstock {args.command}: {_sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _reader_is_gone() -> bool:
+    """Whether it is our own output that nobody reads any more, and not some other pipe that broke."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _sentence(error: PenstockError | OSError) -> str:
+    """The error in words: what the system says of a file or an address names it first, and has no number.
+
+    >>> _sentence(FileNotFoundError(2, "No such file or directory", "runs/x"))
+    'runs/x: No such file or directory'
+    """
+    if isinstance(error, PenstockError) or error.strerror is None:
+        return str(error) or type(error).__name__
+    named = f"{error.filename}: " if error.filename is not None else ""
+    return f"{named}{error.strerror}"
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.assets import AssetStore, FeatureStore, PackedImages, worker_environment
+from penstock.assets.claims import pending_name
 from penstock.assets.maintenance import list_assets, remove_run_assets, sweep_assets, verify_assets
 from penstock.assets.urls import path_of
+from penstock.cli import main
 from penstock.errors import ConfigError
 
 Picture = Callable[[int], bytes]
@@ -43,6 +45,22 @@ def test_verify_finds_damage_and_absence_and_changes_nothing(store: AssetStore, 
     assert report.missing == (gone.hash,)
     assert seen[-1] == report.num_bytes == good.num_bytes + damaged.num_bytes - 5
     assert sorted(info.name for info in store.blobs.list("")) == before
+
+
+def test_a_claim_whose_writer_was_killed_is_no_damage(
+    store: AssetStore, picture: Picture, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = store.put(picture(1))
+    other = AssetStore(tmp_path / "other").put(picture(2))  # to know its hash
+    store.blobs.put_if_absent(pending_name(store.run, other.hash), b"")
+    report = verify_assets(store)
+    assert report.ok and report.unfinished == 1 and report.missing == ()
+    assert other.hash not in store and kept.hash in store
+    assert main(["assets", "verify", str(path_of(store.url(kept)).rsplit("/", 3)[0])]) == 0
+    assert "healthy, 1 never finished" in capsys.readouterr().out
+    assert store.put(picture(2)).hash in store  # the next writer finishes it
+    assert verify_assets(store).unfinished == 0
+    assert remove_run_assets(store, store.run) == sorted([kept.hash, other.hash])
 
 
 def test_a_sweep_reports_what_it_removed_and_kept(store: AssetStore, picture: Picture) -> None:

@@ -52,7 +52,7 @@ def test_a_vision_run_with_replay_trains_on_images_by_reference(
     folder = tmp_path / "run"
     code = main(["demo", "--vision", "--replay", "--steps", "4", "--folder", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert code == 1 and report["learned"] is False  # four steps teach nothing; the run itself must be whole
+    assert code == 0 and report["learned"] is None  # so many steps were asked for, and no reward
     assert report["steps"] == 4 and report["ledger"]["balanced"]
     assert report["on_policy_gap"] < 1e-4
     assert any((folder / "assets").rglob("*.png"))

@@ -1,5 +1,9 @@
 """Which run may see which image: one empty marker blob per run and image.
 
+A writer makes the marker under `pending/` before it stores the image, and moves it to `claims/` afterwards. A writer
+that was killed in between leaves a pending marker without an image: nobody was promised that image. A marker under
+`claims/` without an image is a loss.
+
 Several runs can share one store, where an image that both saw is kept once. A run reads only what it has
 claimed, so a reference from another run resolves to nothing, with the same error as an id that never existed.
 Claims are also the reference counts: when a run is deleted on request, its claims go, and then the images
@@ -12,9 +16,12 @@ either the writer finds the image gone and writes it, or the remover finds the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.assets.blobs import Blobs
 
 _CLAIMS = "claims"
+_PENDING = "pending"
 _TRASH = "trash"
 
 
@@ -22,13 +29,28 @@ def claim_name(run: str, image: str) -> str:
     return f"{_CLAIMS}/{run}/{image[:2]}/{image}"
 
 
+def pending_name(run: str, image: str) -> str:
+    return f"{_PENDING}/{run}/{image[:2]}/{image}"
+
+
 def claims(blobs: Blobs) -> dict[str, set[str]]:
-    """The runs that claim each image, by hash."""
+    """The runs that claim each image, by hash, those included whose writer has not finished."""
     runs: dict[str, set[str]] = {}
-    for info in blobs.list(_CLAIMS):
-        _, run, _, image = info.name.split("/")
-        runs.setdefault(image, set()).add(run)
+    for folder in (_PENDING, _CLAIMS):  # in the order in which a marker moves, so that none is missed
+        for run, image in _markers(blobs, folder):
+            runs.setdefault(image, set()).add(run)
     return runs
+
+
+def stored(blobs: Blobs) -> set[str]:
+    """The hashes of the images that some writer finished storing."""
+    return {image for _, image in _markers(blobs, _CLAIMS)}
+
+
+def _markers(blobs: Blobs, folder: str) -> Iterator[tuple[str, str]]:
+    for info in blobs.list(folder):
+        _, run, _, image = info.name.split("/")
+        yield run, image
 
 
 def remove_run(blobs: Blobs, run: str) -> list[str]:
@@ -36,6 +58,7 @@ def remove_run(blobs: Blobs, run: str) -> list[str]:
     held = claims(blobs)
     mine = {image for image, runs in held.items() if run in runs}
     for image in sorted(mine):
+        blobs.delete(pending_name(run, image))
         blobs.delete(claim_name(run, image))
     alone = {image for image in mine if held[image] == {run}}
     for info in list(blobs.list("images")):

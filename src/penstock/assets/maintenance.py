@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.assets.claims import claims, hash_of, remove_run
+from penstock.assets.claims import claims, hash_of, remove_run, stored
 from penstock.assets.features import TTL_S, sweep
 from penstock.assets.probe import probe, upright_size
 from penstock.assets.store import AssetStore
@@ -35,7 +35,9 @@ class VerifyReport:
     corrupt: tuple[str, ...]
     """Names of blobs that are not what their name says, with the reason."""
     missing: tuple[str, ...]
-    """Hashes that a run claims and that are not there."""
+    """Hashes that were stored and are not there."""
+    unfinished: int
+    """Images whose writer was stopped before it had stored them; nobody was given a reference to them."""
     quarantined: int
     """Blobs put aside by earlier readers."""
 
@@ -81,7 +83,8 @@ def verify_assets(store: AssetStore, *, progress: Callable[[int], None] = lambda
         checked=len(present),
         num_bytes=num_bytes,
         corrupt=tuple(corrupt),
-        missing=tuple(sorted(claims(store.blobs).keys() - present)),
+        missing=tuple(sorted(stored(store.blobs) - present)),
+        unfinished=len(claims(store.blobs).keys() - stored(store.blobs) - present),
         quarantined=sum(1 for _ in store.blobs.list("quarantine")),
     )
 

@@ -2,6 +2,7 @@
 
     <root>/images/ab/abcd....png        source images, never removed by age
     <root>/claims/<run>/ab/abcd...      which run may see which image
+    <root>/pending/<run>/ab/abcd...     the same, while the image is being written
     <root>/mm_features/v1/...           processed features, regenerable, swept by age
     <root>/quarantine/...               bytes that were not what their name says
 
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.assets.blobs import BlobInfo, Blobs
-from penstock.assets.claims import claim_name, hash_of
+from penstock.assets.claims import claim_name, hash_of, pending_name
 from penstock.assets.image_ref import ImageRef
 from penstock.assets.local_folder import LocalFolder
 from penstock.assets.probe import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
@@ -87,13 +88,16 @@ class AssetStore:
         if self._recall(ref.hash) is not None and self.blobs.touch(claim) and self.blobs.touch(name):
             return ref
         # The claim comes first: see claims.py for why the order matters.
-        self.blobs.put_if_absent(claim, b"")
+        pending = pending_name(self.run, ref.hash)
+        if self.blobs.head(claim) is None:
+            self.blobs.put_if_absent(pending, b"")
         if not self.blobs.put_if_absent(name, data):
             found = self.blobs.head(name)
             if found is not None and found.size != len(data):
                 self._quarantine(name)
             if not self.blobs.touch(name):
                 self.blobs.put_if_absent(name, data)
+        self.blobs.move(pending, claim)
         self._remember(ref)
         return ref
 

@@ -1,4 +1,4 @@
-"""Look after the images of a run: what is stored, whether it is whole, what may go.
+"""Look after the images of a run: what is stored, whether it is intact, what may go.
 
 penstock assets list runs/demo/assets
 penstock assets verify runs/demo/assets        read and hash every image; exit 1 if one is damaged or missing
@@ -66,8 +66,9 @@ def _verify(store: AssetStore, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**asdict(report), "ok": report.ok}))
     else:
-        for line in (*report.corrupt, *(f"{image}: claimed by a run and not there" for image in report.missing)):
+        for line in (*report.corrupt, *(f"{image}: was stored, and is not there" for image in report.missing)):
             print(line)
-        put_aside = f", {report.quarantined} put aside earlier" if report.quarantined else ""
-        print(f"{report.checked} images, {report.num_bytes:,} bytes: {'whole' if report.ok else 'DAMAGED'}{put_aside}")
+        notes = f", {report.quarantined} put aside earlier" if report.quarantined else ""
+        notes += f", {report.unfinished} never finished by a writer that was stopped" if report.unfinished else ""
+        print(f"{report.checked} images, {report.num_bytes:,} bytes: {'healthy' if report.ok else 'DAMAGED'}{notes}")
     return 0 if report.ok else 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,34 @@ from typing import Any
 import msgspec
 
 from penstock.demo.launch import Chaos, Launcher, Metrics
-from penstock.demo.screen import screen
+from penstock.demo.screen import killed, screen
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError
 from penstock.train.config import DataConfig, LossConfig, ReplayConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
-_TRY_NEXT = (
-    "  penstock demo --chaos             the same while processes are killed",
-    "  penstock demo --write-config my.toml && penstock train my.toml",
-)
+_CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
+_CONFIG_NEXT = "  penstock demo --write-config my.toml && penstock train my.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="where the run is kept (default: runs/demo-TIME)")
-    parser.add_argument("--steps", type=int, help="train this many steps instead of until it has learned")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="N", help="train this many steps instead of until it has learned"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
     parser.add_argument("--chaos", action="store_true", help="kill a random process every few seconds")
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and do not run")
     parser.add_argument("--json", action="store_true", help="print one JSON line at the end, and nothing else")
+
+
+def _steps(text: str) -> int:
+    """A number of steps, or the words that argparse shows."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; must be 1 or more, or left out to train until it has learned")
+    return int(text)
 
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
@@ -55,6 +63,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         target_reward=None if args.steps else 0.85,
         seed=args.seed,
         checkpoint_every=5 if args.chaos else 10,
+        export_every=min(10, args.steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
         data=DataConfig(
@@ -71,7 +80,6 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    _need_extras()
     config = config_of(args)
     if args.write_config is not None:
         if args.write_config.exists():
@@ -79,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
         args.write_config.write_text(template(msgspec.structs.replace(config, folder="", run="my-run")))
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
+    _need_extras()
     chaos = Chaos(seed=args.seed) if args.chaos else None
-    return run_config(config, goal=LEARNED, chaos=chaos, following=_TRY_NEXT, as_json=args.json)
+    goal = LEARNED if args.steps is None else None
+    following = (_CONFIG_NEXT,) if args.chaos else (_CHAOS_NEXT, _CONFIG_NEXT)
+    return run_config(config, goal=goal, chaos=chaos, following=following, as_json=args.json)
 
 
 def run_config(
@@ -89,15 +100,27 @@ def run_config(
     goal: float | None,
     chaos: Chaos | None = None,
     following: tuple[str, ...] = (),
+    announce: str = "",
     as_json: bool = False,
 ) -> int:
     """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
 
-    `following` are commands to show as what to try next.
+    `following` are commands to show as what to try next; `announce` is said when nothing stands in the run's way.
     """
     began = time.monotonic()
-    with screen(quiet=as_json) as show:
-        status = Launcher(config, chaos=chaos).run(show)
+    launcher = Launcher(config, chaos=chaos)
+    launcher.prepare()
+    if announce and not as_json:
+        print(announce, flush=True)
+    try:
+        with screen(quiet=as_json) as show:
+            status = launcher.run(show)
+    except KeyboardInterrupt:
+        print(
+            f"stopped; everything is in {config.folder}, and `penstock train {config.folder}/config.toml` continues it",
+            file=sys.stderr,
+        )
+        raise
     report = summary(config, status, time.monotonic() - began, goal)
     if chaos is not None:
         report["kills"] = dict(chaos.kills)
@@ -133,14 +156,26 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
     if ledger:
         under_way = ledger["scheduled"] + ledger["delivered"]
         lines.append(
-            f"Ledger: {ledger['accepted']} samples accepted, {ledger['committed']} trained, {ledger['held']} held, "
-            f"{under_way} under way, {sum(ledger['dropped'].values())} dropped; "
+            f"Ledger: {ledger['accepted']:,} samples accepted, {ledger['committed']:,} trained, {ledger['held']:,} "
+            f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}; "
             + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
         )
     if gap is not None:
         lines.append(f"Trainer and sampler agree on the first step to {gap:.1e} in log-probability.")
+    if report.get("kills"):
+        lines.append(f"Meanwhile {killed(report['kills'])} were killed, and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
     return "\n".join([*lines, f"  penstock view {config.folder}          look at the tokens", *following])
+
+
+def _dropped(reasons: dict[str, int]) -> str:
+    """How many samples were dropped, and why.
+
+    >>> _dropped({"stale": 1200, "evicted": 3})
+    '1,203 dropped (1,200 stale, 3 evicted)'
+    """
+    why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()) if count)
+    return f"{sum(reasons.values()):,} dropped" + (f" ({why})" if why else "")
 
 
 def _need_extras() -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.view import open_library, serve
+from penstock.commands.view import open_library, port, serve
 from penstock.view.diff import Parting, compare
 from penstock.view.reader import Export
 from penstock.view.web import Library
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, help="for --view: a folder with tokenizer.json")
     parser.add_argument("--assets", type=Path, help="for --view: the asset store with the samples' images")
     parser.add_argument("--assets-run", default="local", help="for --view: the run the images were stored under")
-    parser.add_argument("--port", type=int, default=0, help="for --view: on 127.0.0.1; a free one by default")
+    parser.add_argument("--port", type=port, default=0, help="for --view: on 127.0.0.1; a free one by default")
     parser.add_argument("--no-open", action="store_true", help="for --view: only print the URL")
 
 

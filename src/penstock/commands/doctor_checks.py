@@ -176,6 +176,10 @@ def sync_times(folder: Path, count: int) -> list[float]:
 
 def _disk(folder: Path) -> Iterator[Finding]:
     there = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.is_dir())
+    if folder.exists() and not folder.is_dir():
+        text = f"{folder}: not a folder; give a folder where runs can be kept"
+        yield Finding(name="disk", verdict="failure", text=text)
+        return
     try:
         times = sync_times(there, _SYNCS)
     except OSError as error:
@@ -183,7 +187,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield Finding(name="disk", verdict="failure", text=text)
         return
     middle, slow = times[len(times) // 2], times[int(len(times) * 0.99)]
-    text = f"{there}: durable in {middle * 1e3:.1f} ms (p50), {slow * 1e3:.1f} ms (p99); "
+    text = "" if folder.is_dir() else f"{folder} is not there yet; tried the folder above it. "
+    text += f"{there}: durable in {middle * 1e3:.1f} ms (p50), {slow * 1e3:.1f} ms (p99); "
     text += f"about {1 / middle:,.0f} commits/s; {size(shutil.disk_usage(there).free)} free"
     late = slow > 0.06
     if late:

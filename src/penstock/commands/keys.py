@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     has_plane = (args.folder / "plane.secret").exists()
     if has_plane and not clients:
         raise ConfigError(f"{args.folder}: has keys already; name the clients to add with --client NAME")
-    made = make_keys(args.folder, clients or ("client",), plane=not has_plane)
+    try:
+        made = make_keys(args.folder, clients or ("client",), plane=not has_plane)
+    except OSError as error:
+        raise ConfigError(f"{args.folder}: {error.strerror}; give a folder that can be made and written") from None
     print(json.dumps({"made": [str(path) for path in made]}) if args.json else _text(args.folder, made))
     return 0
 

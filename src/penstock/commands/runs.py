@@ -23,7 +23,9 @@ from penstock.serve.process.log_format import printable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="URL", help="a plane's address")
-    parser.add_argument("--share", action="append", default=[], metavar="RUN=WEIGHT", help="give a run a share")
+    parser.add_argument(
+        "--share", action="append", default=[], metavar="RUN[=WEIGHT]", help="give a run a share; of weight 1"
+    )
     parser.add_argument("--evict", metavar="RUN", help="take a run's share away; needs --because")
     parser.add_argument("--because", metavar="TEXT", help="why; producers of that run are told")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

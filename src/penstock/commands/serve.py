@@ -37,6 +37,7 @@ _FLAGS = {
     "replicas": ("", "replicas", "processes per data rank"),
 }
 """Flag -> (table, key, help)."""
+_TARGETS = ("groups", "samples", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,12 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.write_config is not None:
         return _write_config(args.write_config)
-    where = "the command line" if args.config is None else str(args.config)
     tables = tables_of(args)
-    _check_given(tables)
-    config = build_config(tables, where)
+    if args.config is None:
+        _check_given(tables)
+    config = build_config(tables, _where(args))
     say = _say_json if args.json else _say
     return int(run_plane(config, ready=say, parent=args.parent))
+
+
+def _where(args: argparse.Namespace) -> str:
+    """Where the settings stand: a wrong one may be in the file, or among the words that changed it."""
+    if args.config is None:
+        return "the command line"
+    return f"{args.config} and --set {' '.join(args.set)}" if args.set else str(args.config)
 
 
 def tables_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,8 +80,11 @@ def tables_of(args: argparse.Namespace) -> dict[str, Any]:
     named = {"folder": args.folder, "listen": args.listen, "keys": args.keys, "run": args.run_name}
     named |= {"metrics": args.metrics, "log_file": args.log_file}
     tables |= {name: value for name, value in named.items() if value is not None}
-    if any(getattr(args, f"{kind}_per_step") is not None for kind in ("groups", "samples", "tokens")):
-        tables["target"] = {}  # one of the three; what the file said no longer counts
+    targets = [f"--{kind}-per-step" for kind in _TARGETS if getattr(args, f"{kind}_per_step") is not None]
+    if len(targets) > 1:
+        raise ConfigError(f"{' and '.join(targets)}: give exactly one; it says when a step is complete")
+    if targets:
+        tables["target"] = {}  # what the file said no longer counts
     for flag, (table, key, _) in _FLAGS.items():
         value = getattr(args, flag)
         if value is not None:
@@ -88,7 +99,7 @@ def _check_given(tables: dict[str, Any]) -> None:
     flags = {
         "folder": "the run's FOLDER",
         "packing": "--ranks and --seq-len",
-        "target": "one of --groups-per-step, --samples-per-step, --tokens-per-step",
+        "target": f"one of {', '.join(f'--{kind}-per-step' for kind in _TARGETS)}",
     }
     missing = [flag for name, flag in flags.items() if name not in tables]
     if missing:

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0.05 <= args.interval < 3600:
         raise InvalidInput(f"--interval {args.interval}: must be from 0.05 s to an hour")
-    with looking(args.where, args.keys) as look:
+    with suppress(KeyboardInterrupt), looking(args.where, args.keys) as look:
         if args.json:
             print(json.dumps(look(), indent=1))
         elif args.once:
@@ -55,8 +55,11 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
     if "://" in where:
         from penstock.send.timeouts import Timeouts
+        from penstock.serve.clients.api import client_carrier
         from penstock.serve.clients.api import open as open_plane
 
+        if not where.startswith(("tcp://", "ipc://", "shm+ipc://", "file://")):
+            client_carrier(where)  # says which addresses there are
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())
     else:

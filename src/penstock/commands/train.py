@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.config.is_file():
+        raise ConfigError(f"{args.config}: not a file; write one with `penstock demo --write-config {args.config}`")
     config = load(args.config)
     if config.task is None and config.data.fake is None and not config.listen:
         raise ConfigError(
@@ -37,8 +39,9 @@ def run(args: argparse.Namespace) -> int:
         config = msgspec.structs.replace(config, folder=str(Path("runs") / config.run))
     if config.keys:
         PlaneKeys.load(config.keys)  # what is wrong with them is said now, and not when the plane starts
-    if config.listen and not args.json:
+    announce = ""
+    if config.listen:
         keys = ', keys="FOLDER"' if config.keys else ""
-        print(f'Groups are taken at {config.listen}: ps.open("{config.listen}"{keys}).put(group)', flush=True)
+        announce = f'Groups are taken at {config.listen}: ps.open("{config.listen}"{keys}).put(group)'
     again = f"  penstock train {args.config}          with a higher max_steps, to continue"
-    return run_config(config, goal=config.target_reward, following=(again,), as_json=args.json)
+    return run_config(config, goal=config.target_reward, following=(again,), announce=announce, as_json=args.json)

@@ -10,12 +10,14 @@ The page is served on 127.0.0.1 only, to whoever has the URL that is printed, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import webbrowser
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.send.sockets import MAX_PORT
 from penstock.view.access import new_token
 from penstock.view.reader import Export
 from penstock.view.static_page import write_page
@@ -30,12 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--assets", type=Path, help="the asset store with the samples' images; by default the run's own"
     )
     parser.add_argument("--assets-run", default="local", help="the run under which the images were stored")
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; a free one by default")
+    parser.add_argument("--port", type=port, default=0, help="on 127.0.0.1; a free one by default")
     parser.add_argument("--no-open", action="store_true", help="only print the URL")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained file instead")
     parser.add_argument("--run", dest="of_run", help="for --html: the run, where the folder holds several")
     parser.add_argument("--step", type=int, help="for --html: the step; the last one by default")
     parser.add_argument("--sample", type=int, help="for --html: this sample only, counted as in the list's own order")
+
+
+def port(text: str) -> int:
+    """A port's number, or the words that argparse shows."""
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text}; must be from 0, for a free one, to {MAX_PORT}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +76,7 @@ def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
 def serve(library: Library, args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     token = new_token()
-    with listening(args.port) as (listener, port):
+    with contextlib.suppress(KeyboardInterrupt), listening(args.port) as (listener, port):
         server = make_server(make_app(library, token=token, port=port))
         url = f"http://127.0.0.1:{port}/?token={token}"
         print(f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.", flush=True)

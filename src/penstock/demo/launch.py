@@ -20,15 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.demo.nursery import Child, Nursery
+from penstock.demo.nursery import Child, Nursery, last_words
 from penstock.demo.planes import address
+from penstock.demo.preflight import check_surroundings
+from penstock.demo.role import ABORTED, REFUSED
 from penstock.errors import PenstockError
+from penstock.send.timeouts import Timeouts
 from penstock.serve import open as open_plane
 from penstock.train.config import TrainConfig, template
-from penstock.train.metrics_sinks import check_installed
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
+_LAST_LINES = 3
+_GLANCE = Timeouts(plane_s=3.0)
+"""A plane that does not answer a look soon is looked at again; what died meanwhile must not wait for it."""
 _SHOWN_ROWS = 100
 """Steps of which the screen may show more than the reward."""
 
@@ -65,6 +70,8 @@ class Launcher:
         self._processes: dict[str, Child] = {}
         self._nursery: Nursery | None = None
         self._failures: Counter[str] = Counter()
+        """Of each process, since the last step that was trained."""
+        self._trained = 0
         self._random = random.Random(0 if chaos is None else chaos.seed)
         self._metrics = Metrics(self.folder / "metrics.jsonl", whole_rows=_SHOWN_ROWS)
         self._status: dict[str, Any] = {}
@@ -72,11 +79,13 @@ class Launcher:
     def run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
         """The whole run; returns the plane's last status."""
         began = time.monotonic()
-        self._prepare()
+        self.prepare()
+        show(Progress(rows=[], status={}, kills={}, seconds=0.0))
         self._nursery = Nursery(self.folder / "config.toml", self.folder / "logs" / "nursery.log")
         try:
+            self._nursery.wait_ready()
             self._start("plane")
-            plane = open_plane(address(self.config))
+            plane = open_plane(address(self.config), timeouts=_GLANCE)
             self._start_ranks()
             for index in range(self.config.task.workers if self.config.task else 0):
                 self._start(f"worker-{index}")
@@ -88,25 +97,30 @@ class Launcher:
                     self._kill_one()
                 self._mend()
                 self._look(plane)
-                kills = dict(self.chaos.kills) if self.chaos else {}
-                show(
-                    Progress(
-                        rows=self._metrics.read(), status=self._status, kills=kills, seconds=time.monotonic() - began
-                    )
-                )
-            self._stop("worker")
-            self._status = plane.status()
-            (self.folder / "status.json").write_text(json.dumps(self._status))
+                show(self._progress(time.monotonic() - began))
             plane.close()
+            self._stop("worker")
+            with open_plane(address(self.config)) as plane:
+                self._status = plane.status()
+            (self.folder / "status.json").write_text(json.dumps(self._status))
         finally:
             self._stop("")
             self._nursery.close()
         return self._status
 
+    def _progress(self, seconds: float) -> Progress:
+        rows = self._metrics.read()
+        if rows and int(rows[-1]["step"]) > self._trained:
+            self._trained = int(rows[-1]["step"])
+            self._failures.clear()
+        kills = dict(self.chaos.kills) if self.chaos else {}
+        return Progress(rows=rows, status=self._status, kills=kills, seconds=seconds)
+
     # -------------------------------------------------------------- processes
 
-    def _prepare(self) -> None:
-        check_installed(list(self.config.metrics))
+    def prepare(self) -> None:
+        """Check what the run needs of the machine, and make its folder; nothing has started yet."""
+        check_surroundings(self.config)
         for name in ("logs", "weights", "checkpoints"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(template(self.config))
@@ -151,13 +165,17 @@ class Launcher:
 
     def _count_failure(self, name: str) -> None:
         code = self._processes[name].poll()
-        if self.chaos is not None:
-            return
+        if self.chaos is not None and code in (-signal.SIGKILL, ABORTED):
+            return  # as intended
         self._failures[name] += 1
+        log = self.folder / "logs" / f"{name}.log"
+        if code == REFUSED:
+            raise RunFailed(f"{last_words(log)}; its log is {log}")
         if self._failures[name] >= _MOST_FAILURES:
-            log = self.folder / "logs" / f"{name}.log"
-            tail = log.read_text(errors="replace")[-2000:]
-            raise RunFailed(f"{name} died {_MOST_FAILURES} times, the last with code {code}; the end of {log}:\n{tail}")
+            raise RunFailed(
+                f"{name} died {_MOST_FAILURES} times, the last with code {code}; the end of {log}:\n"
+                + last_words(log, _LAST_LINES)
+            )
 
     def kill(self, kind: str) -> None:
         """Kill -9 a random process of a kind: plane, worker or rank."""

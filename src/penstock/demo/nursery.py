@@ -4,6 +4,7 @@ Importing torch and transformers costs ten seconds of CPU. Paid once, before any
 process forked from here, and one that was killed is replaced at once. The launcher talks to it in JSON lines:
 
     -> {"role": "rank", "config": "...", "index": 0, "log": "...", "env": {...}, "key": "rank-0"}
+    <- {"ready": true}                           when everything is imported
     <- {"key": "rank-0", "pid": 4711}
     <- {"pid": 4711, "code": -9}                 when a child has ended
 
@@ -12,6 +13,7 @@ Children die with the nursery, and the nursery with the launcher.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -24,7 +26,7 @@ from typing import Any, NoReturn
 
 from penstock.assets.threads import worker_environment
 from penstock.demo import role
-from penstock.errors import Closed
+from penstock.errors import Closed, PenstockError
 from penstock.serve.process.watchdog import die_with_parent
 
 _START_S = 300.0
@@ -83,10 +85,19 @@ class Nursery:
                 env={**_STEADY, **worker_environment(os.environ)},
                 text=True,
             )
+        self._log = log
+        self._ready, self._gone = threading.Event(), False
         self._by_key: dict[str, Child] = {}
         self._by_pid: dict[int, Child] = {}
         self._listener = threading.Thread(target=self._listen, name="nursery", daemon=True)
         self._listener.start()
+
+    def wait_ready(self) -> None:
+        """Return when everything is imported and the model could be built; else raise with the reason."""
+        if not self._ready.wait(_START_S):
+            raise Closed(f"the processes of the run: not ready after {_START_S:g} s; see {self._log}")
+        if self._gone:
+            raise Closed(f"the processes of the run cannot start: {last_words(self._log)}")
 
     def start(self, key: str, words: dict[str, Any]) -> Child:
         """Fork a role; returns at once, also while the nursery still imports."""
@@ -96,14 +107,16 @@ class Nursery:
             self._process.stdin.write(json.dumps({**words, "key": key}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise Closed("the nursery is gone; see logs/nursery.log") from None
+            raise Closed(f"the process that starts the others is gone: {last_words(self._log)}") from None
         return child
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             news = json.loads(line)
-            if "key" in news:
+            if "ready" in news:
+                self._ready.set()
+            elif "key" in news:
                 child = self._by_pid[news["pid"]] = self._by_key[news["key"]]
                 child.born(news["pid"])
             else:
@@ -111,6 +124,8 @@ class Nursery:
         for child in self._by_key.values():  # the nursery ended, and all its children with it
             if child.code is None:
                 child.ended(-int(signal.SIGKILL))
+        self._gone = True
+        self._ready.set()
 
     def close(self) -> None:
         self._process.kill()
@@ -118,14 +133,29 @@ class Nursery:
         self._listener.join(5)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # what it had not read is lost with it
+                    pipe.close()
+
+
+def last_words(log: Path, lines: int = 1) -> str:
+    """The last lines that a process wrote that are not blank."""
+    with contextlib.suppress(OSError):
+        found = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if found:
+            return "\n".join(found[-lines:])
+    return f"it wrote nothing; its log is {log}"
 
 
 def main() -> int:
     config, launcher = Path(sys.argv[1]), int(sys.argv[2])
     if not die_with_parent(launcher, signal.SIGKILL):
         return 1
-    role.preload(config)
+    try:
+        role.preload(config)
+    except PenstockError as error:
+        print(error, file=sys.stderr)
+        return 1
+    _say({"ready": True})
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -59,10 +59,8 @@ def settings_of(config: TrainConfig, timeouts: Timeouts) -> PlaneSettings:
 def run_plane(config: TrainConfig, timeouts: Timeouts) -> None:
     """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
     urls = [address(config), *filter(None, [config.listen])]
-    for url in urls:
-        if "ipc://" in url:
-            Path(url.partition("ipc://")[2]).unlink(missing_ok=True)
-    log = Log(Path(config.folder) / "plane")
+    log = Log(Path(config.folder) / "plane")  # first: it refuses where another run is at work in this folder
+    Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
     carriers = [plane_carrier(url, config.keys or None) for url in urls]
     server = Server(settings_of(config, timeouts), log, carriers)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -7,13 +7,15 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.errors import Fenced, PeerError
+from penstock.errors import ConfigError, Fenced, PeerError
 from penstock.send.timeouts import Timeouts
 from penstock.train.config import TrainConfig, load
 
 TIMEOUTS = Timeouts(heartbeat_s=1.0, peer_s=8.0, delivery_s=30.0, plane_s=60.0, resend_s=0.5)
 ABORTED = 3
 """Exit code of a rank that stopped because another process failed: start all ranks again."""
+REFUSED = 4
+"""Exit code of a process that its settings do not let start: starting it again would end the same way."""
 
 
 def plane(config: TrainConfig) -> None:
@@ -59,6 +61,9 @@ def run(name: str, config: Path, index: int) -> int:
     except (PeerError, Fenced) as error:
         print(f"{name} {index}: {type(error).__name__}: {error}", file=sys.stderr)
         return ABORTED
+    except ConfigError as error:
+        print(f"{name} {index}: {error}", file=sys.stderr)
+        return REFUSED
     return 0
 
 

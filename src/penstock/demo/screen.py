@@ -46,12 +46,15 @@ def screen(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
 
 class _Lines:
-    """One line every twenty steps."""
+    """One line at the start, and one every twenty steps."""
 
     def __init__(self) -> None:
-        self._next = 1
+        self._next, self._began = 1, False
 
     def __call__(self, progress: Progress) -> None:
+        if not self._began:
+            self._began = True
+            print("starting: the first step comes when every process has loaded the model", flush=True)
         if not progress.rows or progress.rows[-1]["step"] < self._next:
             return
         row = progress.rows[-1]
@@ -74,6 +77,15 @@ def _known(rows: list[dict[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
+def killed(kills: dict[str, int]) -> str:
+    """How many processes of each kind were killed.
+
+    >>> killed({"rank": 2, "plane": 1})
+    '1 plane, 2 ranks'
+    """
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in sorted(kills.items()))
+
+
 def page(progress: Progress) -> Any:
     """The page, for rich."""
     from rich.panel import Panel
@@ -81,12 +93,12 @@ def page(progress: Progress) -> Any:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True, min_width=len("waits for"))
+    table.add_column(overflow="fold")
     rewards = _known(progress.rows, "train/reward")
     last = progress.rows[-1] if progress.rows else {}
     status, ledger = progress.status, progress.status.get("ledger", {})
-    table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 56)}", style="green"))
+    table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 40)}", style="green"))
     table.add_row(
         "step",
         f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {last.get('perf/tokens_per_s', 0):,.0f} tokens/s",
@@ -102,11 +114,10 @@ def page(progress: Progress) -> Any:
         f"padding {last.get('perf/waste', 0):.1%}",
     )
     table.add_row("waits for", str(status.get("waiting_for", "the plane")))
-    parts = [f"{name} {ledger.get(name, 0)}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
+    parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
     dropped = sum(ledger.get("dropped", {}).values())
     mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
-    table.add_row("ledger", f"{'  '.join(parts)}  dropped {dropped}  ({mark})")
+    table.add_row("ledger", f"{'  '.join(parts)}  dropped {dropped:,}  ({mark})")
     if progress.kills:
-        kills = ", ".join(f"{count} {kind}" for kind, count in sorted(progress.kills.items()))
-        table.add_row("killed", Text(kills, style="red"))
+        table.add_row("killed", Text(killed(progress.kills), style="red"))
     return Panel(table, title="penstock demo", border_style="dim")

@@ -26,6 +26,7 @@ from penstock.send.wake import Wake
 
 MAX_MESSAGE = 2**31 - 1
 MAX_FRAMES = 16
+MAX_PORT = 65535
 _NO_COPY_FROM = 1 << 16
 """Below this, copying is cheaper than keeping track of the buffer."""
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
@@ -39,6 +40,8 @@ def check_url(url: str, *, secured: bool) -> None:
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"address {url!r}: must be tcp://HOST:PORT or ipc://PATH")
+    if (match["port"] or "*") != "*" and not 1 <= int(match["port"]) <= MAX_PORT:
+        raise ConfigError(f"address {url!r}: port {match['port']}; must be from 1 to {MAX_PORT}, or * for a free one")
     host = match["host"]
     if host is None or secured or host == "localhost":
         return
@@ -49,7 +52,7 @@ def check_url(url: str, *, secured: bool) -> None:
     if not loopback:
         raise ConfigError(
             f"address {url!r}: other hosts can reach it, and there are no keys; make some with "
-            "`penstock keys DIR` and pass keys=DIR, or use 127.0.0.1"
+            "`penstock keys DIR` and pass keys=DIR (a command takes --keys DIR), or use 127.0.0.1"
         )
 
 
@@ -72,7 +75,9 @@ class SocketPlane:
             self._socket.bind(url)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"address {url!r}: {error}; is another plane running there?") from None
+            busy = error.errno == zmq.EADDRINUSE
+            remedy = "is another plane running there?" if busy else "give an address that this host has"
+            raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
         if self._url.startswith("ipc://"):

@@ -50,6 +50,8 @@ class Export:
         self.folder = Path(folder)
         if self.folder.name == EXPORTS:
             self.folder = self.folder.parent
+        if not self.folder.is_dir():
+            raise InvalidInput(f"{self.folder}: not a folder; give the folder that TokenExporter was given")
         if not self.runs:
             raise InvalidInput(f"{self.folder}: no token_exports in it; give the folder that TokenExporter was given")
 
@@ -81,7 +83,8 @@ class Export:
         if run is None:
             return runs[0]
         if run not in runs:
-            raise UnknownKey(f"{self.folder}: no run {run!r}; there are {', '.join(map(repr, runs))}")
+            named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
+            raise UnknownKey(f"{self.folder}: no run {run!r}; there are {named}")
         return run
 
 

@@ -201,8 +201,11 @@ def listening(port: int) -> Iterator[tuple[socket.socket, int]]:
     """A socket on the loopback address, and its port; 0 takes a free one."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(64)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(64)
+        except OSError as error:
+            raise ConfigError(f"port {port}: {error.strerror}; choose another, or 0 for a free one") from None
         yield listener, int(listener.getsockname()[1])
 
 

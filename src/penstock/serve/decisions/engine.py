@@ -291,7 +291,7 @@ class Engine:
         for op in ops:
             frame = self.log.frame(op)
             if frame is None:
-                raise CorruptFrame(f"group number {op}: its frame was given back; raise retain_steps")
+                raise CorruptFrame(f"group number {op}: its frame was given back, and a step needs it")
             frames.append(frame)
         return frames
 
@@ -370,7 +370,10 @@ class Engine:
             )
         oldest = min(self.state.oldest_step, self.next_step)
         if step < oldest:
-            raise InvalidInput(f"resume at step {step}: steps before {oldest} were given back; raise retain_steps")
+            raise InvalidInput(
+                f"resume at step {step}: steps before {oldest} were given back; resume from a checkpoint of step "
+                f"{oldest - 1} or later, or leave resume_step out to go on at step {self.next_step}"
+            )
         with self._transaction():
             self.log.set_meta("session", session)
             self.log.set_meta("next_step", step)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.errors import ConfigError, Fenced
+from penstock.errors import ConfigError, Fenced, PenstockError
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
@@ -168,8 +168,7 @@ def _open(config: PlaneConfig, stack: contextlib.ExitStack) -> LoopHooks:
     """Everything that can refuse to start; what was opened is closed again if the rest cannot be."""
     settings, turns = config.settings, LoopHooks(config)
     with contextlib.ExitStack() as opened:
-        folder = None if config.folder == "memory:" else config.folder
-        log = Log(folder, max_disk_bytes=settings.max_disk_bytes)
+        log = _open_log(config)
         opened.callback(log.close)
         turns.log = log
         carriers = []
@@ -188,6 +187,16 @@ def _open(config: PlaneConfig, stack: contextlib.ExitStack) -> LoopHooks:
         opened.pop_all()
     _keep(turns, stack)
     return turns
+
+
+def _open_log(config: PlaneConfig) -> Log:
+    folder = None if config.folder == "memory:" else config.folder
+    try:
+        return Log(folder, max_disk_bytes=config.settings.max_disk_bytes)
+    except OSError as error:
+        if isinstance(error, PenstockError):
+            raise
+        raise ConfigError(f"folder {folder!r}: {error.strerror}; give a folder that can be made and written") from None
 
 
 def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:

@@ -120,7 +120,7 @@ class MetricsPage:
     def __init__(
         self, address: str, ask: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], str] = render
     ) -> None:
-        host, port = _parse(address)
+        host, port = parse_address(address)
         try:
             self._server = _Http((host, port), _handler(lambda: show(ask()), {host, "localhost"}))
         except OSError as error:
@@ -141,7 +141,8 @@ class MetricsPage:
         self._thread.join()
 
 
-def _parse(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of a page's address; only a loopback address will do."""
     host, _, port = address.rpartition(":")
     try:
         loopback = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host).is_loopback
