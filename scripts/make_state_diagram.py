@@ -1,4 +1,4 @@
-"""Draw the phases of a session into docs/delivery.md, from the table that the protocol is tested against.
+"""Draw the phases of a session into docs/delivery.md, from the table that drives them.
 
 .venv/bin/python scripts/make_state_diagram.py            write it
 .venv/bin/python scripts/make_state_diagram.py --check    exit 1 when the page is out of date
@@ -20,7 +20,7 @@ def mermaid() -> str:
     """One arrow per pair of phases, with everything that takes a session that way."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (phase, event), after in TRANSITIONS.items():
-        arrows.setdefault((phase.name, after.name), []).append(event)
+        arrows.setdefault((phase.name, after.name), []).append(event.value)
     first = next(iter(TRANSITIONS))[0].name
     lines = [f"  {before} --> {after}: {' / '.join(events)}" for (before, after), events in arrows.items()]
     return "\n".join(["```mermaid", "stateDiagram-v2", f"  [*] --> {first}", *lines, "```"])

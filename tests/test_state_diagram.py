@@ -20,5 +20,5 @@ def test_the_diagram_shows_every_phase_and_every_event() -> None:
     page = (ROOT / "docs" / "delivery.md").read_text()
     arrows = re.findall(r"^  (\w+) --> (\w+): (.+)$", page, re.MULTILINE)
     shown = {(before, event, after) for before, after, events in arrows for event in events.split(" / ")}
-    assert shown == {(phase.name, event, after.name) for (phase, event), after in TRANSITIONS.items()}
+    assert shown == {(phase.name, event.value, after.name) for (phase, event), after in TRANSITIONS.items()}
     assert {phase.name for phase in Phase} == {name for before, after, _ in arrows for name in (before, after)}

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
+
 from penstock.errors import PeerError
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import Effect, MemberLeft, Send, Staged, StepCommitted
+from penstock.send.effects import Effect, MemberLeft, Send, StepCommitted
 from penstock.send.members import Place
-from penstock.send.messages import Frames, FromPlane, FromRank, pack_message, read_from_client, read_from_plane
+from penstock.send.messages import (
+    Aborted,
+    Bye,
+    Fail,
+    Frames,
+    FromPlane,
+    FromRank,
+    Hello,
+    Refused,
+    Request,
+    pack_message,
+    read_from_client,
+    read_from_plane,
+)
 from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Released
+from penstock.send.session import TRANSITIONS, Happened, ImpossibleTransition, Phase, Session
+from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
+from penstock.testing.simulation import Simulation
 
 TIMES = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
+
+SEEDS_FOR_ARROWS = (17, 97, 105, 164, 266, 492)
+"""In these runs of the simulation nearly everything happens that can."""
 
 
 class Rank:
@@ -280,3 +301,104 @@ def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:
     world.hand_over(*world.held[0])
     world.settle()
     assert [member.released for member in world.members] == [[1], [1]]
+
+
+# ------------------------------------------------------------------ the table
+
+
+def test_what_is_not_in_the_table_of_phases_cannot_happen() -> None:
+    session = Session(run="r", ranks=1, epoch=1, number=1, next_step=1, last_step=0)
+    for phase in Phase:
+        for happened in Happened:
+            session.phase = phase
+            if (phase, happened) in TRANSITIONS:
+                session.on(happened)
+                assert session.phase is TRANSITIONS[phase, happened]
+            else:
+                with pytest.raises(ImpossibleTransition, match=f"{happened.value!r} while {phase.name}"):
+                    session.on(happened)
+
+
+def test_every_arrow_of_the_table_is_taken_by_some_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[tuple[Phase, Happened]] = set()
+    go = Session.on
+
+    def watched(self: Session, happened: Happened) -> None:
+        taken.add((self.phase, happened))
+        go(self, happened)
+
+    monkeypatch.setattr(Session, "on", watched)
+    for seed in SEEDS_FOR_ARROWS:
+        Simulation(seed).run()
+    _fail_while_forming()
+    _ask_too_far(World())
+    for last in (Fail(session=1, step=1, reason="x"), Bye(session=1), Request(session=1, step=99)):
+        for back in (1, 2):
+            _end_while_rejoining(last, back)
+    assert set(TRANSITIONS) - taken == set()
+
+
+def _fail_while_forming() -> None:
+    world = World(2)
+    world.start_plane()
+    world.session = 0
+    world.plane = Coordinator(run="r", ranks=2, epoch=9, timeouts=TIMES)
+    world.members = [Rank(world, 0)]
+    world.settle()
+    world.members[0].do(world.members[0].rank_session.fail(1, "x", world.now))
+    world.settle()
+    assert str(world.members[0].error) == "step 1: rank 0: x"
+
+
+def _ask_too_far(world: World) -> None:
+    world.up.append(("rank1", Request(session=1, step=99)))
+    world.settle()
+
+
+def _end_while_rejoining(last: FromRank, back: int) -> None:
+    """Some of three ranks come back to a plane that restarted; then one of them says this."""
+    world = World(3)
+    world.take(1)
+    world.start_plane()
+    for member in world.members[:back]:
+        member.do(member.rank_session._say_hello(world.now))
+    world.up.append(("rank0", last))
+    world.settle()
+    assert world.plane.phase is not Phase.RUNNING
+
+
+def test_a_request_far_ahead_ends_the_session_for_all() -> None:
+    world = World()
+    _ask_too_far(world)
+    assert {str(member.error) for member in world.members} == {
+        "step 99: rank 1: asks for step 99; the last one planned is 0"
+    }
+
+
+# ------------------------------------------------------------------ bounds
+
+
+def test_what_is_remembered_of_ended_sessions_is_bounded_in_bytes() -> None:
+    plane = Coordinator(run="r", ranks=1, epoch=1, timeouts=TIMES)
+    for number in range(3000):
+        hello = Hello(run="r", rank=0, world=1, replica=0, replicas=1, incarnation=f"{number:0200d}", session=0, step=1)
+        plane.on_message(number, hello, 0.0)
+        plane.fail("x" * 100_000)
+    assert plane._tombstones.num_bytes <= 1 << 20
+    again = plane.on_message("again", hello, 0.0)  # the last one is remembered
+    assert isinstance(again[0], Send)
+    assert isinstance(again[0].message, Aborted)
+
+
+@pytest.mark.parametrize("field", ["run", "incarnation"])
+def test_a_hello_with_a_name_of_megabytes_is_refused_and_not_kept(field: str) -> None:
+    plane = Coordinator(run="r", ranks=1, epoch=1, timeouts=TIMES)
+    name = "x" * (4 << 20)
+    run, incarnation = (name, "i") if field == "run" else ("r", name)
+    hello = Hello(run=run, rank=0, world=1, replica=0, replicas=1, incarnation=incarnation, session=0, step=1)
+    [answer] = plane.on_message("peer", hello, 0.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Refused)
+    assert f"{field}: 4,194,304 characters" in answer.message.reason
+    assert len(answer.message.reason) < 200
+    assert plane.session == 0

@@ -11,8 +11,8 @@ import pytest
 from penstock.arrays import Sample
 from penstock.encode import encode
 from penstock.pack import Packing
-from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
 from penstock.serve.decisions.step_builder import BuiltStep, Facts, StepBuilder
 from penstock.testing.simulated import RUNS
 from penstock.testing.simulation import Simulation, main

@@ -11,7 +11,7 @@ from penstock.arrays import Sample
 from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, DiskFull, InvalidInput, Overloaded
 from penstock.hold import Fifo, SamplesPerInsert, Uniform
-from penstock.send.effects import Staged
+from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.settings import Replay, Target
 from penstock.testing.groups import named_group

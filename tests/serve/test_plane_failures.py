@@ -59,7 +59,7 @@ def test_a_step_one_rank_cannot_unpack_is_given_to_none(open_plane: OpenPlane) -
     good = plane.source(0, world=2, resume_step=1)
     bad = Source(NonsenseClient(plane._connect()), rank=1, world=2, timeouts=FAST)
     put(plane, "a", "b")
-    assert "step 1: rank 1: CorruptFrame: share" in same_words(together(good.step, bad.step))
+    assert "step 1: rank 1: CorruptFrame: rank plan" in same_words(together(good.step, bad.step))
     close([good, bad])
 
 

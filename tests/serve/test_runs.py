@@ -14,7 +14,7 @@ from penstock.encode import encode
 from penstock.errors import ConfigError, Evicted, InvalidInput, Overloaded, UnknownKey
 from penstock.hold import Fifo, MinSize, Prioritized
 from penstock.pack import Packing
-from penstock.send.effects import Staged
+from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine, Outcome
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.groups import named_group

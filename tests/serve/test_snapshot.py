@@ -11,7 +11,7 @@ import pytest
 
 from penstock.encode import encode
 from penstock.hold import Fifo, Freshest, MinPriority, Prioritized, Uniform
-from penstock.send.effects import Staged
+from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.decisions.state import PlaneState

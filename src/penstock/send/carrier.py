@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-from penstock.send.effects import Peer
 from penstock.send.messages import Buffer, Frames
 
+Peer: TypeAlias = object
+"""Whatever the carrier uses to address a process; comes with each message and goes back with each answer."""
 Envelope: TypeAlias = tuple[Buffer, Frames]
 """(header, payload buffers)."""
 

@@ -1,32 +1,37 @@
 """The plane's side of delivery, as a state machine without I/O or a clock of its own.
 
-A *session* is one life of the trainer: all its processes joined, and none of them died since. Every process of a
-session gets the same steps, or all of them get the same error. Three phases:
+Every process of a session gets the same steps, or all of them get the same error. Feed it messages with `on_message`
+and time with `on_tick`; it answers with effects. `session.py` has the phases and the table that moves between them,
+`members.py` who takes part, `steps.py` how a step reaches all of them; this is about joining, failing and leaving.
 
-    FORMING   waiting until every process has said hello
-    RUNNING   steps are requested, delivered, received, released, committed
-    FAILED    the session is over; every process was told why; a fresh hello starts the next session
+**Joining.** A process that just started says hello with session 0. The session runs when every place is taken, and
+then begins at the step that all of them named.
 
-A step is released, and only then trained, when every process has it and found it whole: whatever goes wrong on the
-way to one of them stops all of them before the forward pass. `steps.py` does that; this is about who takes part.
-`phases.py` lists what moves one phase to another. Feed it messages with `on_message` and time with `on_tick`; it
-answers with effects.
+    FORMING   rank 0: hello(session 0)  -> welcome(session 4, not ready)
+              rank 1: hello(session 0)  -> welcome(session 4, ready), to both
+    RUNNING
+
+**Rejoining.** A connection that breaks, or a plane that restarts, ends nothing. A process that took part says hello
+with its session; it keeps its place, and says again whatever was not answered. A plane that restarted knows the number
+of the session it served from its log and nothing of its processes: it is REJOINING until all have come back.
+
+    RUNNING     rank 0: request 7                    (the plane is killed, and started again)
+    REJOINING   rank 0: request 7           -> unknown
+                rank 0: hello(session 4)    -> welcome(session 4, not ready)
+                rank 1: beat                -> unknown
+                rank 1: hello(session 4)    -> welcome(session 4, ready), to both
+    RUNNING     rank 0: request 7           -> deliver 7
+
+A process that *restarts* (another incarnation, session 0) ends the session of the others: what they computed with it
+is gone. Old messages do no harm: an incarnation that left or failed has a tombstone, and is answered from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from penstock.send.effects import (
-    Detach,
-    Effect,
-    MemberLeft,
-    Peer,
-    Resume,
-    Send,
-    Staged,
-)
-from penstock.send.liveness import overdue
+from penstock.send.carrier import Peer
+from penstock.send.effects import Detach, Effect, MemberLeft, Resume, Send
 from penstock.send.members import Member, Members, Place
 from penstock.send.messages import (
     MAX_REASON,
@@ -45,11 +50,9 @@ from penstock.send.messages import (
     Unknown,
     Welcome,
 )
-from penstock.send.progress import Progress
-from penstock.send.session import Phase
-from penstock.send.steps import Outcome, Session, Steps, Violation
+from penstock.send.session import Happened, Phase, Session, Tombstones
+from penstock.send.steps import Outcome, Staged, Steps, Violation
 from penstock.send.timeouts import Timeouts
-from penstock.send.tombstones import Tombstones
 
 
 class Coordinator:
@@ -68,57 +71,62 @@ class Coordinator:
         left: Mapping[Place, int] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        """`left` is what `MemberLeft` said of this session, to an earlier life of the plane."""
+        """`session` and `left` are what `Resume` and `MemberLeft` said before the plane restarted."""
         self.run, self.ranks, self.replicas, self.epoch = run, ranks, replicas, epoch
-        self._life = Session(
-            run=run, ranks=ranks, epoch=epoch, number=session, next_step=next_step, last_step=last_step
+        self._session = Session(
+            run=run,
+            ranks=ranks,
+            epoch=epoch,
+            number=session,
+            next_step=next_step,
+            last_step=last_step,
+            phase=Phase.REJOINING if session else Phase.FORMING,
         )
         self.timeouts = timeouts or Timeouts()
-        self.waiting_for = "the first step"
-        """What the plane waits for, in words; ranks see it while they wait."""
-        self._fresh = session == 0
-        self._forming_since = 0.0
+        self.waiting_for = ""
+        """What the plane waits for before it can stage a step, in words."""
+        self._rejoining_since = 0.0
         self._ticked: float | None = None
         self._members = Members(run, ranks, replicas)
-        self._progress = Progress(ranks * replicas, left or {})
-        self._steps = Steps(self._life, self._members, self._progress)
+        self._steps = Steps(self._session, self._members, left or {})
         self._failure: Aborted | None = None
         self._tombstones = Tombstones(epoch)
+        self._words = (float("-inf"), Phase.FAILED, "")
+        """What ranks are told to wait for, when that was found, and in which phase."""
 
     # -------------------------------------------------------------- what the engine asks
 
     @property
     def session(self) -> int:
         """The session that is forming, running or failed; 0 before the first."""
-        return self._life.number
+        return self._session.number
 
     @property
     def phase(self) -> Phase:
-        return self._life.phase
+        return self._session.phase
 
     @property
     def next_step(self) -> int:
         """The first step that is not committed."""
-        return self._life.next_step
+        return self._session.next_step
 
     @property
     def last_step(self) -> int:
-        """The last step that was planned, possibly by an earlier life of the plane."""
-        return self._life.last_step
+        """The last step that was planned, possibly before the plane restarted."""
+        return self._session.last_step
 
     @property
     def wanted(self) -> int:
         """The highest step any process asked for or says it has; 0 when there is none."""
-        asked = (step for member in self._members.members for step in member.wants)
-        return max((*asked, *self._progress.received), default=0)
+        return self._steps.wanted
 
     def is_staged(self, step: int) -> bool:
-        return step in self._progress.digests
+        return self._steps.is_staged(step)
 
     @property
-    def missing(self) -> list[Place]:
+    def missing(self) -> Iterator[Place]:
         """Processes that have not joined, and have not left either."""
-        return [place for place in self._members.free if place not in self._progress.left]
+        return (place for place in self._members.free if place not in self._steps.left)
 
     def stage(self, staged: Staged, now: float) -> list[Effect]:
         """A step is packed and durable: deliver it to whoever asked for it."""
@@ -131,7 +139,25 @@ class Coordinator:
 
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
         """End the session for everybody; rank -1 is the plane itself."""
-        return self._abort(step or self.next_step, rank, reason)
+        return self._abort(Happened.FAIL, step or self.next_step, rank, reason)
+
+    def waits_for(self, now: float) -> str:
+        """What ranks wait for, in words: found once per tick at most, for a thousand of them may ask."""
+        found, phase, _ = self._words
+        if now - found >= self.timeouts.heartbeat_s / 8 or phase is not self.phase:
+            self._words = (now, self.phase, self._find_words())
+        return self._words[2]
+
+    def _find_words(self) -> str:
+        if self.phase in (Phase.FORMING, Phase.REJOINING):
+            back = "join" if self.phase is Phase.FORMING else "come back"
+            return f"{self._members.names(self.missing)} to {back}"
+        if self._failure is not None:
+            return "a new session"
+        step, late = self._steps.late()
+        if late:
+            return f"{self._members.names(late)} to receive step {step}"
+        return self.waiting_for or f"a rank to ask for step {self.next_step}"
 
     # -------------------------------------------------------------- messages
 
@@ -152,22 +178,26 @@ class Coordinator:
         return self._on_word(place, message, now)
 
     def _on_word(self, place: Place, message: FromRank, now: float) -> list[Effect]:
-        """Somebody who takes part says something."""
-        if isinstance(message, Request):
-            return self._judge(self._steps.on_request(place, message, now))
-        if isinstance(message, Received):
-            return self._judge(self._steps.on_received(place, message))
-        if isinstance(message, Commit):
-            return self._judge(self._steps.on_commit(place, message))
-        if isinstance(message, Report):
-            return self._steps.on_report(place, message)
+        """A process that takes part says something."""
         if isinstance(message, Fail):
-            return self._abort(message.step, place[0], message.reason)
+            return self._abort(Happened.FAIL, message.step, place[0], message.reason)
         if isinstance(message, Bye):
             return self._on_bye(place)
-        assert isinstance(message, Beat)
-        self._members[place].beat(message.number, message.heard, now)
-        return [self._pulse(self._members[place].peer, message.number)]
+        self._session.on(Happened.MESSAGE)
+        if isinstance(message, Beat):
+            member = self._members[place]
+            member.beat(message.number, message.heard, now)
+            return [Send(member.peer, self._pulse(message.number, now))]
+        if isinstance(message, Report):
+            return self._steps.on_report(place, message)
+        if isinstance(message, Request):
+            outcome = self._steps.on_request(place, message, now)
+        elif isinstance(message, Received):
+            outcome = self._steps.on_received(place, message)
+        else:
+            assert isinstance(message, Commit)
+            outcome = self._steps.on_commit(place, message)
+        return self._judge(outcome)
 
     def on_tick(self, now: float) -> list[Effect]:
         """Notice silence. Call it at least once per heartbeat."""
@@ -179,28 +209,40 @@ class Coordinator:
             return []
         if last is not None and now - last > pace:
             # The plane itself stood still so long; what was said meanwhile may not have been read yet.
-            self._forming_since += now - last
+            self._rejoining_since += now - last
             self._members.excuse(now - last)
-        if self.phase is Phase.FORMING and self._fresh:
-            self._members.drop_silent(now - self.timeouts.peer_s)
-            return []
+        if self.phase is Phase.FORMING:
+            return self._drop_silent(now)
         return self._notice_silence(now)
 
+    def _drop_silent(self, now: float) -> list[Effect]:
+        """Who falls silent before the session runs has taken no part: its place is free again."""
+        for place in self._members.silent_since(now - self.timeouts.peer_s):
+            self._session.on(Happened.SILENCE)
+            self._members.leave(place)
+            self._steps.forget(place)
+        return []
+
     def _notice_silence(self, now: float) -> list[Effect]:
-        waited = now - self._forming_since
-        if self.phase is Phase.FORMING and self._members and waited > self.timeouts.peer_s:
-            return self._abort(self.next_step, self.missing[0][0], f"did not come back within {waited:.1f} s")
-        late = overdue(self._members, self.timeouts, now)
-        return [] if late is None else self._abort(late.step or self.next_step, late.place[0], late.reason)
+        if self.phase is Phase.REJOINING:
+            waited = now - self._rejoining_since
+            if not self._members or waited <= self.timeouts.peer_s:
+                return []
+            rank, _ = next(self.missing)
+            return self._abort(Happened.NOT_BACK, self.next_step, rank, f"did not come back within {waited:.1f} s")
+        late = self._members.overdue(self.timeouts, now)
+        if late is None:
+            return []
+        return self._abort(Happened.SILENCE, late.step or self.next_step, late.place[0], late.reason)
 
     # -------------------------------------------------------------- joining
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> list[Effect]:
         problem = self._members.mismatch(hello)
         if problem:
-            return [Send(peer, Refused(epoch=self.epoch, reason=problem))]
+            return [Send(peer, Refused(epoch=self.epoch, reason=problem[:MAX_REASON]))]
         if self._tombstones.knows(hello.incarnation):
-            ending = self._tombstones.of_process(hello.incarnation)
+            ending = self._tombstones.of_process(hello.incarnation, self.session)
             return [Send(peer, ending)] if ending else []
         place = (hello.rank, hello.replica)
         if hello.session:
@@ -208,56 +250,67 @@ class Coordinator:
         known = self._members.get(place)
         if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
             return self._come_back(place, peer, now)
+        return self._join_fresh(peer, place, hello, now)
+
+    def _join_fresh(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
+        """A process that just started joins the session that is forming; if there is none, it begins one."""
         effects: list[Effect] = []
-        if self._members and not self._fresh:
-            effects += self._abort(self.next_step, hello.rank, "restarted while the session was running")
-        if self.phase is Phase.FAILED or not self._fresh or self.session == 0:
-            self._new_session()
-        self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
-        other = next((m.start for m in self._members.members if m.start != hello.step), hello.step)
-        if other != hello.step:
-            reason = f"wants to resume at step {hello.step}, others at {other}; resume all from one checkpoint"
-            return [*effects, *self._abort(hello.step, hello.rank, reason)]
+        if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
+            reason = "restarted while the session was running"
+            effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, reason)
+        if self.phase is not Phase.FORMING or self.session == 0:
+            self._begin_session(Happened.FRESH_HELLO)
+        first = next(iter(self._members.members), None)
+        self._join(peer, place, hello, now)
+        if first is not None and first.start != hello.step:
+            reason = f"wants to resume at step {hello.step}, others at {first.start}; resume all from one checkpoint"
+            return [*effects, *self._abort(Happened.MISMATCH, hello.step, hello.rank, reason)]
         return [*effects, *self._admit(peer, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
         """A process of this session comes back after its connection, or the plane, was lost."""
-        if hello.session != self.session or self._fresh:
-            return [Send(peer, self._tombstones.of_session(hello.session, self.session))]
+        over = [Send(peer, self._tombstones.of_session(hello.session, self.session))]
+        if hello.session != self.session or self.phase is Phase.FORMING:
+            return [*over]
         if self._failure is not None:
             return [Send(peer, self._failure)]
         known = self._members.get(place)
-        if known is None:
-            if place in self._progress.left:  # who left does not come back: this is an old one
-                return [Send(peer, self._tombstones.of_session(hello.session, self.session))]
-            if not self._members:
-                self._forming_since = now
-            self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
-            return self._admit(peer, now)
-        if known.incarnation != hello.incarnation:
-            return [Send(peer, self._tombstones.of_session(hello.session, self.session))]
-        return self._come_back(place, peer, now)
+        if known is not None:
+            return self._come_back(place, peer, now) if known.incarnation == hello.incarnation else [*over]
+        if place in self._steps.left:  # a process that left does not rejoin: this is an old message
+            return [*over]
+        if not self._members:
+            self._rejoining_since = now
+        self._join(peer, place, hello, now)
+        return self._admit(peer, now)
+
+    def _join(self, peer: Peer, place: Place, hello: Hello, now: float) -> None:
+        self._steps.forget(place)
+        self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
 
     def _come_back(self, place: Place, peer: Peer, now: float) -> list[Effect]:
+        self._session.on(Happened.HELLO)
         self._members.move(place, peer, now)
         return [Send(peer, self._welcome())]
 
     def _admit(self, peer: Peer, now: float) -> list[Effect]:
-        if self.missing or self.phase is Phase.RUNNING:
+        """Begin when everybody is there."""
+        if len(self._members) + len(self._steps.left) < self._members.num_places:
+            self._session.on(Happened.HELLO)
             return [Send(peer, self._welcome())]
-        self._life.phase = Phase.RUNNING
         effects: list[Effect] = []
-        if self._fresh:
-            self._fresh = False
-            self._life.next_step = start = self._members.members[0].start
-            self._progress.begin_at(start)
+        if self.phase is Phase.FORMING:
+            start = next(iter(self._members.members)).start
+            self._steps.begin_at(start)
             effects.append(Resume(self.session, start))
-        effects += [Send(member.peer, self._welcome()) for member in self._members.members]
-        return effects + self._steps.deliver_all(list(self._progress.staged), now)
+        self._session.on(Happened.LAST_HELLO)
+        welcome = self._welcome()
+        effects += [Send(member.peer, welcome) for member in self._members.members]
+        return effects + self._steps.deliver_staged(now)
 
-    def _new_session(self) -> None:
-        self._life.number += 1
-        self._life.phase, self._fresh, self._failure = Phase.FORMING, True, None
+    def _begin_session(self, happened: Happened) -> None:
+        self._session.on(happened)
+        self._failure = None
         self._members.clear()
         self._steps.new_session()
 
@@ -268,21 +321,25 @@ class Coordinator:
         member = self._members.leave(place)
         self._tombstones.left(member.incarnation)
         if not self._members:
-            self._new_session()
+            self._begin_session(Happened.LAST_BYE)
             return [Detach(member.peer)]
-        if self._fresh:
-            return [Detach(member.peer), *self._abort(self.next_step, place[0], "left before all had joined")]
-        last = self._progress.leave(place, self.next_step)
+        if self.phase is Phase.FORMING:
+            reason = "left before all had joined"
+            return [Detach(member.peer), *self._abort(Happened.BYE, self.next_step, place[0], reason)]
+        self._session.on(Happened.BYE)
+        last = self._steps.leave(place)
         return [Detach(member.peer), MemberLeft(self.session, *place, last)]
 
     def _judge(self, outcome: Outcome) -> list[Effect]:
-        return self._abort(outcome.step, outcome.rank, outcome.reason) if isinstance(outcome, Violation) else outcome
+        if isinstance(outcome, Violation):
+            return self._abort(Happened.MISMATCH, outcome.step, outcome.rank, outcome.reason)
+        return outcome
 
-    def _abort(self, step: int, rank: int, reason: str) -> list[Effect]:
+    def _abort(self, happened: Happened, step: int, rank: int, reason: str) -> list[Effect]:
         if self.phase is Phase.FAILED:
             return []
+        self._session.on(happened)
         who = "the plane" if rank < 0 else f"rank {rank}"
-        self._life.phase = Phase.FAILED
         self._failure = failure = Aborted(
             epoch=self.epoch,
             session=self.session,
@@ -291,27 +348,13 @@ class Coordinator:
             reason=f"step {step}: {who}: {reason}"[:MAX_REASON],
         )
         members = self._members.members
-        self._tombstones.failed(failure, [member.incarnation for member in members])
+        self._tombstones.failed(failure, (member.incarnation for member in members))
         return [effect for member in members for effect in (Send(member.peer, failure), Detach(member.peer))]
 
     def _welcome(self) -> Welcome:
         ready = self.phase is Phase.RUNNING
         return Welcome(epoch=self.epoch, session=self.session, ready=ready, step=self.next_step)
 
-    def _pulse(self, peer: Peer, number: int) -> Send:
-        waiting = self.waiting_for
-        if self.phase is Phase.FORMING:
-            waiting = f"{self._members.names(self.missing)} to join"
-        elif late := self._late():
-            waiting = late
-        left = next((rank for rank, _ in reversed(self._progress.left)), -1)
-        pulse = Pulse(epoch=self.epoch, session=self.session, waiting_for=waiting, left=left, number=number)
-        return Send(peer, pulse)
-
-    def _late(self) -> str:
-        """Whom a step waits for that some have received, in words."""
-        for step, have in self._progress.received.items():
-            late = [place for place in self._members if place not in have]
-            if late and self.is_staged(step):
-                return f"{self._members.names(late)} to receive step {step}"
-        return ""
+    def _pulse(self, number: int, now: float) -> Pulse:
+        left = next((rank for rank, _ in reversed(self._steps.left)), -1)
+        return Pulse(epoch=self.epoch, session=self.session, waiting_for=self.waits_for(now), left=left, number=number)

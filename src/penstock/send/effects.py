@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from penstock.send.carrier import Peer
 from penstock.send.messages import Frames, FromPlane
-
-Peer: TypeAlias = object
-"""Whatever the carrier uses to address a process; comes with each message and goes back with each answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +70,3 @@ class Reported:
 
 
 Effect: TypeAlias = Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A step that is ready for every rank."""
-
-    step: int
-    plans: list[bytes]
-    payloads: list[Frames]
-    digests: list[str]

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.send.carrier import Envelope
-from penstock.send.effects import Peer
+from penstock.send.carrier import Envelope, Peer
 from penstock.send.messages import Buffer, Frames
 
 logger = logging.getLogger("penstock.files")

@@ -1,16 +1,19 @@
-"""Who takes part in a session: which process has which place, and where it can be reached."""
+"""Who takes part in a session: which process has which place, where it can be reached, and who was silent too long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeAlias
 
-from penstock.send.effects import Peer
-from penstock.send.messages import SCHEMA, Hello
+from penstock.send.carrier import Peer
+from penstock.send.messages import MAX_NAME, SCHEMA, Hello
+from penstock.send.timeouts import Timeouts
 
 Place: TypeAlias = tuple[int, int]
 """(rank, replica)."""
+_MAX_NAMED = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,7 +25,6 @@ class Member:
     start: int
     """The first step it wants."""
     heard: float
-    wants: set[int] = field(default_factory=set)
     sent: dict[int, float] = field(default_factory=dict)
     """Step -> when it was first sent; removed when received."""
     copies: dict[int, int] = field(default_factory=dict)
@@ -40,8 +42,19 @@ class Member:
             self.unheard = (number, now)
 
 
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A process that does not do its part."""
+
+    place: Place
+    step: int | None
+    """The step it is about; None for whichever is next."""
+    reason: str
+
+
 class Members:
-    """The places of a session and who is in them."""
+    """The places of a session and who is in them. Joining, leaving and looking a process up do not depend on how
+    many there are."""
 
     def __init__(self, run: str, ranks: int, replicas: int) -> None:
         self._run, self._ranks, self._replicas = run, ranks, replicas
@@ -53,7 +66,7 @@ class Members:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Place]:
-        return iter(list(self._members))
+        return iter(self._members)
 
     def __getitem__(self, place: Place) -> Member:
         return self._members[place]
@@ -62,13 +75,17 @@ class Members:
         return self._members.get(place)
 
     @property
-    def members(self) -> list[Member]:
-        return list(self._members.values())
+    def members(self) -> Collection[Member]:
+        return self._members.values()
 
     @property
-    def free(self) -> list[Place]:
-        """Places nobody is in."""
-        return [place for place in self._every if place not in self._members]
+    def num_places(self) -> int:
+        return len(self._every)
+
+    @property
+    def free(self) -> Iterator[Place]:
+        """Places nobody is in, in order."""
+        return (place for place in self._every if place not in self._members)
 
     def place_of(self, peer: Peer) -> Place | None:
         return self._places.get(peer)
@@ -92,6 +109,11 @@ class Members:
         self._places.pop(member.peer, None)
         return member
 
+    def clear(self) -> None:
+        self._members, self._places = {}, {}
+
+    # -------------------------------------------------------------- liveness
+
     def excuse(self, gap_s: float) -> None:
         """Nobody could be heard for so long."""
         for member in self._members.values():
@@ -100,17 +122,33 @@ class Members:
             if member.unheard is not None:
                 member.unheard = (member.unheard[0], member.unheard[1] + gap_s)
 
-    def drop_silent(self, since: float) -> None:
-        """Who falls silent before the session runs has taken no part: its place is free again."""
-        for place in self:
-            if self._members[place].heard < since:
-                self.leave(place)
+    def silent_since(self, time: float) -> list[Place]:
+        return [place for place, member in self._members.items() if member.heard < time]
 
-    def clear(self) -> None:
-        self._members, self._places = {}, {}
+    def overdue(self, timeouts: Timeouts, now: float) -> Overdue | None:
+        """The first process that did not speak, listen or acknowledge in time; None if all is well."""
+        for place, member in self._members.items():
+            silent = now - member.heard
+            if silent > timeouts.peer_s:
+                return Overdue(place, None, f"silent for {silent:.1f} s; it died, stopped or was cut off")
+            # Two heartbeats more than for silence: a pulse is confirmed by the beat after next at the latest, and a
+            # process that stood still for less than `peer_s` must have the time to do so.
+            if member.unheard is not None and now - member.unheard[1] > timeouts.peer_s + 2 * timeouts.heartbeat_s:
+                deaf = now - member.unheard[1]
+                return Overdue(place, None, f"has not heard the plane for {deaf:.1f} s; the way to it is cut")
+            for step, sent in member.sent.items():
+                if now - sent > timeouts.delivery_s:
+                    reason = f"did not acknowledge step {step} within {timeouts.delivery_s:g} s of its delivery"
+                    return Overdue(place, step, reason)
+        return None
+
+    # -------------------------------------------------------------- words
 
     def mismatch(self, hello: Hello) -> str:
         """Why a process cannot take part, with both values; empty if it can."""
+        for name, text in (("run", hello.run), ("incarnation", hello.incarnation)):
+            if len(text) > MAX_NAME:
+                return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
         pairs = (
             ("run", hello.run or self._run, self._run),
             ("world", hello.world, self._ranks),
@@ -127,6 +165,11 @@ class Members:
             return f"step {hello.step}: steps are counted from 1"
         return ""
 
-    def names(self, places: list[Place]) -> str:
-        """Some of these places, in words."""
-        return ", ".join(f"rank {r}" + (f" replica {c}" if self._replicas > 1 else "") for r, c in places[:8])
+    def names(self, places: Iterable[Place]) -> str:
+        """Some of these places, in words; empty if there are none."""
+        first = list(islice(places, _MAX_NAMED + 1))
+        more = ", ..." if len(first) > _MAX_NAMED else ""
+        return ", ".join(map(self.name, first[:_MAX_NAMED])) + more
+
+    def name(self, place: Place) -> str:
+        return f"rank {place[0]}" + (f" replica {place[1]}" if self._replicas > 1 else "")

@@ -7,8 +7,7 @@ import threading
 from collections import deque
 
 from penstock.errors import Closed
-from penstock.send.carrier import Envelope
-from penstock.send.effects import Peer
+from penstock.send.carrier import Envelope, Peer
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake
 

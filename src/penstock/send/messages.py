@@ -18,6 +18,8 @@ SCHEMA = 1
 MAX_HEADER = 1 << 24
 MAX_REASON = 2000
 """Characters of what went wrong."""
+MAX_NAME = 200
+"""Characters of a run's name, or of what tells one start of a process from another."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
 BEHIND: Frames = (b"",)
@@ -299,6 +301,19 @@ def pack_message(message: FromClient | FromPlane) -> bytes:
     """A checksum and the message: not every path between two hosts keeps bytes as they were."""
     body = _PACK.encode(message)
     return xxhash.xxh3_64_digest(body) + body
+
+
+class Packer:
+    """Packs messages one after another; one that goes to many processes is packed once."""
+
+    def __init__(self) -> None:
+        self._last: FromClient | FromPlane | None = None
+        self._packed = b""
+
+    def __call__(self, message: FromClient | FromPlane) -> bytes:
+        if message is not self._last:
+            self._last, self._packed = message, pack_message(message)
+        return self._packed
 
 
 def read_from_client(header: Buffer) -> FromClient:

@@ -146,8 +146,8 @@ class RankSession:
         self._lost: dict[int, int] = {}
         """How many copies of a step are known to be lost."""
         self._received: dict[int, _Pending] = {}
-        """Steps this process has; said again until they are committed, for a plane that restarts forgets who has what,
-        and others may still wait for their release."""
+        """Steps this process has and that are not committed. Each is said until its release answers, and again to a
+        plane that restarted: that forgot who has what, and others may still wait for their release."""
         self._released: set[int] = set()
         self._commits: dict[int, _Pending] = {}
         self._reports: dict[int, _Pending] = {}
@@ -263,6 +263,8 @@ class RankSession:
 
     def _say_hello(self, now: float) -> list[Event]:
         self._hello = now
+        for pending in self._received.values():  # whoever does not know us does not know what we have
+            pending.patience = min(pending.patience, self.timeouts.resend_s)
         session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
         return [Out(msgspec.structs.replace(self._hello_message, session=session))]
 
@@ -322,7 +324,7 @@ class RankSession:
 
     def _most_patience(self, message: FromRank) -> float:
         """All wait for a step that one has not got, or not been heard to have; what comes after is not so urgent."""
-        urgent = isinstance(message, Request) or (isinstance(message, Received) and message.step not in self._released)
+        urgent = isinstance(message, (Request, Received))
         return self.timeouts.heartbeat_s if urgent else self.timeouts.delivery_s / 4
 
     def _say_all(self, now: float) -> list[Event]:
@@ -350,7 +352,10 @@ class RankSession:
         return self._ask(self._requests, step, Request(session=self.session, step=step, lost=message.copies), now)
 
     def _on_release(self, step: int) -> list[Event]:
-        if step not in self._received or step in self._released:
+        if step not in self._received:
+            return []
+        self._received[step].patience = float("inf")
+        if step in self._released:
             return []
         self._released.add(step)
         return [Released(step)]

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import ConfigError, CorruptFrame
-from penstock.send.carrier import Envelope
-from penstock.send.effects import Peer
+from penstock.send.carrier import Envelope, Peer
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
 from penstock.send.sockets import SocketClient, SocketPlane

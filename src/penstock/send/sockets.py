@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import zmq
 
 from penstock.errors import ConfigError
-from penstock.send.carrier import Envelope
-from penstock.send.effects import Peer
+from penstock.send.carrier import Envelope, Peer
 from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake

@@ -18,8 +18,7 @@ from random import Random
 
 import zmq
 
-from penstock.send.carrier import ClientCarrier, Envelope, PlaneCarrier
-from penstock.send.effects import Peer
+from penstock.send.carrier import ClientCarrier, Envelope, Peer, PlaneCarrier
 from penstock.send.messages import Buffer, Frames
 
 PATIENCE_S = 20.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.errors import CorruptFrame, DiskFull, PeerError
-from penstock.send.effects import Peer, Staged
+from penstock.send.carrier import Peer
 from penstock.send.messages import (
     Accepted,
     Buffer,
@@ -30,6 +30,7 @@ from penstock.send.messages import (
     read_from_plane,
 )
 from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Ready, Released, Standing, StepDone
+from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import BuiltStep, Facts, digest_of
 

@@ -23,7 +23,7 @@ from random import Random
 import msgspec
 
 from penstock.encode import encode
-from penstock.send.effects import Staged
+from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.state import Manifest

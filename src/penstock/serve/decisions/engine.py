@@ -28,8 +28,8 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.hold.table import MAX_PRIORITY
-from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import EventRow, GroupRow, Log, State
 from penstock.serve.decisions.run_tables import RunTables

@@ -16,8 +16,8 @@ from penstock.encode import decode, encode
 from penstock.errors import InvalidInput, PenstockError
 from penstock.pack import Packing, RankPlan, SampleFacts, check_columns, plan
 from penstock.pack.sample_facts import kept_lengths
-from penstock.send.effects import Staged
 from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class LoopHooks:
         return (
             f"epoch {coordinator.epoch}, session {coordinator.session} {coordinator.phase.value}, step "
             f"{engine.next_step}, {len(engine.run_tables)} groups and {engine.held_bytes} bytes held, waiting for "
-            f"{coordinator.waiting_for}"
+            f"{coordinator.waits_for(time.monotonic())}"
         )
 
     @property

@@ -25,7 +25,7 @@ _TOTALS = {
 }  # fmt: skip
 """Of the table's numbers, those that only grow while the plane lives."""
 _STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
-_PHASES = ("forming", "running", "failed")
+_PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
 
 Point = tuple[str, str, dict[str, str], float]

@@ -19,17 +19,15 @@ import zmq
 
 from penstock.arrays.sample import MAX_TEXT
 from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
-from penstock.send.carrier import PlaneCarrier
+from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import (
     Detach,
     Effect,
     MemberLeft,
-    Peer,
     Reported,
     Resume,
     Send,
-    Staged,
     StepCommitted,
     StepReceived,
 )
@@ -41,16 +39,17 @@ from penstock.send.messages import (
     Frames,
     FromPlane,
     Missing,
+    Packer,
     Pulse,
     Put,
     Rejected,
     SetWeight,
     Status,
     Trace,
-    pack_message,
     read_from_client,
 )
 from penstock.send.session import Phase
+from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine, Outcome
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder
@@ -88,6 +87,7 @@ class Server:
             timeouts=settings.timeouts,
         )
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
+        self._pack = Packer()
         self._poller = zmq.Poller()
         for carrier in self._carriers:
             pollable = carrier.pollable()
@@ -196,7 +196,7 @@ class Server:
             self._traces.append((peer, message))
             return
         now = self.coordinator  # the group may be on its way for long: say that we live
-        self._send(peer, Pulse(epoch=now.epoch, session=now.session, waiting_for=now.waiting_for))
+        self._send(peer, Pulse(epoch=now.epoch, session=now.session, waiting_for=now.waits_for(time.monotonic())))
 
     def _answer_traces(self) -> None:
         """What was put is written by now, or was refused, or never came."""
@@ -249,7 +249,7 @@ class Server:
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
         carrier, address = peer
-        carrier.send(address, pack_message(message), frames)
+        carrier.send(address, self._pack(message), frames)
 
     # -------------------------------------------------------------- effects
 
@@ -347,7 +347,7 @@ class Server:
             "epoch": coordinator.epoch,
             "session": coordinator.session,
             "phase": coordinator.phase.value,
-            "waiting_for": coordinator.waiting_for,
+            "waiting_for": coordinator.waits_for(time.monotonic()),
             "missing": [list(place) for place in coordinator.missing],
             "next_step": engine.next_step,
             "last_step": engine.last_step,
