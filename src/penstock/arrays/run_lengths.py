@@ -6,6 +6,7 @@ Runs are found on the bit patterns, so NaN payloads and negative zeros survive.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,30 +65,38 @@ class MaskRuns:
     """
 
     mask: NDArray[np.bool_]
+    edges: NDArray[np.int64]
+    """[runs + 1] where each run begins, and where the last one ends."""
+    is_choppy: bool
+    """Whether there are so many runs that the boolean index is used instead."""
     on: list[tuple[int, int]]
-    """(start, end) of every run of True."""
+    """(start, end) of every run of True; empty where `is_choppy`, for a list of those could outgrow all columns."""
     off: list[tuple[int, int]]
-    """(start, end) of every run of False."""
+    """(start, end) of every run of False; empty where `is_choppy`."""
 
     @staticmethod
     def of(mask: NDArray[np.bool_]) -> MaskRuns:
-        starts = run_starts(mask)
-        edges = list(zip(starts.tolist(), [*starts[1:].tolist(), len(mask)], strict=True)) if len(mask) else []
+        edges = np.append(run_starts(mask), len(mask))
         first_on = bool(len(mask)) and bool(mask[0])
-        return MaskRuns(mask, edges[not first_on :: 2], edges[first_on::2])
+        if (len(edges) - 1 + first_on) // 2 * 32 > len(mask):
+            return MaskRuns(mask, edges, True, [], [])
+        runs = list(pairwise(edges.tolist()))
+        return MaskRuns(mask, edges, False, runs[not first_on :: 2], runs[first_on::2])
 
     @property
-    def is_choppy(self) -> bool:
-        return len(self.on) * 32 > len(self.mask)
+    def has_off(self) -> bool:
+        """Whether the mask is False anywhere."""
+        return len(self.edges) > 2 or bool(len(self.mask) and not self.mask[0])
 
     def count(self) -> int:
-        return sum(b - a for a, b in self.on)
+        return int(np.count_nonzero(self.mask))
 
     def count_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many True stand before each position; from the edges, without touching the mask again."""
-        if not self.on:
+        first_on = bool(len(self.mask)) and bool(self.mask[0])
+        starts, ends = self.edges[:-1][not first_on :: 2], self.edges[1:][not first_on :: 2]
+        if not len(starts):
             return np.zeros(len(positions), np.int64)
-        starts, ends = np.array(self.on, np.int64).T
         before = np.concatenate([[0], np.cumsum(ends - starts)])
         run = np.searchsorted(starts, positions, side="right") - 1
         inside = np.minimum(positions, ends[run]) - starts[run]

@@ -63,7 +63,7 @@ class Writer:
         """Write a one-dimensional array in its cheapest coding; `trained` is the mask aligned with it."""
         if len(values) == 0:
             return self.plain(RAW, 0, values)
-        if values.dtype.kind == "f" and trained is not None and trained.off and trained.is_zero_off(values):
+        if values.dtype.kind == "f" and trained is not None and trained.has_off and trained.is_zero_off(values):
             return Block(SPARSE, trained.count(), (), (self._write_trained(values, trained),))
         if len(values) > 1 and has_few_runs(values):
             block = self._runs_if_cheaper(values)

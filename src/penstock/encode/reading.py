@@ -110,7 +110,7 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
         return
     if TOKEN_COLUMNS[name].nan == "untrained":
         if column.offsets is samples.offsets:
-            values = samples.trained.take(values) if samples.trained.off else values
+            values = samples.trained.take(values) if samples.trained.has_off else values
         else:
             have = np.repeat(column.lengths > 0, samples.lengths)
             values = values[samples.trained.mask[have]]

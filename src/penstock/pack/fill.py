@@ -41,6 +41,14 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
             f"samples: {len(samples)} given, the rank_plan uses number {int(rank_plan.order.max())}; "
             "pass those it was planned for, or rank_plan.relative() with samples.take(rank_plan.needs)"
         )
+    cut_short = rank_plan.cuts > samples.lengths[rank_plan.order]
+    if cut_short.any():
+        at = int(cut_short.argmax())
+        row = int(rank_plan.order[at])
+        raise InvalidInput(
+            f"samples: number {row} has {int(samples.lengths[row])} tokens, the rank plan takes "
+            f"{int(rank_plan.cuts[at])} of it; pass the samples it was planned for"
+        )
     if len(rank_plan) == 0:
         return []
     needed = bytes_needed(rank_plan)
@@ -215,6 +223,9 @@ def _with_routed(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> di
     ragged = layout.samples.columns.get("routed_experts")
     if ragged is None or len(ragged[layout.rows[a]]) == 0:
         return parts
+    own = layout.rows[a:b][layout.is_sample[a:b]]
+    if not ragged.lengths[own].all():
+        raise InvalidInput("samples: one has no routed experts and others in its micro-batch have; plan them apart")
     values = ragged.values
     views = [
         np.zeros((n, *values.shape[1:]), values.dtype) if row == PADDING else ragged[row][:n]

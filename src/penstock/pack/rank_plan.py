@@ -12,12 +12,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.columns import TOKEN_COLUMNS
 from penstock.errors import CorruptFrame
 from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Totals
 from penstock.pack.sample_facts import MODALITIES
 
 VERSION = 1
+MAX_TOKENS = 1 << 28
+"""Of all micro-batches of a rank plan, padding included, unless a reader says otherwise: as `encode.Limits` has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,9 @@ class RankPlan:
         )
 
     @staticmethod
-    def from_bytes(data: bytes | memoryview) -> RankPlan:
-        """A rank plan from bytes; nothing larger than the bytes themselves is allocated."""
+    def from_bytes(data: bytes | memoryview, *, max_tokens: int = MAX_TOKENS) -> RankPlan:
+        """A rank plan from bytes; nothing larger than the bytes themselves is allocated, and `fill` will not make more
+        than `max_tokens` of it."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
             rank_plan = RankPlan(
@@ -107,9 +111,10 @@ class RankPlan:
                 totals=wire.totals,
                 accounting=wire.accounting,
             )
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
         _check(rank_plan, wire.version)
+        _check_facts(rank_plan, max_tokens)
         return rank_plan
 
 
@@ -160,3 +165,18 @@ def _check(rank_plan: RankPlan, version: int) -> None:
     taken = np.concatenate(([0], np.cumsum(rank_plan.cuts, dtype=np.int64)))[starts]
     if (np.diff(taken) > rank_plan.padded).any():
         raise CorruptFrame("rank plan: a micro-batch is shorter than its segments; bytes were altered")
+
+
+def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
+    """What is not an array: columns that there are, a pad id that is a token, accounts of this rank, a bounded size."""
+    names, tokens = rank_plan.columns, int(rank_plan.padded.sum(dtype=np.int64))
+    needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns
+    if not needed <= set(names) <= TOKEN_COLUMNS.keys() or len(set(names)) < len(names):
+        raise CorruptFrame(f"rank plan: columns {', '.join(names)[:200]!r}; not those of a micro-batch")
+    if not 0 <= rank_plan.pad_id < 2**32 or rank_plan.rank not in rank_plan.accounting.ranks:
+        raise CorruptFrame(
+            f"rank plan: pad id {rank_plan.pad_id}, rank {rank_plan.rank} with accounts of "
+            f"{list(rank_plan.accounting.ranks)[:8]}; bytes were altered"
+        )
+    if tokens > max_tokens:
+        raise CorruptFrame(f"rank plan: {tokens} tokens with padding; this reader takes {max_tokens}")

@@ -78,6 +78,8 @@ class Guard:
             return 403, "Not from another site.\n"
         if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):
             return 403, "Not from another site.\n"
+        if not scope["query_string"].isascii() or not scope["path"].startswith("/"):
+            return 400, "Not an address: write other characters as %XX.\n"
         return None
 
     def _carries_token(self, scope: Scope) -> bool:

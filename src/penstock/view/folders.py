@@ -106,7 +106,7 @@ def read_done(path: Path, rank: int) -> Done | None:
     """A rank's marker; None where there is none that can be read."""
     try:
         return msgspec.json.decode((path / f"rank_{rank}.done").read_bytes(), type=Done)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

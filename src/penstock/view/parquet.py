@@ -101,10 +101,20 @@ def read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         with pq.ParquetFile(path) as file:
+            _check_schema(file.schema_arrow)
             for group in range(file.num_row_groups):
                 yield from _rows(file.read_row_group(group))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptFile(f"{path}: {error}; not a whole Parquet file of records") from None
+
+
+def _check_schema(found: pa.Schema) -> None:
+    """Columns of the record have the record's types; others are left alone."""
+    for field in schema():
+        if field.name in found.names and found.field(field.name).type != field.type:
+            raise ValueError(f"column {field.name} is {found.field(field.name).type}, not {field.type}")
+    if not {"token_ids", "loss_mask"} <= set(found.names):
+        raise ValueError("no columns token_ids and loss_mask")
 
 
 def _arrow() -> Any:
@@ -149,6 +159,9 @@ def _rows(table: pa.Table) -> Iterator[Record]:
         facts[name] = [None if value is None else json.loads(value) for value in facts[name]]
     for row in range(len(table)):
         columns = {column.name: _values(table, column, row) for column in TABLE if column.name in names}
+        lengths = {name: len(values) for name, values in columns.items() if values is not None}
+        if not {"token_ids", "loss_mask"} <= lengths.keys() or len(set(lengths.values())) > 1:
+            raise ValueError(f"row {row}: columns of {lengths} values")
         yield Record(
             facts={name: values[row] for name, values in facts.items()},
             columns=without_empty({name: values for name, values in columns.items() if values is not None}),
@@ -161,6 +174,8 @@ _DTYPES: dict[str, Any] = {"token_ids": np.uint32, "position_ids": np.int64, "we
 def _values(table: pa.Table, column: ExportColumn, row: int) -> Array | None:
     cell = table[column.name][row]
     if not cell.is_valid:
+        return None
+    if column.kind != "float" and cell.values.null_count:
         return None
     values: Array = cell.values.to_numpy(zero_copy_only=False)
     if column.kind == "float":

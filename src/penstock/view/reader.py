@@ -19,10 +19,12 @@ from penstock.errors import InvalidInput, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, read_done, steps_in
 from penstock.view.lines import MalformedLine, parse_line
 from penstock.view.record import Record
+from penstock.view.tally import is_summary
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread: 5 million tokens take about half of it."""
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
+_MARKER = re.compile(r"rank_(\d{1,9})\.done")
 _REASONS_KEPT = 5
 
 
@@ -101,12 +103,20 @@ class StepFolder:
         return (self.path / STABLE).exists()
 
     def done(self) -> dict[int, Done]:
-        """The ranks' markers, of the attempt that finished."""
-        first = read_done(self.path, 0)
+        """The ranks' markers, of the attempt that finished; a marker that is not one of ours counts as none."""
+        names = (_MARKER.fullmatch(path.name) for path in self.path.glob("rank_*.done"))
+        marks = {rank: self._mark(rank) for rank in sorted(int(name[1]) for name in names if name)}
+        first = marks.get(0)
         if first is None:
             return {}
-        marks = {rank: read_done(self.path, rank) for rank in range(first.world)}
-        return {rank: mark for rank, mark in marks.items() if mark is not None}
+        return {rank: mark for rank, mark in marks.items() if mark is not None and rank < first.world}
+
+    def _mark(self, rank: int) -> Done | None:
+        mark = read_done(self.path, rank)
+        named = None if mark is None else _RANK_FILE.fullmatch(mark.file)
+        if mark is None or named is None or int(named[1]) != rank:  # it names a file: no other than this rank's
+            return None
+        return mark if is_summary(mark.summary) and _tokens_known(mark) else None
 
     def files(self) -> dict[int, Path]:
         """The ranks' files."""
@@ -124,6 +134,11 @@ class StepFolder:
     def altered(self) -> list[str]:
         """Files that are not what their rank wrote, or are gone."""
         return [mark.file for mark in self.done().values() if _digest(self.path / mark.file) != mark.digest]
+
+
+def _tokens_known(mark: Done) -> bool:
+    """Whether each micro-batch says how many tokens it has."""
+    return all(type(batch.get("tokens")) is int for batch in mark.micro_batches)
 
 
 def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from penstock.arrays.columns import Array
@@ -14,6 +15,35 @@ from penstock.view.record import Record
 MEASURED = ("mismatch_kl", "entropy", "loss")
 MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 OF_SAMPLES = ("reward", "length", "staleness")
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Spread(msgspec.Struct):
+    count: Annotated[int, msgspec.Meta(gt=0, le=2**62)]
+    mean: float
+    min: float
+    max: float
+
+
+_Summary = msgspec.defstruct(
+    "_Summary",
+    [
+        *((name, _Count) for name in ("records", "tokens", "loss_tokens", "compared_tokens")),
+        ("masked", dict[str, _Count]),
+        *((name, _Spread | None, None) for name in (*MEASURED, *OF_SAMPLES)),
+    ],
+)
+
+
+def is_summary(found: dict[str, Any]) -> bool:
+    """Whether this is what `Tally.as_dict` gives; a marker on disk may hold anything."""
+    try:
+        summary: Any = msgspec.convert(found, _Summary)
+    except msgspec.ValidationError:
+        return False
+    return all(name in summary.masked for name in MASKS)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import ConfigError, InvalidInput, PenstockError, UnknownKey
+from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.view.access import App, Guard
 from penstock.view.curves import run_curves, step_grid
 from penstock.view.index import StepIndex
@@ -173,7 +173,7 @@ def _safely(respond: Callable[[Request], Response]) -> Callable[[Request], Respo
     def responding(request: Request) -> Response:
         try:
             return respond(request)
-        except (UnknownKey, InvalidInput) as error:
+        except (UnknownKey, InvalidInput, MissingAsset, InvalidReference) as error:
             return Response(str(error), status_code=404, media_type="text/plain")
         except PenstockError as error:
             return Response(str(error), status_code=500, media_type="text/plain")

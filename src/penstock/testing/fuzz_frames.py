@@ -1,0 +1,159 @@
+"""Fuzz targets for frames and rank plans: bytes that become arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays import Sample, Samples
+from penstock.encode import Limits, decode, encode, read_head
+from penstock.encode.layout import PREFIX_SIZE, assemble
+from penstock.errors import CorruptFrame, InvalidInput, PenstockError
+from penstock.pack import RankPlan, fill, pack
+from penstock.testing.fuzz_mutation import Change, change_tree
+from penstock.testing.groups import named_group
+
+LIMITS = Limits(max_samples=1 << 10, max_tokens=1 << 16, max_bytes=6 << 20)
+
+
+class Frames:
+    """`decode`: samples or CorruptFrame; what is taken is as good as a sample made by hand, and can be packed."""
+
+    def __init__(self, _: Path) -> None:
+        """Needs nothing on disk."""
+
+    def seeds(self) -> list[bytes]:
+        batches = [[], named_group("g", samples=3, tokens=80), *[[sample] for sample in _odd_samples()], _odd_samples()]
+        return [encode(batch, profile=profile) for batch in batches for profile in ("fast", "small")]
+
+    def mutate(self, rng: Random, data: bytes, change: Change) -> bytes:
+        if len(data) < PREFIX_SIZE or rng.random() < 0.02:
+            return change(data)
+        header_size, head_size = (int.from_bytes(data[at : at + 4], "little") for at in (12, 16))
+        behind = PREFIX_SIZE + header_size
+        header, head, body = data[PREFIX_SIZE:behind], data[behind : behind + head_size], data[behind + head_size :]
+        kind = rng.randrange(4)
+        if kind < 2:
+            header = _change_packed(rng, header, change) if kind else change(header)
+        elif kind == 2 or not body:
+            head = change(head)
+        else:
+            body = change(body)
+        return assemble(header, [head], [body])
+
+    def run(self, data: bytes) -> bool:
+        try:
+            samples = decode(data, limits=LIMITS)
+        except CorruptFrame:
+            return False
+        rebuilt = [sample.replace() for sample in samples]
+        assert Samples.of(rebuilt) == samples
+        assert decode(encode(samples), limits=LIMITS) == samples
+        front = read_head(data, limits=LIMITS)
+        assert front.lengths.tolist() == [sample.num_tokens for sample in rebuilt]
+        assert front.loss_tokens.tolist() == [sample.loss_tokens for sample in rebuilt]
+        try:
+            step = pack(samples, ranks=2, seq_len=256)
+        except PenstockError:
+            return True
+        for rank in step.ranks:
+            _check_batches(list(rank))
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class RankPlans:
+    """`RankPlan.from_bytes` and `fill`: micro-batches of the samples at hand, or our error."""
+
+    def __init__(self, _: Path) -> None:
+        samples = [*_odd_samples(), *named_group("g", samples=6, tokens=24)]
+        self._all = Samples.of(samples)
+        plans = pack(samples, ranks=2, seq_len=64, pad_to_multiple_of=8).plan.rank_plans
+        self._seeds = [plan.to_bytes() for plan in plans]
+
+    def seeds(self) -> list[bytes]:
+        return self._seeds
+
+    def mutate(self, rng: Random, data: bytes, change: Change) -> bytes:
+        return _change_packed(rng, data, lambda part: _change_numbers(rng, part, change))
+
+    def run(self, data: bytes) -> bool:
+        try:
+            rank_plan = RankPlan.from_bytes(data, max_tokens=LIMITS.max_tokens)
+            batches = fill(self._all, rank_plan)
+        except (CorruptFrame, InvalidInput):
+            return False
+        _check_batches(batches)
+        assert RankPlan.from_bytes(rank_plan.to_bytes()).to_bytes() == rank_plan.to_bytes()
+        own = fill(self._all.take(rank_plan.needs), rank_plan.relative())
+        assert [batch.digest for batch in own] == [batch.digest for batch in batches]
+        rank_plan.accounting.metrics(rank_plan.rank)
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _odd_samples() -> list[Sample]:
+    """One of each kind: with every column, with experts, without log-probabilities, of one token."""
+    rng = np.random.default_rng(0)
+    some = rng.random(12).astype(np.float32)
+    mask = [0] * 4 + [1] * 8
+    return [
+        Sample(id="one", token_ids=[7]),
+        Sample(id="bare", mode="sft", token_ids=range(12), loss_mask=mask),
+        Sample(
+            id="full",
+            group="g",
+            env="e",
+            token_ids=range(12),
+            loss_mask=mask,
+            logprobs=-some,
+            teacher_logprobs=-some,
+            temperatures=0.5,
+            advantages=some,
+            rewards=1.0,
+            rl_weights=some,
+            mm_token_type_ids=[0] * 12,
+            weight_versions=[1] * 12,
+            policy_version=1,
+        ),
+        Sample(
+            id="experts",
+            mode="sft",
+            token_ids=range(12),
+            loss_mask=mask,
+            routed_experts=rng.integers(0, 9, (12, 2, 3)),
+        ),
+    ]
+
+
+def _check_batches(batches: list[Any]) -> None:
+    for batch in batches:
+        assert {len(values) for values in batch.columns.values()} == {batch.num_tokens}
+        assert int(batch.sequence_lengths.sum()) == batch.num_tokens
+        assert not batch["loss_mask"][batch.sample_tokens :].any() or not batch.is_dummy
+
+
+def _change_packed(rng: Random, data: bytes, change: Change) -> bytes:
+    """msgpack with one thing in its tree changed; as bytes where it is no msgpack."""
+    try:
+        return msgspec.msgpack.encode(change_tree(rng, msgspec.msgpack.decode(data), change))
+    except (ValueError, TypeError, RecursionError, OverflowError):  # DecodeError is a ValueError
+        return change(data)
+
+
+def _change_numbers(rng: Random, data: bytes, change: Change) -> bytes:
+    """An array of int32 with one number changed; or changed as bytes."""
+    if len(data) % 4 or not data or rng.random() < 0.3:
+        return change(data)
+    values = np.frombuffer(data, "<i4").copy()
+    at = rng.randrange(len(values))
+    values[at] = rng.choice([0, 1, -1, 2**31 - 1, -(2**31), 1 << 20, int(values[at]) ^ 1, rng.choice(values.tolist())])
+    return values.tobytes()

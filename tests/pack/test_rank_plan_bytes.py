@@ -1,0 +1,45 @@
+"""A rank plan comes as bytes: it is compared with the samples, the columns and a limit before it is filled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.arrays import Samples
+from penstock.errors import CorruptFrame, InvalidInput
+from penstock.pack import RankPlan, fill, pack
+from penstock.testing.groups import named_group
+
+SAMPLES = Samples.of(named_group("g", samples=3, tokens=12))
+GOOD = pack(SAMPLES, ranks=1, seq_len=64).plan.rank_plans[0]
+
+
+def read(**changes: object) -> RankPlan:
+    return RankPlan.from_bytes(replace(GOOD, **changes).to_bytes())  # type: ignore[arg-type]
+
+
+def test_a_cut_beyond_a_sample_never_reaches_into_the_next_one() -> None:
+    longer = read(cuts=GOOD.cuts + np.int32(1), padded=GOOD.padded + np.int32(8))
+    with pytest.raises(InvalidInput, match="has 12 tokens, the rank plan takes 13"):
+        fill(SAMPLES, longer)
+
+
+def test_a_plan_of_gigabytes_of_padding_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(CorruptFrame, match="2147483647 tokens with padding"):
+        read(padded=np.array([2**31 - 1], np.int32))
+    with pytest.raises(CorruptFrame, match="this reader takes 16"):
+        RankPlan.from_bytes(GOOD.to_bytes(), max_tokens=16)
+
+
+@pytest.mark.parametrize("columns", [(), ("token_ids",), (*GOOD.columns, "secrets"), (*GOOD.columns, "token_ids")])
+def test_columns_that_no_micro_batch_has_are_refused(columns: tuple[str, ...]) -> None:
+    with pytest.raises(CorruptFrame, match="not those of a micro-batch"):
+        read(columns=columns)
+
+
+@pytest.mark.parametrize("pad_id", [-1, 2**32])
+def test_a_pad_id_that_is_no_token_is_refused(pad_id: int) -> None:
+    with pytest.raises(CorruptFrame, match="pad id"):
+        read(pad_id=pad_id)
