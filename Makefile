@@ -1,10 +1,11 @@
 # The commands of the project. Everything is installed into .venv by the first one that is run.
 
-.PHONY: help demo test bench clean
+.PHONY: help demo test test-packaging bench clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
 	@echo "make test    set up, then run every check and every test"
+	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
 
@@ -17,6 +18,10 @@ test:
 	@bash scripts/setup_browser
 	bash scripts/check
 	.venv/bin/pytest -n 2 --dist loadscope --doctest-modules tests src
+
+test-packaging:
+	@bash scripts/setup dev,bench
+	.venv/bin/python scripts/test_packaging.py
 
 bench:
 	@bash scripts/setup dev,bench

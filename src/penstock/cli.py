@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock.errors import PenstockError
+from penstock.extras import missing
 from penstock.version import __version__
 
 COMMANDS = {
@@ -60,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"penstock {args.command}: {_sentence(error)}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        found = missing(args.command, error)
+        if found is error:
+            raise
+        print(f"penstock {found}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -4,6 +4,7 @@
     ├── CallerError                 you passed something we cannot take
     │   ├── InvalidInput            a value: which record, which field, what it was, what it should be (ValueError)
     │   │   └── ConfigError         a setting, or two settings that cannot both hold (ValueError)
+    │   ├── MissingExtra            a package that is not installed; names the extra that brings it (ImportError)
     │   ├── UnknownKey              a key or name nobody knows (KeyError)
     │   ├── Evicted                 a run that lost its share of the plane; says why (RuntimeError)
     │   └── Conflict                same identity, other content (ValueError)
@@ -48,6 +49,10 @@ class InvalidInput(CallerError, ValueError):
 
 class ConfigError(InvalidInput):
     """A setting is wrong, or two settings cannot both hold."""
+
+
+class MissingExtra(CallerError, ImportError):
+    """A package is not installed; the message names the extra that brings it."""
 
 
 class UnknownKey(CallerError, KeyError):

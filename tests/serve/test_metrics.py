@@ -1,22 +1,19 @@
 from __future__ import annotations
 
 import http.client
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import penstock as ps
 from penstock.errors import ConfigError, WaitTimeout
 from penstock.serve.process.plane_process import PlaneProcess
 from penstock.serve.process.prometheus import MetricsPage, Snapshot, render
 from tests.serve.processes import SMALL
-
-_LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?'
-_LINE = re.compile(rf"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{{(?P<labels>(?:{_LABEL})*)\}} (?P<value>[-+.\deE]+|NaN)")
 
 
 def status() -> dict[str, Any]:
@@ -33,24 +30,17 @@ def status() -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """A strict reader of the text format: every line is a type or a value, each type comes before its values."""
-    types: dict[str, str] = {}
+    """The values by name and labels but `run`, which every line must have."""
     values: dict[str, float] = {}
-    for line in text.removesuffix("\n").split("\n"):
-        if line.startswith("# TYPE "):
-            _, _, name, kind = line.split(" ")
-            assert name not in types
-            types[name] = kind
-            continue
-        match = _LINE.fullmatch(line)
-        assert match is not None, line
-        kind = types[match["name"]]
-        assert kind in ("counter", "gauge")
-        assert match["name"].endswith("_total") == (kind == "counter"), line
-        labels = re.sub(r'^run="(?:[^"\\\n]|\\["\\n])*",?', "", match["labels"])
-        key = f"{match['name']}{{{labels}}}" if labels else match["name"]
-        assert key not in values
-        values[key] = float(match["value"])
+    for family in text_string_to_metric_families(text):
+        assert family.type in ("counter", "gauge") and family.documentation
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter"), sample
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name != "run")
+            assert "run" in sample.labels
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in values
+            values[key] = sample.value
     return values
 
 
@@ -71,7 +61,7 @@ def test_every_line_is_prometheus_text_and_the_numbers_are_the_planes() -> None:
 
 def test_the_run_is_a_label_on_every_line_with_its_odd_characters_escaped() -> None:
     lines = [line for line in render(status()).splitlines() if not line.startswith("#")]
-    assert all(r'{run="odd \"name\"\\\n"' in line for line in lines)
+    assert all(r'run="odd \"name\"\\\n"' in line for line in lines)
 
 
 @pytest.fixture(scope="module")

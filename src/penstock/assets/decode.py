@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.assets.probe import DEFAULT_LIMITS, Limits, probe
 from penstock.errors import ConfigError, CorruptAsset
+from penstock.extras import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,6 +44,7 @@ def decode_rgb(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "im
 
 
 def _open(data: bytes, media_type: str, where: str) -> Image:
+    require("decoding images", "PIL")
     from PIL import Image, ImageFile, WebPImagePlugin  # noqa: F401 - the plugin registers itself
 
     if ImageFile.LOAD_TRUNCATED_IMAGES:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from penstock.assets.blobs import BlobInfo, check_name
 from penstock.errors import ConfigError, CorruptAsset, MissingAsset, StorageError
+from penstock.extras import require
 
 T = TypeVar("T")
 
@@ -27,6 +28,7 @@ class ObjectStore:
     """
 
     def __init__(self, store: Any, *, url: str, touch_after_s: float = 300.0) -> None:
+        require("ObjectStore", "obstore")
         if "://" not in url or url.endswith("/"):
             raise ConfigError(
                 f"url {url!r}: give where the blobs are, as s3://bucket/prefix without a slash at the end"

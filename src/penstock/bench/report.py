@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from penstock.version import __version__
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -124,8 +126,8 @@ def machine() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in ("penstock", "numpy", "msgspec", "zstandard", "xxhash", *packages):
+    found = {"python": platform.python_version(), "penstock": __version__}
+    for name in ("numpy", "msgspec", "zstandard", "xxhash", *packages):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ import msgspec
 from penstock.demo.launch import Chaos, Launcher, Metrics
 from penstock.demo.screen import killed, screen
 from penstock.demo.tasks import model_of
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, MissingExtra
+from penstock.extras import EXTRAS, install
 from penstock.train.config import DataConfig, LossConfig, ReplayConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
@@ -87,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
         args.write_config.write_text(template(msgspec.structs.replace(config, folder="", run="my-run")))
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
-    _need_extras()
     chaos = Chaos(seed=args.seed) if args.chaos else None
     goal = LEARNED if args.steps is None else None
     following = (_CONFIG_NEXT,) if args.chaos else (_CHAOS_NEXT, _CONFIG_NEXT)
@@ -108,6 +109,10 @@ def run_config(
     `following` are commands to show as what to try next; `announce` is said when nothing stands in the run's way.
     """
     began = time.monotonic()
+    absent = [module for module in EXTRAS["demo"].modules if find_spec(module) is None]
+    if absent:
+        raise MissingExtra(f"training here needs {', '.join(absent)}; {install('demo')}")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     launcher = Launcher(config, chaos=chaos)
     launcher.prepare()
     if announce and not as_json:
@@ -176,13 +181,3 @@ def _dropped(reasons: dict[str, int]) -> str:
     """
     why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()) if count)
     return f"{sum(reasons.values()):,} dropped" + (f" ({why})" if why else "")
-
-
-def _need_extras() -> None:
-    try:
-        import safetensors  # noqa: F401
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"the demo needs {error.name}; pip install 'penstock[demo]'") from None
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 import zmq
 
 from penstock.commands.tables import size
+from penstock.extras import DISTRIBUTION, EXTRAS, install
 from penstock.send.keys import PlaneKeys
 from penstock.send.shared_memory import ROOT
 from penstock.send.sockets import SocketPlane
@@ -28,13 +29,6 @@ from penstock.version import __version__
 
 Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
-_EXTRAS = {
-    "torch": ("torch", "ps.to_torch and the trainer"),
-    "images": ("PIL", "images"),
-    "view": ("rich", "the viewer and the live page of top"),
-    "ray": ("ray", "planes as Ray actors"),
-}
-"""Extra -> (the module that shows it is there, what it is for)."""
 _SYNCS = 30
 _MIN_SHM = 1 << 30
 
@@ -83,7 +77,7 @@ def _versions() -> Iterator[Finding]:
     )
     missing = [name for name in _NEEDED if not _version(name)]
     versions = ", ".join(f"{name} {_version(name)}" for name in _NEEDED if _version(name))
-    lacks = f"; missing: {', '.join(missing)}; install penstock again" if missing else ""
+    lacks = f"; missing: {', '.join(missing)}; install {DISTRIBUTION} again" if missing else ""
     yield Finding(name="penstock", verdict="failure" if missing else "ok", text=f"{__version__} with {versions}{lacks}")
 
 
@@ -101,11 +95,11 @@ def _sqlite() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    there = [name for name, (module, _) in _EXTRAS.items() if util.find_spec(module)]
+    there = [name for name, extra in EXTRAS.items() if extra.installed]
     text = f"installed: {', '.join(there) or 'none'}"
-    absent = [f"{name} ({what})" for name, (_, what) in _EXTRAS.items() if name not in there]
+    absent = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in there]
     if absent:
-        text += f"; not installed: {', '.join(absent)}; pip install 'penstock[NAME]' adds one"
+        text += f"; not installed: {', '.join(absent)}; {install('NAME')} adds one"
     yield Finding(name="extras", verdict="ok", text=text)
 
 

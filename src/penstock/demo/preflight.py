@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, Conflict
+from penstock.extras import require
 from penstock.serve.process.prometheus import parse_address
 from penstock.train.config import TrainConfig
 from penstock.train.metrics_sinks import check_installed
@@ -26,6 +27,7 @@ def check_surroundings(config: TrainConfig) -> None:
     if config.listen:
         _check_listen(config.listen)
     if config.prometheus:
+        require("prometheus", "prometheus_client")
         host, port = parse_address(config.prometheus)
         _check_port("prometheus", config.prometheus, host, port)
     _check_folder(Path(config.folder))

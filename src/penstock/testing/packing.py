@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.testing.packing", error) from None
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.pack import Cost, Packing

@@ -17,7 +17,13 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.testing.strategies", error) from None
 from numpy.random import Generator
 from numpy.typing import NDArray
 

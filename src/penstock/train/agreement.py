@@ -19,8 +19,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import distributed
+try:
+    import torch
+    from torch import distributed
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.agreement", error) from None
 
 from penstock.errors import ConfigError, StepAborted
 

@@ -11,9 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+try:
+    import torch
+    from torch import Tensor
+    from torch.nn import functional
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.attention", error) from None
 
 from penstock.errors import ConfigError
 

@@ -14,7 +14,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.logits", error) from None
 
 from penstock.errors import InvalidInput
 

@@ -19,7 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.loss", error) from None
 
 from penstock.errors import InvalidInput
 from penstock.train.terms import Rule, Terms

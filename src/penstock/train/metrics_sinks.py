@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.errors import ConfigError
-from penstock.serve.process.prometheus import MetricsPage
+from penstock.errors import MissingExtra
+from penstock.extras import install
+from penstock.serve.process.prometheus import MetricsPage, expose
 
 
 class Sink(Protocol):
@@ -81,12 +82,14 @@ class Prometheus:
         self._values = {"train/step": step, **values}  # replaced whole: a reader sees one step
 
     def _text(self, values: dict[str, float]) -> str:
-        lines = []
-        for path, value in sorted(values.items()):
-            if math.isfinite(value):
-                name = "penstock_" + path.replace("/", "_")
-                lines += [f"# TYPE {name} gauge", f'{name}{{run="{self._run}"}} {value:.17g}']
-        return "\n".join(lines) + "\n"
+        return expose(
+            (
+                ("penstock_" + path.replace("/", "_"), "gauge", {}, value)
+                for path, value in values.items()
+                if math.isfinite(value)
+            ),
+            run=self._run,
+        )
 
     def close(self) -> None:
         self._page.close()
@@ -123,4 +126,4 @@ def check_installed(extra: list[str]) -> None:
     """Raise for a sink whose package is missing, before a run has begun."""
     for name in extra:
         if find_spec(name) is None:
-            raise ConfigError(f"metrics: {name!r} is not installed; pip install {name}")
+            raise MissingExtra(f"metrics: {name!r} is not installed; {install(name)}")

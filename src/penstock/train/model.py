@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.model", error) from None
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.arrays.columns import Array
+from penstock.extras import require
 from penstock.pack import MicroBatch
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def to_torch(
     >>> tensors["token_ids"].tolist(), tensors["position_ids"].shape
     ([[4, 5, 6]], torch.Size([1, 3]))
     """
+    require("ps.to_torch", "torch")
     import torch
 
     tensors: dict[str, torch.Tensor] = {}

@@ -15,8 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import distributed
+try:
+    import torch
+    from torch import distributed
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.train.trainer", error) from None
 
 from penstock.assets import AssetStore
 from penstock.pack import MicroBatch

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from penstock.arrays.columns import Array
-from penstock.errors import ConfigError
+from penstock.extras import require
 from penstock.view.record import Record, filled
 
 
@@ -41,10 +41,9 @@ def encode_line(record: Record) -> bytes:
 
 def encode_parts(record: Record) -> Iterator[bytes]:
     """The line in parts: joined, a long one would be memory that is mapped, touched once and given back."""
-    try:
-        import orjson
-    except ImportError:
-        raise ConfigError("token export: needs orjson; pip install 'penstock[view]'") from None
+    require("token export", "orjson")
+    import orjson
+
     yield json.dumps(record.facts, allow_nan=False, separators=(",", ":")).encode()[:-1]
     for name, values in filled(record).items():
         yield f',"{name}":'.encode()

@@ -16,7 +16,8 @@ import numpy as np
 
 from penstock.arrays.columns import Array
 from penstock.assets.offload import INLINE_BYTES
-from penstock.errors import AssetError, ConfigError, CorruptFile, StorageError
+from penstock.errors import AssetError, CorruptFile, StorageError
+from penstock.extras import require
 from penstock.view.record import FACTS, TABLE, ExportColumn, Record, without_empty
 
 if TYPE_CHECKING:
@@ -118,10 +119,9 @@ def _check_schema(found: pa.Schema) -> None:
 
 
 def _arrow() -> Any:
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise ConfigError("parquet: needs pyarrow; pip install 'penstock[view]'") from None
+    require("Parquet", "pyarrow")
+    import pyarrow as pa
+
     return pa
 
 

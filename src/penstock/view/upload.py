@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import StorageError
+from penstock.extras import require
 from penstock.view.parquet import records_to_parquet
 from penstock.view.record import Record
 
@@ -51,11 +52,10 @@ def upload_file(
     path: Path, store: Any, key: str, *, attempts: int = 3, wait: Callable[[float], None] = time.sleep
 ) -> None:
     """Send a file in parts of 8 MiB, one in flight; after a failure again from the start, 2, 4, ... seconds later."""
-    try:
-        import obstore
-        from obstore.exceptions import BaseError
-    except ImportError:
-        raise ConfigError("upload: needs obstore; pip install 'penstock[images]'") from None
+    require("upload", "obstore")
+    import obstore
+    from obstore.exceptions import BaseError
+
     for attempt in range(1, attempts + 1):
         try:
             obstore.put(store, key, path, chunk_size=PART_BYTES, max_concurrency=1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
+from penstock.extras import require
 from penstock.view.access import App, Guard
 from penstock.view.curves import run_curves, step_grid
 from penstock.view.index import StepIndex
@@ -114,12 +115,10 @@ class _Ids(msgspec.Struct):
 
 def make_app(library: Library, *, token: str, port: int) -> App:
     """The whole viewer behind its guard."""
-    try:
-        from starlette.applications import Starlette
-        from starlette.responses import Response
-        from starlette.routing import Route
-    except ImportError:
-        raise ConfigError("view: needs starlette and uvicorn; pip install 'penstock[view]'") from None
+    require("the viewer", "starlette", "uvicorn")
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
 
     files = static_files()
 

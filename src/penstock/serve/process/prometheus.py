@@ -1,4 +1,4 @@
-"""The Prometheus page: what a plane counts, as text, on a loopback address.
+"""The Prometheus page: what a plane counts, written by prometheus_client, on a loopback address.
 
 Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
 `penstock_train_` what was trained on, `penstock_ledger_` where every sample is, `penstock_run_` the runs that share
@@ -10,14 +10,27 @@ answer within two seconds gives 503, which is worth an alarm.
 from __future__ import annotations
 
 import ipaddress
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from penstock.errors import ConfigError, WaitTimeout
+from penstock.extras import require
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SIDES = {
+    "gen": "what was generated",
+    "buffer": "what waits to be trained",
+    "train": "what was trained on",
+    "ledger": "where every accepted sample is",
+    "run": "the runs that share the trainer",
+    "plane": "the plane itself",
+    "perf": "how fast",
+}
+"""What the word after `penstock_` says, for the HELP lines."""
+_ODD = re.compile(r"[^a-zA-Z0-9_]")
 _TOTALS = {
     "gen/items", "gen/tokens", "gen/bytes", "gen/refused_stale", "gen/wait_s", "buffer/evicted_unsampled",
     "train/items", "train/batches", "train/tokens", "train/first_uses", "train/filled", "train/wait_s",
@@ -62,15 +75,37 @@ class Snapshot:
 
 def render(status: dict[str, Any]) -> str:
     """A plane's status in Prometheus text format."""
-    lines: list[str] = []
-    described: set[str] = set()
-    for name, kind, labels, value in sorted(_points(status), key=lambda point: point[0]):
-        if name not in described:
-            described.add(name)
-            lines.append(f"# TYPE {name} {kind}")
-        inside = ",".join(f'{key}="{_escape(text)}"' for key, text in {"run": status["run"], **labels}.items())
-        lines.append(f"{name}{{{inside}}} {value:.17g}")
-    return "\n".join(lines) + "\n"
+    return expose(_points(status), run=status["run"])
+
+
+def expose(points: Iterable[Point], *, run: str) -> str:
+    """Points in Prometheus text format, each with the label `run`; those of one name have the same labels."""
+    require("a page for Prometheus", "prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    families: dict[str, Any] = {}
+    for name, kind, labels, value in points:
+        name = _ODD.sub("_", name)
+        if name not in families:
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            about = _SIDES.get(name.split("_")[1], "")
+            families[name] = family(name, about, labels=["run", *labels])
+        families[name].add_metric([run, *labels.values()], value)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected([families[name] for name in sorted(families)]))
+    text: bytes = generate_latest(registry)
+    return text.decode()
+
+
+class _Collected:
+    """What a registry asks for its metrics."""
+
+    def __init__(self, families: list[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Any]:
+        return self._families
 
 
 def _points(status: dict[str, Any]) -> Iterator[Point]:
@@ -110,16 +145,13 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     yield "penstock_plane_held_groups", "gauge", {}, status["held_groups"]
 
 
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
 class MetricsPage:
     """Serves `/metrics` from a thread, on a loopback address only: what `show` makes of what `ask` gives."""
 
     def __init__(
         self, address: str, ask: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], str] = render
     ) -> None:
+        require("a page for Prometheus", "prometheus_client")
         host, port = parse_address(address)
         try:
             self._server = _Http((host, port), _handler(lambda: show(ask()), {host, "localhost"}))
@@ -150,7 +182,7 @@ def parse_address(address: str) -> tuple[str, int]:
         loopback = False
     if not loopback or not port.isdigit() or int(port) > 65535:
         raise ConfigError(
-            f"metrics: {address!r}; must be 127.0.0.1:PORT: the page has no password, so it is for this host only"
+            f"metrics: {address!r}; must be 127.0.0.1:PORT: whoever reaches the page can read it, so only this host may"
         )
     return ("127.0.0.1" if host == "localhost" else host), int(port)
 

@@ -1,0 +1,80 @@
+"""What is installed with which extra, and what to say when a package of one is missing.
+
+The core needs none of them. The distribution is called penstock-rl, because another project has the name penstock on
+the package index; the package that is imported is `penstock`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from penstock.errors import MissingExtra
+
+DISTRIBUTION = "penstock-rl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    modules: tuple[str, ...]
+    """What it brings, by the names that are imported."""
+    purpose: str
+
+    @property
+    def installed(self) -> bool:
+        return all(find_spec(module) for module in self.modules)
+
+
+EXTRAS = {
+    "torch": Extra(modules=("torch",), purpose="ps.to_torch, losses, the reference trainer"),
+    "images": Extra(modules=("PIL", "obstore"), purpose="images, object stores"),
+    "view": Extra(modules=("orjson", "starlette", "uvicorn"), purpose="token export and viewer"),
+    "parquet": Extra(modules=("pyarrow",), purpose="token export to Parquet"),
+    "top": Extra(modules=("rich",), purpose="pages of top and demo that redraw in place"),
+    "metrics": Extra(modules=("prometheus_client",), purpose="pages for Prometheus"),
+    "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
+    "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
+    "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),
+    "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
+    "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),
+}
+"""By name. An extra that holds others comes after them: a package belongs to the first that brings it."""
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra.
+
+    >>> install("view")
+    "pip install 'penstock-rl[view]'"
+    """
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def extra_of(module: str) -> str | None:
+    """The extra that brings a module, also one inside a package; None for a module that no extra brings.
+
+    >>> extra_of("PIL.Image"), extra_of("json")
+    ('images', None)
+    """
+    top = module.partition(".")[0]
+    return next((name for name, extra in EXTRAS.items() if top in extra.modules), None)
+
+
+def missing(what: str, error: ImportError) -> ImportError:
+    """What to raise where an import failed: the extra that would help, or the error itself where none would.
+
+    >>> str(missing("ps.to_torch", ModuleNotFoundError("No module named 'torch'", name="torch")))
+    "ps.to_torch: needs torch; pip install 'penstock-rl[torch]'"
+    """
+    extra = extra_of(error.name or "")
+    if isinstance(error, MissingExtra) or extra is None:
+        return error
+    return MissingExtra(f"{what}: needs {error.name}; {install(extra)}")
+
+
+def require(what: str, *modules: str) -> None:
+    """Raise MissingExtra unless these modules can be imported; costs nothing once they are."""
+    for module in modules:
+        if sys.modules.get(module) is None and find_spec(module) is None:
+            raise missing(what, ModuleNotFoundError(name=module))
