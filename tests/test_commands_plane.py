@@ -19,10 +19,11 @@ import pytest
 import penstock as ps
 from penstock.cli import COMMANDS, main
 from penstock.commands import doctor_checks, inspect_run, serve, top
+from penstock.config import Given
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.serve.decisions.read_log import read_run
-from penstock.serve.process.config import build_config
 from penstock.serve.process.plane_process import PlaneProcess
+from penstock.serve.settings import server_settings
 from tests.serve.processes import SMALL
 
 
@@ -79,17 +80,17 @@ def test_a_written_config_starts_a_plane(tmp_path: Path, capsys: pytest.CaptureF
         assert (tmp_path / "runs/demo/log.sqlite").exists()
 
 
-def tables(*words: str) -> dict[str, object]:
+def given(*words: str) -> Given:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    return serve.tables_of(parser.parse_args(words))
+    return serve.given_by(parser.parse_args(words))
 
 
 def test_words_on_the_command_line_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plane.toml"
     path.write_text('folder = "x"\nrun = "file"\n[packing]\nranks = 1\nseq_len = 8\n[target]\ngroups = 4\n')
     words = (f"--config={path}", "--ranks=3", "--tokens-per-step=99", "--run=flag", "--set=timeouts.peer_s=9")
-    config = build_config(tables(*words))
+    config = server_settings(given(*words))
     assert (config.packing.ranks, config.packing.seq_len, config.target.tokens) == (3, 8, 99)
     assert (config.target.groups, config.run, config.timeouts.peer_s) == (None, "flag", 9)
 

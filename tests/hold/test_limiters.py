@@ -31,9 +31,7 @@ def may_sample(table: Table, count: int) -> bool:
     ("limiter", "others", "message"),
     [
         (MinSize(5), {"capacity": 4}, "min_size 5"),
-        (MinSize(0), {"capacity": 4}, "min_size 0"),
         (Queue(5), {"capacity": 4}, "size 5"),
-        (Queue(0), {"capacity": 4}, "size 0"),
         (Queue(4), {"capacity": 4, "max_times_sampled": None, "remover": Fifo()}, "for ever"),
         (SamplesPerInsert(1.0, 5, 4.0), {"capacity": 4}, "min_size 5"),
         (SamplesPerInsert(1.0, 2, 4.0, batch_size=4), {"capacity": 8}, "below batch_size"),

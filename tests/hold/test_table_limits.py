@@ -71,7 +71,7 @@ def test_a_table_that_can_neither_be_filled_nor_sampled_says_so() -> None:
         {"capacity": 4, "max_staleness": -1},
         {"capacity": 4, "seed": -1},
         {"capacity": 4, "max_times_sampled": None},
-        {"capacity": 4, "sampler": "uniform"},
+        {"capacity": 4, "sampler": "best"},
         {"capacity": 4, "remover": Fifo},
         {"capacity": 4, "limiter": 3},
     ],

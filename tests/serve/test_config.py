@@ -1,5 +1,8 @@
+"""plane.toml, the command line and `ps.open` read the same declarations, and say the same of what is wrong."""
+
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
@@ -8,10 +11,15 @@ from typing import Any, get_type_hints
 
 import pytest
 
+import penstock as ps
+from penstock.config import Given, template
 from penstock.errors import ConfigError
-from penstock.hold import Freshest, Prioritized, SamplesPerInsert, Uniform
-from penstock.serve.process.config import PlaneConfig, assign, build_config, load_config
-from penstock.serve.process.template import TEMPLATE
+from penstock.hold import Freshest, MinSize, Prioritized, SamplesPerInsert, Uniform
+from penstock.pack import Packing
+from penstock.serve import PlaneSettings, Target
+from penstock.serve.settings import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
+
+TEMPLATE = template(EXAMPLE, title=TITLE)
 
 
 def tables(**changes: Any) -> dict[str, Any]:
@@ -23,12 +31,11 @@ def uncommented() -> dict[str, Any]:
 
 
 def test_template_as_written_is_valid() -> None:
-    config = build_config(tomllib.loads(TEMPLATE), "plane.toml")
-    assert config.settings.packing.seq_len == 4096
+    assert server_settings(tomllib.loads(TEMPLATE), "plane.toml") == EXAMPLE
 
 
 def test_template_shows_the_true_default_of_every_setting() -> None:
-    assert build_config(uncommented()) == build_config(tomllib.loads(TEMPLATE))
+    assert server_settings(uncommented()) == EXAMPLE
 
 
 def test_template_names_every_setting() -> None:
@@ -40,14 +47,13 @@ def test_template_names_every_setting() -> None:
                 missing += names(hints[field.name], table[field.name])
         return missing
 
-    assert names(PlaneConfig, uncommented()) == []
+    assert names(ServerSettings, uncommented()) == []
 
 
 def test_parts_are_built_from_names_and_tables() -> None:
     limiter = {"kind": "samples_per_insert", "ratio": 2.0, "min_size": 8, "error_buffer": 16.0}
     replay = {"sampler": {"kind": "prioritized", "exponent": 0.5}, "remover": "uniform", "limiter": limiter}
-    config = build_config(tables(replay={**replay, "max_times_sampled": "none"}))
-    built = config.settings.replay
+    built = server_settings(tables(replay={**replay, "max_times_sampled": "none"})).replay
     assert built.sampler == Prioritized(0.5)
     assert built.remover == Uniform()
     assert built.limiter == SamplesPerInsert(ratio=2.0, min_size=8, error_buffer=16.0)
@@ -58,32 +64,38 @@ def test_parts_are_built_from_names_and_tables() -> None:
     ("change", "message"),
     [
         ("packing.seq_lne=3", "packing.seq_lne: unknown key; did you mean 'seq_len'?"),
-        ("colour=red", "colour: unknown key; known are folder"),
-        ("packing.seq_len=long", "packing.seq_len: expected int, got str"),
-        ("timeouts.peer_s=true", "timeouts.peer_s: expected float, got bool"),
-        ("listen=[1]", "listen: expected str, got int at item [0]"),
+        ("colour=red", "colour: unknown key; known are packing"),
+        ("packing.seq_len=long", "packing.seq_len: 'long'; must be a whole number from 1 up"),
+        ("timeouts.peer_s=true", "timeouts.peer_s: True; must be a number above 0"),
+        ("listen=[1]", "listen: [1]; must be a list, each item text"),
         ("listen=[]", "listen: empty"),
-        ("packing=3", "packing: expected a table, got int"),
-        ("packing.cost.per_token=-1", "packing.cost: cost.per_token: -1"),
+        ("packing=3", "packing: 3; must be a table"),
+        ("packing.cost.per_token=-1", "packing.cost.per_token: -1; must be a number from 0 up"),
         ("timeouts.peer_s=1", "timeouts: peer_s 1.0 with heartbeat_s 2.0"),
         ("target.samples=3", "target: step target: {'groups': 4, 'samples': 3}"),
-        ("replay.sampler=best", "replay.sampler: unknown kind 'best'; known are fifo"),
-        ("replay.sampler.window=1", "replay.sampler: {'window': 1}; must be a name or a table with a kind"),
+        ("replay.sampler=best", "replay.sampler: 'best': unknown kind; known are fifo"),
+        ("replay.sampler.window=1", "replay.sampler: {'window': 1}; must be one of fifo"),
         ("replay.sampler={kind='freshest', exponent=1}", "replay.sampler.exponent: unknown key"),
-        ("replay.sampler={kind='prioritized', exponent=9}", "replay.sampler: Prioritized: exponent 9"),
+        ("replay.sampler={kind='prioritized', exponent=9}", "replay.sampler.exponent: 9; must be a number from 0 to 2"),
         ("replay.limiter={kind='queue'}", "replay.limiter.size: missing"),
         ("replay.max_times_sampled=none", "nothing ever leaves"),
-        ("max_held_bytes=4 ZiB", "max_held_bytes: '4 ZiB'; must be a number of bytes"),
-        ("max_held_bytes=0", "max_held_bytes: 0; must be from 1 up"),
-        ("watchdog.stall_s=-1", "watchdog: stall_s: -1"),
-        ("folder=''", "folder: empty"),
+        ("max_held_bytes=4 ZiB", "max_held_bytes: '4 ZiB'; must be a size in bytes"),
+        ("max_held_bytes=0", "max_held_bytes: 0; must be a size in bytes from 1 up"),
+        ("watchdog.stall_s=-1", "watchdog.stall_s: -1; must be a number above 0, or none"),
+        ("folder=''", "folder: ''; must be"),
+        ("requires=['logprob']", "requires: 'logprob': unknown column; did you mean 'logprobs'?"),
+        ("max_group_tokens=0", "max_group_tokens: 0; must be a whole number from 1 up, or none"),
+        ("disk_reserve_bytes=-1", "disk_reserve_bytes: -1; must be a size in bytes from 0 up"),
+        ("packing.over_cap=hard", "packing.over_cap: 'hard'; must be 'soft' or 'strict'"),
+        ("target.groups=70000", "groups_per_step: 70000 with capacity 65536"),
     ],
 )
 def test_wrong_settings_are_named_by_file_and_path(change: str, message: str) -> None:
-    wrong = tables()
-    assign(wrong, change)
+    wrong = Given(tables(), "plane.toml")
+    wrong.assign(change)
+    wrong.assigned.clear()
     with pytest.raises(ConfigError) as raised:
-        build_config(wrong, "plane.toml")
+        server_settings(wrong)
     assert str(raised.value).startswith("plane.toml: ")
     assert message in str(raised.value)
     assert len(str(raised.value)) < 400
@@ -92,27 +104,27 @@ def test_wrong_settings_are_named_by_file_and_path(change: str, message: str) ->
 @pytest.mark.parametrize("name", ["folder", "packing", "target"])
 def test_what_has_no_default_must_be_there(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: missing"):
-        build_config({key: value for key, value in tables().items() if key != name})
+        server_settings({key: value for key, value in tables().items() if key != name})
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("4 GiB", 4 << 30), ("1.5KiB", 1536), ("2 MB", 2_000_000), ("77", 77), ("1 G", 10**9)]
 )
 def test_sizes_may_carry_units(text: str, size: int) -> None:
-    assert build_config(tables(max_held_bytes=text)).max_held_bytes == size
+    assert server_settings(tables(max_held_bytes=text)).max_held_bytes == size
 
 
 def test_none_switches_off_only_what_may_be_off() -> None:
-    assert build_config(tables(watchdog={"stall_s": "none"})).watchdog.stall_s is None
-    with pytest.raises(ConfigError, match="retain_steps: expected int"):
-        build_config(tables(retain_steps="none"))
+    assert server_settings(tables(watchdog={"stall_s": "none"})).watchdog.stall_s is None
+    with pytest.raises(ConfigError, match="retain_steps: 'none'; must be a whole number from 0 up"):
+        server_settings(tables(retain_steps="none"))
 
 
 def test_assigned_values_are_toml_or_plain_text() -> None:
-    changed = tables()
+    changed = Given(tables())
     for text in ("timeouts.peer_s=7.5", "run=night shift", "replay.sampler={kind='freshest', window=2}", "replicas=2"):
-        assign(changed, text)
-    config = build_config(changed)
+        changed.assign(text)
+    config = server_settings(changed)
     assert (config.timeouts.peer_s, config.run, config.replicas) == (7.5, "night shift", 2)
     assert config.replay.sampler == Freshest(2)
 
@@ -120,18 +132,62 @@ def test_assigned_values_are_toml_or_plain_text() -> None:
 @pytest.mark.parametrize("text", ["timeouts.peer_s", "=3", "folder.deep=1"])
 def test_assignments_without_a_place_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
-        assign(tables(), text)
+        Given(tables()).assign(text)
 
 
 def test_relative_paths_start_at_the_file(tmp_path: Path) -> None:
     (tmp_path / "plane.toml").write_text('folder = "runs/a"\nkeys = "none"\nlog_file = "/var/log/x"\n')
-    found = load_config(tmp_path / "plane.toml")
-    assert found == {"folder": str(tmp_path / "runs/a"), "keys": "none", "log_file": "/var/log/x"}
+    found = read_settings(tmp_path / "plane.toml")
+    assert found.tables == {"folder": str(tmp_path / "runs/a"), "keys": "none", "log_file": "/var/log/x"}
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
-        load_config(tmp_path / "absent.toml")
+        read_settings(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_bytes(b"folder = \xff")
     with pytest.raises(ConfigError, match=r"bad\.toml: not TOML"):
-        load_config(tmp_path / "bad.toml")
+        read_settings(tmp_path / "bad.toml")
+
+
+def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:
+    given = Given(tables(retain_steps=-1), "plane.toml")
+    given.assign("timeouts.peer_s=0")
+    with pytest.raises(ConfigError, match=r"^plane\.toml: retain_steps: -1"):
+        server_settings(given)
+    given.tables["retain_steps"] = 3
+    with pytest.raises(ConfigError, match=r"^the command line: timeouts\.peer_s: 0"):
+        server_settings(given)
+    given.assign("timeouts.peer_s=3")
+    with pytest.raises(ConfigError, match=r"^plane\.toml and the command line: timeouts: peer_s 3\.0"):
+        server_settings(given)
+
+
+def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
+    with ps.open(
+        "memory:", ranks=1, seq_len=8, groups_per_step=1, snapshot_every=7, requires=["logprobs"], pad_to_multiple_of=2
+    ):
+        pass
+    with pytest.raises(ConfigError, match="memory:: seq_lne: unknown setting; did you mean 'seq_len'"):
+        ps.open("memory:", ranks=1, seq_lne=8, groups_per_step=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="memory:: seq_len: missing"):
+        ps.open("memory:", ranks=1)
+    with pytest.raises(ConfigError, match=r"memory:: replay\.capacity: 0; must be a whole number from 1 up"):
+        ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, capacity=0)
+    with pytest.raises(ConfigError, match="tcp://x:1: ranks, run: the plane there has its own settings"):
+        ps.open("tcp://x:1", ranks=1, run="a")
+
+
+def test_help_shows_every_setting_with_its_default() -> None:
+    shown = inspect.signature(ps.open).parameters
+    assert {"where", "ranks", "groups_per_step", "sampler", "snapshot_every", "requires", "timeouts"} <= shown.keys()
+    assert (shown["snapshot_every"].default, shown["max_disk_bytes"].default) == (20_000, None)
+    assert inspect.signature(ps.Table).parameters["max_times_sampled"].default == 1
+
+
+def test_a_record_is_checked_however_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="replicas: 0; must be a whole number from 1 up"):
+        PlaneSettings(packing=Packing(ranks=1, seq_len=8), target=Target(groups=1), replicas=0)
+    with pytest.raises(ConfigError, match=r"sampler: .*Uniform.*; must be one of fifo"):
+        ps.Table(capacity=3, sampler=Uniform)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"MinSize\.min_size: 0"):
+        MinSize(0)

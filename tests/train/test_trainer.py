@@ -80,7 +80,7 @@ def run(folder: Path, steps: int, groups: list[Group]) -> tuple[Recorder, dict[s
         micro_batch_max_tokens=32,
         groups_per_step=2,
         run="demo",
-        packing={"long_rows": True},
+        long_rows=True,
         listen=[url],
     ) as plane:
         for group in groups:

@@ -22,76 +22,45 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.config import Given, add_flags, read_flags, template
 from penstock.errors import ConfigError
-from penstock.serve.process.config import assign, build_config, load_config
 from penstock.serve.process.daemon import Ready, run_plane
-from penstock.serve.process.template import TEMPLATE
+from penstock.serve.settings import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
 
-_FLAGS = {
-    "ranks": ("packing", "ranks", "data ranks that take part in every step"),
-    "seq_len": ("packing", "seq_len", "samples are cut to this many tokens"),
-    "micro_batch_max_tokens": ("packing", "micro_batch_max_tokens", "tokens of a micro-batch; default: seq-len"),
-    "groups_per_step": ("target", "groups", "groups that make a step"),
-    "samples_per_step": ("target", "samples", "samples that make a step"),
-    "tokens_per_step": ("target", "tokens", "tokens that make a step"),
-    "replicas": ("", "replicas", "processes per data rank"),
-}
-"""Flag -> (table, key, help)."""
-_TARGETS = ("groups", "samples", "tokens")
+_ONE_OF = ("groups", "samples", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", help='where the run is kept; "memory:" keeps nothing')
     parser.add_argument("--config", type=Path, metavar="FILE", help="read settings from a TOML file")
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write a commented TOML file and end")
-    for flag, (_, _, what) in _FLAGS.items():
-        parser.add_argument(f"--{flag.replace('_', '-')}", type=int, metavar="N", help=what)
-    parser.add_argument("--run", dest="run_name", metavar="NAME", help="the run's name")
-    parser.add_argument("--listen", action="append", metavar="URL", help="where to listen; may be given several times")
-    parser.add_argument("--keys", metavar="DIR", help="key folder; needed where other hosts can connect")
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics for Prometheus on a loopback address")
-    parser.add_argument("--log-file", metavar="FILE", help="write log lines there instead of to stderr")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, by its path")
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, which started us, ends")
     parser.add_argument("--json", action="store_true", help="print where it listens as one line of JSON")
+    add_flags(parser, ServerSettings, without=("folder",))
 
 
 def run(args: argparse.Namespace) -> int:
     if args.write_config is not None:
         return _write_config(args.write_config)
-    tables = tables_of(args)
+    given = given_by(args)
     if args.config is None:
-        _check_given(tables)
-    config = build_config(tables, _where(args))
+        _check_given(given.tables)
     say = _say_json if args.json else _say
-    return int(run_plane(config, ready=say, parent=args.parent))
+    return int(run_plane(server_settings(given), ready=say, parent=args.parent))
 
 
-def _where(args: argparse.Namespace) -> str:
-    """Where the settings stand: a wrong one may be in the file, or among the words that changed it."""
-    if args.config is None:
-        return "the command line"
-    return f"{args.config} and --set {' '.join(args.set)}" if args.set else str(args.config)
-
-
-def tables_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings as tables: those of the file, then flags, then --set."""
-    tables: dict[str, Any] = {} if args.config is None else load_config(args.config)
-    named = {"folder": args.folder, "listen": args.listen, "keys": args.keys, "run": args.run_name}
-    named |= {"metrics": args.metrics, "log_file": args.log_file}
-    tables |= {name: value for name, value in named.items() if value is not None}
-    targets = [f"--{kind}-per-step" for kind in _TARGETS if getattr(args, f"{kind}_per_step") is not None]
+def given_by(args: argparse.Namespace) -> Given:
+    """What the file says, then flags, then --set."""
+    given = Given() if args.config is None else read_settings(args.config)
+    if args.folder is not None:
+        given.set("folder", args.folder)
+    targets = [f"--{unit}-per-step" for unit in _ONE_OF if getattr(args, f"setting_{unit}_per_step") is not None]
     if len(targets) > 1:
         raise ConfigError(f"{' and '.join(targets)}: give exactly one; it says when a step is complete")
     if targets:
-        tables["target"] = {}  # what the file said no longer counts
-    for flag, (table, key, _) in _FLAGS.items():
-        value = getattr(args, flag)
-        if value is not None:
-            (tables.setdefault(table, {}) if table else tables)[key] = value
-    for text in args.set:
-        assign(tables, text)
-    return tables
+        given.tables["target"] = {}  # what the file said no longer counts
+    read_flags(args, ServerSettings, given, without=("folder",))
+    return given
 
 
 def _check_given(tables: dict[str, Any]) -> None:
@@ -109,7 +78,7 @@ def _check_given(tables: dict[str, Any]) -> None:
 def _write_config(path: Path) -> int:
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE)
+            file.write(template(EXAMPLE, title=TITLE))
     except FileExistsError:
         raise ConfigError(f"{path}: exists; remove it first, or write to another file") from None
     print(f"{path}: written; edit it, then: penstock serve --config {path}")

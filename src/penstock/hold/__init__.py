@@ -14,7 +14,7 @@ from penstock.hold.selector import Draw, Index, Selector
 from penstock.hold.slots import Key
 from penstock.hold.table import Table
 from penstock.hold.table_metrics import Reason
-from penstock.hold.table_settings import Settings
+from penstock.hold.table_settings import Replay, Settings
 from penstock.hold.uniform import Uniform
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Prioritized",
     "Queue",
     "Reason",
+    "Replay",
     "SamplesPerInsert",
     "Selector",
     "Settings",

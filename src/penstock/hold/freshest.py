@@ -6,12 +6,13 @@ from array import array
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
+from penstock.config import check
 from penstock.hold.selector import Draw, Index, Role, joined
 
 
@@ -31,12 +32,10 @@ class Freshest:
     [3, 2]
     """
 
-    window: int = 0
-    """How many versions behind the newest are as good as the newest."""
+    window: Annotated[int, Meta(ge=0, description="how many versions behind the newest are as good as the newest")] = 0
 
     def __post_init__(self) -> None:
-        if self.window < 0:
-            raise ConfigError(f"Freshest: window {self.window}; give the number of versions, 0 or more")
+        check(self, "Freshest")
 
     def build(self, capacity: int, role: Role) -> Index:  # noqa: ARG002
         return _VersionIndex(capacity, self.window)

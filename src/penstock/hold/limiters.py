@@ -8,8 +8,11 @@ built, settings under which both sides would end up waiting for each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
+from msgspec import Meta
+
+from penstock.config import check
 from penstock.errors import ConfigError
 
 _ROUNDING = 1e-6
@@ -45,7 +48,10 @@ class Limiter(Protocol):
 class MinSize:
     """Sampling waits until so many items are held; inserts never wait for sampling."""
 
-    min_size: int = 1
+    min_size: Annotated[int, Meta(ge=1, description="items that must be held before anything is sampled")] = 1
+
+    def __post_init__(self) -> None:
+        check(self, "MinSize")
 
     @property
     def max_batch(self) -> int | None:
@@ -65,7 +71,10 @@ class MinSize:
 class Queue:
     """At most `size` items wait; an insert beyond that waits until one has left."""
 
-    size: int
+    size: Annotated[int, Meta(ge=1, description="items that may wait")]
+
+    def __post_init__(self) -> None:
+        check(self, "Queue")
 
     @property
     def min_size(self) -> int:
@@ -104,24 +113,19 @@ class SamplesPerInsert:
     False
     """
 
-    ratio: float
-    """Samples per insert to aim at."""
-    min_size: int
-    """Items that must be held before anything is sampled."""
-    error_buffer: float
-    """How far the balance may stray, in samples."""
-    batch_size: int = 1
-    """The largest batch that will be asked for; batches are taken whole or not at all."""
+    ratio: Annotated[float, Meta(gt=0, description="samples per insert to aim at")]
+    min_size: Annotated[int, Meta(ge=1, description="items that must be held before anything is sampled")]
+    error_buffer: Annotated[float, Meta(gt=0, description="how far the balance may stray, in samples")]
+    batch_size: Annotated[
+        int, Meta(ge=1, description="the largest batch that will be asked for; a batch is taken in one piece or not")
+    ] = 1
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.ratio < float("inf"):
-            raise ConfigError(f"SamplesPerInsert: ratio {self.ratio}; give a positive number")
-        if self.batch_size < 1:
-            raise ConfigError(f"SamplesPerInsert: batch_size {self.batch_size}; give 1 or more")
+        check(self, "SamplesPerInsert")
         # A whole batch and one insert must fit between the bounds, or there is a balance at which neither
         # does: with ratio 1, buffer 1 and batch 4 the balance stops at 2.
         needed = max(1.0, self.ratio, (self.batch_size + self.ratio) / 2)
-        if not needed <= self.error_buffer < float("inf"):
+        if self.error_buffer < needed:
             raise ConfigError(
                 f"SamplesPerInsert: error_buffer {self.error_buffer} with ratio {self.ratio} and batch_size "
                 f"{self.batch_size}; give at least {needed}, or both sides would wait for each other"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError
+from penstock.config import check
 from penstock.hold.importance import inclusion_before
 from penstock.hold.selector import Draw, Index, Role, joined
 from penstock.hold.sumtree import SumTree
@@ -46,13 +47,11 @@ class Prioritized:
     {'always'}
     """
 
-    exponent: float = 1.0
-    """From 0 to 2."""
+    # Up to 2, priorities up to MAX_PRIORITY = 1e100 have weights that sum without overflow.
+    exponent: Annotated[float, Meta(ge=0, le=2, description="power of the priority; 0 is uniform")] = 1.0
 
     def __post_init__(self) -> None:
-        # Up to 2, priorities up to MAX_PRIORITY = 1e100 have weights that sum without overflow.
-        if not 0.0 <= self.exponent <= 2.0:
-            raise ConfigError(f"Prioritized: exponent {self.exponent}; give a number from 0 (uniform) to 2")
+        check(self, "Prioritized")
 
     def build(self, capacity: int, role: Role) -> Index:
         return _TreeIndex(capacity, _Liking(self.exponent) if role == "sample" else _Disliking(self.exponent))

@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.config import build, signature_of
 from penstock.errors import ConfigError, InvalidInput
 from penstock.hold import table_checkpoint
 from penstock.hold.batch import Batch
 from penstock.hold.core import OnEvict, Store
 from penstock.hold.fair_wait import Line
-from penstock.hold.fifo_lifo import Fifo
-from penstock.hold.limiters import Limiter, MinSize
+from penstock.hold.limiters import Limiter
 from penstock.hold.selector import Selector
 from penstock.hold.slots import Key
 from penstock.hold.table_checkpoint import Dump, Load
+from penstock.hold.table_keywords import TableKeywords
 from penstock.hold.table_metrics import report
-from penstock.hold.table_settings import Settings
+from penstock.hold.table_settings import Replay, Settings
 
 MAX_PRIORITY = 1e100
 """Beyond this, sums of powers of priorities could overflow."""
@@ -56,34 +58,18 @@ class Table:
     ...                max_times_sampled=None, max_staleness=4, seed=17)
     """
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        capacity_bytes: int | None = None,
-        capacity_tokens: int | None = None,
-        sampler: Selector | None = None,
-        remover: Selector | None = None,
-        limiter: Limiter | None = None,
-        max_times_sampled: int | None = 1,
-        max_staleness: int | None = None,
-        seed: int = 0,
-        on_evict: OnEvict | None = None,
-    ) -> None:
+    def __init__(self, *, on_evict: OnEvict | None = None, **settings: Unpack[TableKeywords]) -> None:
         """The settings are those of `Settings`. `on_evict(key, reason)` is told of every item that leaves; it
         runs under the table's lock, so it must be quick and must not call the table."""
-        settings = Settings(
-            capacity=capacity,
-            capacity_bytes=capacity_bytes,
-            capacity_tokens=capacity_tokens,
-            sampler=Fifo() if sampler is None else sampler,
-            remover=remover,
-            limiter=MinSize(1) if limiter is None else limiter,
-            max_times_sampled=max_times_sampled,
-            max_staleness=max_staleness,
-            seed=seed,
-        )
-        self._set_up(Store(settings, on_evict))
+        self._set_up(Store(build(Settings, settings, "Table"), on_evict))
+
+    @classmethod
+    def from_settings(cls, settings: Replay, *, on_evict: OnEvict | None = None) -> Table:
+        """A table of settings that are a record already."""
+        table = cls.__new__(cls)
+        values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        table._set_up(Store(Settings(**values), on_evict))
+        return table
 
     def _set_up(self, store: Store) -> None:
         self._store = store
@@ -362,6 +348,9 @@ class Table:
         else:
             table._set_up(table_checkpoint.read(source, parts, load, on_evict))
         return table
+
+
+Table.__init__.__signature__ = signature_of(Table.__init__, Settings)  # type: ignore[attr-defined]
 
 
 def _refuse_priority(where: str, priority: float) -> None:

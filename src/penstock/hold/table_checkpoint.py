@@ -27,15 +27,10 @@ from numpy.typing import NDArray
 
 from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
-from penstock.hold.by_priority import MaxPriority, MinPriority
 from penstock.hold.core import OnEvict, Store
-from penstock.hold.fifo_lifo import Fifo, Lifo
-from penstock.hold.freshest import Freshest
-from penstock.hold.limiters import MinSize, Queue, SamplesPerInsert
-from penstock.hold.prioritized import Prioritized
+from penstock.hold.registry import LIMITERS, SELECTORS
 from penstock.hold.slots import FREE, WIDTH, Key
 from penstock.hold.table_settings import Settings
-from penstock.hold.uniform import Uniform
 
 MAGIC = b"PSTABLE1"
 FORMAT = 1
@@ -46,12 +41,7 @@ Dump = Callable[[Any], bytes | bytearray | memoryview]
 Load = Callable[[memoryview], Any]
 """Bytes back to the item; they are a view into the file, valid as long as anyone holds it."""
 
-_PARTS: dict[str, Callable[..., Any]] = {
-    part.__name__: part
-    for part in (
-        Fifo, Lifo, Uniform, Prioritized, MinPriority, MaxPriority, Freshest, MinSize, Queue, SamplesPerInsert
-    )
-}  # fmt: skip
+_PARTS = {part.__name__: part for part in (*SELECTORS.values(), *LIMITERS.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,67 +1,74 @@
-"""Everything that defines a table, checked once, when it is built."""
+"""Everything that defines a table, declared and checked once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.hold.fifo_lifo import Fifo
 from penstock.hold.limiters import Limiter, MinSize
+from penstock.hold.registry import LIMITERS, SELECTORS
 from penstock.hold.selector import Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """A valid combination; impossible ones cannot be constructed."""
+class Replay:
+    """How items wait for training. The default is a queue: each item once, in order, nothing dropped.
 
-    capacity: int
-    """Items at most."""
-    capacity_bytes: int | None = None
-    """Sum of the items' `num_bytes` at most; None: unlimited."""
-    capacity_tokens: int | None = None
-    """Sum of the items' `num_tokens` at most; None: unlimited."""
-    sampler: Selector = field(default_factory=Fifo)
-    """Chooses what is sampled."""
-    remover: Selector | None = None
-    """Chooses what makes room in a full table; None: nothing is dropped, inserts wait instead."""
-    limiter: Limiter = field(default_factory=MinSize)
-    """Decides who waits."""
-    max_times_sampled: int | None = 1
-    """Uses after which an item leaves; None: it stays."""
-    max_staleness: int | None = None
-    """Policy versions an item may be behind; older ones leave. None: any number."""
-    seed: int = 0
-    """Of the table's random generator."""
+    Impossible combinations cannot be constructed.
+    """
+
+    capacity: Annotated[int, Meta(ge=1, description="items held at most; in a plane an item is a group")] = 1 << 16
+    sampler: Annotated[Selector, SELECTORS, Meta(description="chooses what is trained on next")] = field(
+        default_factory=Fifo
+    )
+    remover: Annotated[
+        Selector | None,
+        SELECTORS,
+        Meta(description="chooses what makes room when it is full; none: nothing is dropped, puts wait"),
+    ] = None
+    limiter: Annotated[Limiter, LIMITERS, Meta(description="decides who waits for whom")] = field(
+        default_factory=MinSize
+    )
+    max_times_sampled: Annotated[
+        int | None, Meta(ge=1, description="uses after which an item leaves; none: it stays")
+    ] = 1
+    max_staleness: Annotated[
+        int | None,
+        Meta(ge=0, description="policy versions behind the published one beyond which an item is dropped; none: any"),
+    ] = None
+    seed: Annotated[int, Meta(ge=0, description="of the random draws")] = 0
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        check(self)
         if self.remover is None and self.max_times_sampled is None and self.max_staleness is None:
             raise ConfigError(
-                "Table: no remover, max_times_sampled or max_staleness, so nothing ever leaves and a full "
+                "remover, max_times_sampled, max_staleness: all none, so nothing ever leaves and a full "
                 "table stops; give one of them (remover=Fifo() drops the oldest)"
             )
-        for name, part in (("sampler", self.sampler), ("remover", self.remover)):
-            if part is not None and (isinstance(part, type) or not isinstance(part, Selector)):
-                raise ConfigError(f"Table: {name} {part!r} is no selector; give for example Fifo() or Uniform()")
-        if isinstance(self.limiter, type) or not isinstance(self.limiter, Limiter):
-            raise ConfigError(f"Table: limiter {self.limiter!r} is no limiter; give for example MinSize(1)")
         self.limiter.check(
             capacity=self.capacity,
             max_times_sampled=self.max_times_sampled,
             evicts=self.remover is not None,
         )
 
-    def _check_numbers(self) -> None:
-        for name, least in (
-            ("capacity", 1),
-            ("capacity_bytes", 1),
-            ("capacity_tokens", 1),
-            ("max_times_sampled", 1),
-            ("max_staleness", 0),
-            ("seed", 0),
-        ):
-            value = getattr(self, name)
-            if value is None and name not in ("capacity", "seed"):
-                continue
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"Table: {name} {value!r}; give a whole number, {least} or more")
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a table is composed of."""
+        return {"sampler": self.sampler, "remover": self.remover, "limiter": self.limiter}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Replay):
+    """A table's settings: those of replay, and limits by size."""
+
+    capacity_bytes: Annotated[
+        int | None, Meta(ge=1, description="sum of the items' `num_bytes` at most; none: any")
+    ] = None
+    capacity_tokens: Annotated[
+        int | None, Meta(ge=1, description="sum of the items' `num_tokens` at most; none: any")
+    ] = None

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from penstock.config import check
 from penstock.errors import ConfigError, InvalidInput
 
 
@@ -32,19 +34,15 @@ class Cost:
     [24.0, 39.0]
     """
 
-    overhead: float = 0.0
-    """Of each micro-batch, whatever is in it."""
-    per_token: float = 24576.0
-    per_token_squared: float = 1.0
-    """Times the sum over samples of the squared length."""
-    per_patch: float = 0.0
-    """Of the vision tower."""
+    overhead: Annotated[float, Meta(ge=0, description="of each micro-batch, whatever is in it")] = 0.0
+    per_token: Annotated[float, Meta(ge=0, description="of each token")] = 24576.0
+    per_token_squared: Annotated[
+        float, Meta(ge=0, description="times the sum over samples of the squared length: attention")
+    ] = 1.0
+    per_patch: Annotated[float, Meta(ge=0, description="of each image patch: the vision tower")] = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"cost.{field.name}: {value}; must be a finite number, 0 or more")
+        check(self, "cost")
         if self.per_token == 0 and self.per_token_squared == 0:
             raise ConfigError("cost: per_token and per_token_squared are both 0; every sample would be free")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.pack.bins import Caps
 from penstock.pack.cost import Cost
@@ -22,9 +25,15 @@ class Modalities:
     modalities in `together` only if the model runs its vision tower on every micro-batch, images or not.
     """
 
-    together: tuple[str, ...] = ()
+    together: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="modalities that may share a micro-batch: two or three of text, image, video; or none of them"
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
+        check(self, "modalities")
         unknown = set(self.together) - set(MODALITIES)
         if unknown or len(set(self.together)) != len(self.together) or len(self.together) == 1:
             raise ConfigError(f"modalities.together: {self.together}; name two or three of {', '.join(MODALITIES)}")
@@ -39,39 +48,41 @@ class Modalities:
 class Packing:
     """How a step is packed. See `pack` for the meaning of each setting."""
 
-    ranks: int
-    seq_len: int
-    """Samples are cut to this many tokens."""
-    micro_batch_max_tokens: int | None = None
-    """Tokens of a micro-batch, padding included; None is `seq_len`."""
-    pad_to_multiple_of: int = 1
-    max_samples: int | None = None
-    """Samples per micro-batch."""
-    max_patches: int | None = None
-    """Image patches per micro-batch."""
-    cost: Cost = field(default_factory=Cost)
-    over_cap: Literal["soft", "strict"] = "soft"
-    """A sample beyond a cap: alone in its micro-batch and counted, or an error."""
-    modalities: Modalities = field(default_factory=Modalities)
-    rows_by: Literal["modality", "run"] = "modality"
-    """What all ranks share at a micro-batch index: the modality, or the run as well."""
-    pad_id: int = 0
-    """Token id of padding."""
-    long_rows: bool = False
-    """Allow `micro_batch_max_tokens` above `seq_len`."""
+    ranks: Annotated[int, Meta(ge=1, description="data ranks that take part in every step")]
+    seq_len: Annotated[int, Meta(ge=1, description="samples are cut to this many tokens")]
+    micro_batch_max_tokens: Annotated[
+        int | None, Meta(ge=1, description="tokens of a micro-batch, padding included; none: seq_len")
+    ] = None
+    pad_to_multiple_of: Annotated[
+        int, Meta(ge=1, description="micro-batches are padded to a multiple of this many tokens")
+    ] = 1
+    max_samples: Annotated[int | None, Meta(ge=1, description="samples per micro-batch at most; none: any")] = None
+    max_patches: Annotated[int | None, Meta(ge=1, description="image patches per micro-batch at most; none: any")] = (
+        None
+    )
+    cost: Annotated[
+        Cost,
+        Meta(
+            description="what a micro-batch costs, by which ranks are balanced, in any unit: overhead + per_token * "
+            "tokens + per_token_squared * sum(length ** 2) + per_patch * patches"
+        ),
+    ] = field(default_factory=Cost)
+    over_cap: Annotated[
+        Literal["soft", "strict"],
+        Meta(description="a sample beyond a cap: soft, alone in its micro-batch and counted; strict, an error"),
+    ] = "soft"
+    modalities: Annotated[Modalities, Meta(description="which modalities may share a micro-batch")] = field(
+        default_factory=Modalities
+    )
+    rows_by: Annotated[
+        Literal["modality", "run"],
+        Meta(description="what all ranks share at a micro-batch index: the modality, or the run as well"),
+    ] = "modality"
+    pad_id: Annotated[int, Meta(ge=0, le=2**32 - 1, description="token id of padding")] = 0
+    long_rows: Annotated[bool, Meta(description="allow micro_batch_max_tokens above seq_len")] = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "seq_len", "micro_batch_max_tokens", "pad_to_multiple_of", "max_samples", "max_patches"):
-            value = getattr(self, name)
-            optional = name in ("micro_batch_max_tokens", "max_samples", "max_patches")
-            if not (value is None and optional) and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}: {value!r}; must be a whole number from 1 up")
-        if not 0 <= self.pad_id < 2**32:
-            raise ConfigError(f"pad_id: {self.pad_id!r}; must be a token id, from 0 to {2**32 - 1}")
-        if self.over_cap not in ("soft", "strict"):
-            raise ConfigError(f"over_cap: {self.over_cap!r}; must be 'soft' or 'strict'")
-        if self.rows_by not in ("modality", "run"):
-            raise ConfigError(f"rows_by: {self.rows_by!r}; must be 'modality' or 'run'")
+        check(self)
         if self.cap > self.seq_len and not self.long_rows:
             raise ConfigError(
                 f"micro_batch_max_tokens: {self.cap} with seq_len {self.seq_len}; lower it to {self.seq_len} or less, "

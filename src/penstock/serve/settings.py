@@ -1,31 +1,57 @@
-"""The settings of a plane, checked once."""
+"""The settings of a plane, and of the process that serves one: each declared once, here or in the records inside.
+
+`penstock.config` makes the rest of these declarations: the keyword arguments of `penstock.open`, `plane.toml` and its
+template, the flags of `penstock serve`, the tables in docs/settings.md.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.config import Given, build, check
+from penstock.config.build import unknown
 from penstock.errors import ConfigError
-from penstock.hold import Fifo, Limiter, Selector, Table
-from penstock.hold.core import OnEvict
+from penstock.hold import Replay as Replay
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
+
+Listen = Annotated[
+    tuple[str, ...],
+    Meta(
+        description="addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; "
+        "shm+ipc://PATH, the fastest way within one host; file://FOLDER over a shared filesystem; addresses that other "
+        "hosts can reach need `keys`"
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """When a step is full: exactly one of the three is given."""
 
-    groups: int | None = None
-    samples: int | None = None
-    tokens: int | None = None
+    groups: Annotated[
+        int | None, Meta(ge=1, description="groups that make a step", extra={"keyword": "groups_per_step"})
+    ] = None
+    samples: Annotated[
+        int | None, Meta(ge=1, description="samples that make a step", extra={"keyword": "samples_per_step"})
+    ] = None
+    tokens: Annotated[
+        int | None, Meta(ge=1, description="tokens that make a step", extra={"keyword": "tokens_per_step"})
+    ] = None
 
     def __post_init__(self) -> None:
+        check(self)
         given = {n: v for n in ("groups", "samples", "tokens") if (v := getattr(self, n)) is not None}
-        if len(given) != 1 or next(iter(given.values())) < 1:
+        if len(given) != 1:
             raise ConfigError(
                 f"step target: {given or 'none'}; give exactly one of groups_per_step, samples_per_step, "
-                "tokens_per_step, from 1 up"
+                "tokens_per_step"
             )
 
     @property
@@ -50,71 +76,162 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """How groups wait for training. The default is a queue: each group once, in order, nothing dropped."""
-
-    capacity: int = 1 << 16
-    """Groups."""
-    sampler: Selector = field(default_factory=Fifo)
-    remover: Selector | None = None
-    limiter: Limiter | None = None
-    max_times_sampled: int | None = 1
-    max_staleness: int | None = None
-    """Policy versions behind the trainer's published one beyond which a group is dropped."""
-    seed: int = 0
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """What a table is composed of."""
-        return {"sampler": self.sampler, "remover": self.remover, "limiter": self.limiter}
-
-    def table(self, on_evict: OnEvict) -> Table:
-        return Table(
-            capacity=self.capacity,
-            **self.parts,
-            max_times_sampled=self.max_times_sampled,
-            max_staleness=self.max_staleness,
-            seed=self.seed,
-            on_evict=on_evict,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneSettings:
     """Everything a plane is told when it starts."""
 
-    packing: Packing
-    target: Target
-    run: str = "run"
-    replay: Replay = field(default_factory=Replay)
-    replicas: int = 1
-    """Processes per data rank (tensor or context parallel); each gets the rank's data."""
-    max_held_bytes: int = 4 << 30
-    """Encoded bytes that may wait for training; beyond, puts are refused with `Overloaded`."""
-    max_disk_bytes: int | None = None
-    shares: dict[str, float] = field(default_factory=dict)
-    """Runs that share the trainer, by the name in `Sample.run`, each with its weight; none: runs are not kept apart."""
-    evict_after: int | None = 3
-    """Groups of one run set aside, because no step could be made with them, after which the run is evicted."""
-    retain_steps: int = 64
-    """Committed steps that can still be served again, for a trainer that resumes from an older checkpoint."""
-    snapshot_every: int = 20_000
-    """Decisions (groups, steps, reports) after which memory is written down, so that a restart need not redo them."""
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    packing: Annotated[Packing, Meta(description="how a step is packed", extra={"flat": True})]
+    target: Annotated[
+        Target,
+        Meta(description="when a step is full: exactly one of groups, samples, tokens", extra={"flat": True}),
+    ]
+    run: Annotated[
+        str,
+        Meta(min_length=1, description="the run's name; ranks and workers that name another are refused"),
+    ] = "run"
+    listen: Listen = ()
+    keys: Annotated[
+        str | None,
+        Meta(
+            description="key folder made by `penstock keys`; needed where other hosts can connect", extra={"path": True}
+        ),
+    ] = None
+    replicas: Annotated[
+        int,
+        Meta(ge=1, description="processes per data rank (tensor or context parallel); each gets the rank's data"),
+    ] = 1
+    requires: Annotated[
+        tuple[str, ...],
+        Meta(description="columns that every group must have, such as logprobs; a put without one is refused"),
+    ] = ()
+    max_group_tokens: Annotated[
+        int | None, Meta(ge=1, description="tokens that a group may decode to; none: made from seq_len")
+    ] = None
+    max_group_bytes: Annotated[
+        int | None, Meta(ge=1, description="bytes that a group may decode to; none: made from max_group_tokens")
+    ] = None
+    max_held_bytes: Annotated[
+        int, Meta(ge=1, description="encoded bytes that may wait for training; beyond, puts wait or raise Overloaded")
+    ] = 4 << 30
+    max_disk_bytes: Annotated[
+        int | None,
+        Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),
+    ] = None
+    disk_reserve_bytes: Annotated[
+        int,
+        Meta(ge=0, description="bytes kept free of puts on the disk, so that what was accepted can still be trained"),
+    ] = 64 << 20
+    retain_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="committed steps that can still be served again, to a trainer that resumes from an older "
+            "checkpoint",
+        ),
+    ] = 64
+    snapshot_every: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="decisions (groups, steps, reports) after which the plane's memory is written down; a restart "
+            "does again only what came later",
+        ),
+    ] = 20_000
+    evict_after: Annotated[
+        int | None,
+        Meta(
+            ge=1, description="groups of one run that no step could take, after which the run is evicted; none: never"
+        ),
+    ] = 3
+    shares: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        Meta(
+            description="runs that share the trainer, as named in their samples' `run`, each with its weight; groups "
+            "of other runs are refused; empty: runs are not kept apart"
+        ),
+    ] = field(default_factory=dict)
+    replay: Annotated[
+        Replay,
+        Meta(
+            description="how groups wait for training; a run keeps the replay settings it began with",
+            extra={"flat": True},
+        ),
+    ] = field(default_factory=Replay)
+    timeouts: Annotated[Timeouts, Meta(description="how long anybody may be silent")] = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "max_held_bytes", "snapshot_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)}; must be from 1 up")
-        for run, weight in self.shares.items():
-            if not run or not 0 < weight < float("inf"):
-                raise ConfigError(f"shares: {run!r} has {weight}; give each run a name and a positive number")
-        if self.evict_after is not None and self.evict_after < 1:
-            raise ConfigError(f"evict_after: {self.evict_after}; must be from 1 up, or none")
-        if self.retain_steps < 0:
-            raise ConfigError(f"retain_steps: {self.retain_steps}; must be from 0 up")
+        check(self)
+        if "" in self.shares:
+            raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
+        for name in self.requires:
+            if name not in TOKEN_COLUMNS:
+                raise ConfigError(f"requires: {name!r}: {unknown(name, TOKEN_COLUMNS, 'column')}")
         if self.target.groups is not None and self.target.groups > self.replay.capacity:
             raise ConfigError(
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
                 "a step could never be filled; raise the capacity"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """When the second process ends the plane: its stacks go to the log, then SIGKILL."""
+
+    stall_s: Annotated[
+        float | None, Meta(gt=0, description="seconds without a turn of the loop; none: no watchdog")
+    ] = 300.0
+    end_s: Annotated[float, Meta(gt=0, description="seconds from SIGTERM until the plane is given up")] = 7.0
+    grace_s: Annotated[float, Meta(gt=0, description="seconds for writing the stacks, before SIGKILL")] = 2.0
+
+    def __post_init__(self) -> None:
+        check(self, "watchdog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(PlaneSettings):
+    """Everything a server process is told: the plane's settings, and where it keeps and shows things."""
+
+    folder: Annotated[
+        str,
+        Meta(min_length=1, description='where the run is kept; "memory:" keeps nothing', extra={"path": True}),
+    ]
+    listen: Listen = ("tcp://127.0.0.1:7440",)
+    metrics: Annotated[
+        str | None,
+        Meta(description="HOST:PORT of a Prometheus page, on a loopback address; port 0 picks a free one; none: off"),
+    ] = None
+    log_file: Annotated[
+        str | None, Meta(description="write log lines there instead of to stderr", extra={"path": True})
+    ] = None
+    watchdog: Annotated[Watch, Meta(description="a second process that ends a plane whose loop no longer turns")] = (
+        field(default_factory=Watch)
+    )
+
+    def __post_init__(self) -> None:
+        PlaneSettings.__post_init__(self)
+        if not self.listen:
+            raise ConfigError("listen: empty; without an address nobody could connect")
+
+
+EXAMPLE = ServerSettings(folder="runs/demo", packing=Packing(ranks=1, seq_len=4096), target=Target(groups=4))
+"""What `penstock serve --write-config` writes down."""
+TITLE = """\
+The settings of a plane. Start it with:  penstock serve --config plane.toml
+Values in comments are the defaults. An unknown name is an error. "none" switches off what may be off.
+Sizes are bytes, or text such as "4 GiB". Relative paths start at this file's folder.
+"""
+
+
+def read_settings(path: str | Path) -> Given:
+    """The tables of plane.toml, its paths made absolute; check them with `build`."""
+    return Given.read(path, hint="write one with `penstock serve --write-config PATH`", paths_of=ServerSettings)
+
+
+def server_settings(given: Given | Mapping[str, Any], where: str = "settings") -> ServerSettings:
+    """The settings that tables describe; ConfigError names the key's path and `where` it stands.
+
+    >>> packing = {"ranks": 2, "seq_len": 4096}
+    >>> settings = server_settings({"folder": "runs/demo", "packing": packing, "target": {"groups": 4}})
+    >>> settings.packing.ranks, settings.listen
+    (2, ('tcp://127.0.0.1:7440',))
+    """
+    return build(ServerSettings, given, where)

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from penstock.config import build, nested, signature_of
 from penstock.errors import ConfigError, PenstockError
-from penstock.hold import Fifo, Limiter, Selector
-from penstock.pack import Cost, Packing
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
@@ -27,48 +25,23 @@ from penstock.send.shared_memory import SharedClient, SharedPlane
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.plane import Plane
+from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.server import Server
-from penstock.serve.settings import PlaneSettings, Replay, Target
+from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
+_CALLERS = ("keys", "timeouts")
+"""Settings of the line to a plane, not of the plane."""
 
 
-def open(  # noqa: A001 - ps.open is what it is called
-    where: str | Path,
-    *,
-    ranks: int | None = None,
-    seq_len: int | None = None,
-    micro_batch_max_tokens: int | None = None,
-    groups_per_step: int | None = None,
-    samples_per_step: int | None = None,
-    tokens_per_step: int | None = None,
-    sampler: Selector | None = None,
-    remover: Selector | None = None,
-    limiter: Limiter | None = None,
-    capacity: int = 1 << 16,
-    max_times_sampled: int | None = 1,
-    max_staleness: int | None = None,
-    seed: int = 0,
-    cost: Cost | None = None,
-    packing: dict[str, Any] | None = None,
-    run: str = "run",
-    replicas: int = 1,
-    shares: Mapping[str, float] | None = None,
-    evict_after: int | None = 3,
-    max_held_bytes: int = 4 << 30,
-    max_disk_bytes: int | None = None,
-    retain_steps: int = 64,
-    timeouts: Timeouts | None = None,
-    listen: Sequence[str] = (),
-    keys: str | Path | None = None,
-) -> Plane:
+def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa: A001 - ps.open is what it is called
     """A plane: in this process for a folder or "memory:", a line to one elsewhere for an address.
 
-    `packing` takes further settings of `penstock.pack`; `listen` lists addresses where other processes may join;
-    `shares` divides the trainer between runs or adapters, named as in `Sample.run`, by weight.
+    In this process it needs `ranks`, `seq_len` and one of `groups_per_step`, `samples_per_step`, `tokens_per_step`. A
+    plane elsewhere has its own settings; only `keys` and `timeouts` are the caller's. docs/settings.md has all of them.
 
     >>> import penstock as ps
     >>> with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane:
@@ -83,51 +56,27 @@ def open(  # noqa: A001 - ps.open is what it is called
     ...     print(step.loss_tokens, plane.ledger.committed)
     2 2
     """
-    address = str(where)
+    address, given = str(where), dict(settings)
     if address.startswith(_REMOTE):
-        if ranks is not None or seq_len is not None:
-            raise ConfigError(f"{address}: the plane there has its own ranks and seq_len; leave them out")
-        return Plane(lambda: client_carrier(address, keys), url=address, timeouts=timeouts)
-    if ranks is None or seq_len is None:
-        raise ConfigError(f"{address}: a plane in this process needs ranks and seq_len")
-    settings = PlaneSettings(
-        packing=Packing(
-            ranks=ranks,
-            seq_len=seq_len,
-            micro_batch_max_tokens=micro_batch_max_tokens,
-            cost=cost or Cost(),
-            **(packing or {}),
-        ),
-        target=Target(groups=groups_per_step, samples=samples_per_step, tokens=tokens_per_step),
-        run=run,
-        replay=Replay(
-            capacity=capacity,
-            sampler=sampler or Fifo(),
-            remover=remover,
-            limiter=limiter,
-            max_times_sampled=max_times_sampled,
-            max_staleness=max_staleness,
-            seed=seed,
-        ),
-        replicas=replicas,
-        shares=dict(shares or {}),
-        evict_after=evict_after,
-        max_held_bytes=max_held_bytes,
-        max_disk_bytes=max_disk_bytes,
-        retain_steps=retain_steps,
-        timeouts=timeouts or Timeouts(),
-    )
-    return open_settings(address, settings, listen=listen, keys=keys)
+        return _line_to(address, given)
+    tables = nested(PlaneSettings, given, address)
+    missing = [name for name in ("ranks", "seq_len") if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{address}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len"
+        )
+    return open_settings(address, build(PlaneSettings, tables, address))
 
 
-def open_settings(
-    where: str, settings: PlaneSettings, *, listen: Sequence[str] = (), keys: str | Path | None = None
-) -> Plane:
+open.__signature__ = signature_of(open, PlaneSettings)  # type: ignore[attr-defined]
+
+
+def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """A plane in a thread of this process."""
     memory = MemoryPlane()
     log = Log(None if where == "memory:" else where, max_disk_bytes=settings.max_disk_bytes)
     try:
-        others = [plane_carrier(url, keys) for url in listen]
+        others = [plane_carrier(url, settings.keys) for url in settings.listen]
         server = Server(settings, log, [memory, *others])
     except BaseException:
         log.close()
@@ -135,6 +84,16 @@ def open_settings(
     thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
     return Plane(memory.connect, url=where, timeouts=settings.timeouts, server=server, thread=thread)
+
+
+def _line_to(address: str, given: dict[str, Any]) -> Plane:
+    """A line to a plane elsewhere, which was told its settings where it was started."""
+    nested(PlaneSettings, given, address)  # names that nobody knows are refused as such
+    theirs = [name for name in given if name not in _CALLERS]
+    if theirs:
+        raise ConfigError(f"{address}: {', '.join(theirs)}: the plane there has its own settings; leave them out")
+    keys = given.get("keys")
+    return Plane(lambda: client_carrier(address, keys), url=address, timeouts=given.get("timeouts"))
 
 
 def _run(server: Server) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.errors import Evicted, InvalidInput, UnknownKey
-from penstock.hold import Key, Table
+from penstock.hold import Key, Replay, Table
 from penstock.hold.core import OnEvict
 from penstock.serve.decisions.fair_share import FairShare
 from penstock.serve.decisions.log import GroupRow
 from penstock.serve.decisions.snapshot import SavedTables
-from penstock.serve.settings import Replay, Target
+from penstock.serve.settings import Target
 
 Look = Callable[[Key], GroupRow]
 """The group that waits under a key."""
@@ -86,7 +86,7 @@ class RunTables:
         """The table of a table_name, made when it is first needed."""
         found = self.tables.get(table_name)
         if found is None:
-            found = self.tables[table_name] = self._replay.table(self._on_evict)
+            found = self.tables[table_name] = Table.from_settings(self._replay, on_evict=self._on_evict)
             found.advance(self._policy_version)
         return found
 

@@ -29,11 +29,11 @@ from penstock.errors import ConfigError, Fenced, PenstockError
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
-from penstock.serve.process.config import PlaneConfig
 from penstock.serve.process.log_format import LineFormatter
 from penstock.serve.process.prometheus import MetricsPage, Snapshot
 from penstock.serve.process.server import Server
 from penstock.serve.process.watchdog import Watchdog, die_with_parent
+from penstock.serve.settings import ServerSettings
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
@@ -75,7 +75,7 @@ class Ready:
     """Whether clients need keys."""
 
 
-def run_plane(config: PlaneConfig, *, ready: Callable[[Ready], None], parent: int | None = None) -> Exit:
+def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent: int | None = None) -> Exit:
     """Run a plane in this process, in the main thread, until a signal ends it; `ready` is called when it listens.
 
     `parent` names the process that started this one: when that dies, however it dies, so does the plane.
@@ -106,7 +106,7 @@ def run_plane(config: PlaneConfig, *, ready: Callable[[Ready], None], parent: in
 class LoopHooks:
     """What is done between two turns of the plane's loop: beat, answer onlookers, end when asked to."""
 
-    def __init__(self, config: PlaneConfig) -> None:
+    def __init__(self, config: ServerSettings) -> None:
         self.config = config
         self.server: Server
         self.log: Log
@@ -164,9 +164,9 @@ class LoopHooks:
         )
 
 
-def _open(config: PlaneConfig, stack: contextlib.ExitStack) -> LoopHooks:
+def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     """Everything that can refuse to start; what was opened is closed again if the rest cannot be."""
-    settings, turns = config.settings, LoopHooks(config)
+    turns = LoopHooks(config)
     with contextlib.ExitStack() as opened:
         log = _open_log(config)
         opened.callback(log.close)
@@ -176,7 +176,7 @@ def _open(config: PlaneConfig, stack: contextlib.ExitStack) -> LoopHooks:
             carriers.append(plane_carrier(url, config.keys))
             opened.callback(carriers[-1].close)
             stack.callback(_remove_socket, carriers[-1].url, _inode(carriers[-1].url))
-        turns.server = Server(settings, log, carriers, on_turn=turns)
+        turns.server = Server(config, log, carriers, on_turn=turns)
         if config.metrics is not None:
             turns.page = MetricsPage(config.metrics, turns.snapshot.ask)
             opened.callback(turns.page.close)

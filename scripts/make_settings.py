@@ -1,0 +1,88 @@
+"""Write what is made of the declarations of settings: keyword types, and the tables of docs/settings.md.
+
+.venv/bin/python scripts/make_settings.py            write them
+.venv/bin/python scripts/make_settings.py --check    exit 1 when one is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.config import docs_table, typed_dict
+from penstock.hold import Settings
+from penstock.serve.settings import PlaneSettings, ServerSettings
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "settings.md"
+TABLES = {"plane": ServerSettings}
+"""By the name in the page's markers."""
+
+_TABLE_HEAD = '''"""The keyword arguments of `Table`. Made by scripts/make_settings.py."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from penstock.hold.limiters import Limiter
+from penstock.hold.selector import Selector
+
+
+'''
+_PLANE_HEAD = '''"""The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from penstock.hold import Limiter, Selector
+from penstock.pack import Cost, Modalities
+from penstock.send.timeouts import Timeouts
+
+
+'''
+
+
+def modules() -> dict[Path, str]:
+    """The modules with keyword types, as they should be."""
+    package = ROOT / "src" / "penstock"
+    table = typed_dict("TableKeywords", Settings, "What a table may be told; every setting has a default.")
+    plane = typed_dict("PlaneKeywords", PlaneSettings, "What a plane may be told when it is opened.")
+    return {
+        package / "hold" / "table_keywords.py": _TABLE_HEAD + table,
+        package / "serve" / "clients" / "plane_keywords.py": _PLANE_HEAD + plane,
+    }
+
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name} settings: made by scripts/make_settings.py -->", f"<!-- end of {name} settings -->"
+
+
+def updated(page: str) -> str:
+    """The page with the tables of today."""
+    for name, kind in TABLES.items():
+        start, end = markers(name)
+        before, rest = page.split(start)
+        page = f"{before}{start}\n{docs_table(kind)}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def wanted() -> dict[Path, str]:
+    """Every file that is made here, or in part, as it should be."""
+    return {**modules(), PAGE: updated(PAGE.read_text(encoding="utf-8"))}
+
+
+def main(words: list[str]) -> int:
+    stale = [path for path, text in wanted().items() if path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if "--check" in words:
+            print(f"{path.relative_to(ROOT)}: out of date; run scripts/make_settings.py", file=sys.stderr)
+        else:
+            path.write_text(wanted()[path], encoding="utf-8")
+    return int(bool(stale) and "--check" in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""A record from tables: unknown keys, missing keys and wrong values are errors with their path and their origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from penstock.config.given import Given
+from penstock.config.setting import NONE, Kinds, Setting, settings_of
+from penstock.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "settings") -> T:
+    """The record that tables describe.
+
+    >>> from penstock.send.timeouts import Timeouts
+    >>> build(Timeouts, {"peer_s": 5}).peer_s
+    5.0
+    """
+    if not isinstance(given, Given):
+        given = Given(dict(given), where)
+    made: T = _record(kind, given.tables, given, "", {})
+    return made
+
+
+def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
+    """What is wrong with a name that nobody knows."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, 1)
+    return f"unknown {what}; " + (f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}")
+
+
+def _record(kind: type[Any], tables: Any, given: Given, path: str, defaults: Mapping[str, Any]) -> Any:
+    """One record from a table; what neither the table nor `defaults` has takes the declared default."""
+    if not isinstance(tables, Mapping):
+        raise ConfigError(f"{given.who(path)}: {path}: {tables!r:.60}; must be a table")
+    settings = {setting.name: setting for setting in settings_of(kind)}
+    for name in tables:
+        if name not in settings:
+            raise ConfigError(f"{given.who(_join(path, name))}: {_join(path, name)}: {unknown(name, settings)}")
+    values = dict(defaults)
+    for name, setting in settings.items():
+        if name in tables:
+            values[name] = _value(setting, tables[name], given, _join(path, name))
+        elif setting.required and name not in values:
+            raise ConfigError(f"{given.who(path)}: {_join(path, name)}: missing; {setting.meaning or 'give it'}")
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        table = f"{path}: " if path else ""
+        raise ConfigError(
+            f"{given.who(path) if path else given.where}: {table}{str(error).removeprefix(table)}"
+        ) from None
+
+
+def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
+    if setting.record is None and setting.kinds is None:
+        try:
+            return setting.convert(value, path)
+        except ConfigError as error:
+            raise ConfigError(f"{given.who(path)}: {error}") from None
+    if setting.optional and (value is None or value == NONE):
+        return None
+    if not isinstance(value, type) and isinstance(value, setting.type):
+        return value
+    if setting.kinds is not None:
+        return _part(setting, setting.kinds, value, given, path)
+    assert setting.record is not None
+    whole = setting.default if isinstance(setting.default, setting.record) else None
+    defaults = {} if whole is None else {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
+    return _record(setting.record, value, given, path, defaults)
+
+
+def _part(setting: Setting, kinds: Kinds, value: Any, given: Given, path: str) -> Any:
+    """One of several classes, from its name or from a table with its name as `kind`."""
+    table = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
+        raise ConfigError(f"{given.who(path)}: {setting.error(value, path)}")
+    kind = table["kind"]
+    if kind not in kinds:
+        raise ConfigError(f"{given.who(path)}: {path}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
+    return _record(kinds[kind], {name: v for name, v in table.items() if name != "kind"}, given, path, {})
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

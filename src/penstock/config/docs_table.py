@@ -1,0 +1,42 @@
+"""The table of settings in the docs, from the records that declare them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from penstock.config.keywords import keywords_of
+from penstock.config.setting import Setting, settings_of
+from penstock.config.template import toml
+
+_HEAD = ("| in a file | takes | default | what it does |", "|---|---|---|---|")
+_HEAD_WITH_KEYWORDS = ("| keyword, flag | in a file | takes | default | what it does |", "|---|---|---|---|---|")
+
+
+def docs_table(kind: type[Any], *, keywords: bool = True) -> str:
+    """A Markdown table of every setting of a record; with `keywords`, also their names as arguments and flags."""
+    names = {keyword.path: keyword.name for keyword in keywords_of(kind)} if keywords else {}
+    rows = [_row(path, setting, default, names, keywords) for path, setting, default in _all(kind, "", None)]
+    return "\n".join([*(_HEAD_WITH_KEYWORDS if keywords else _HEAD), *rows])
+
+
+def _all(kind: type[Any], table: str, whole: Any) -> list[tuple[str, Setting, Any]]:
+    """Every setting with its path and default: those of a table before the tables in it."""
+    found, below = [], []
+    for setting in settings_of(kind):
+        path = f"{table}.{setting.name}".strip(".")
+        default = setting.default if whole is None else getattr(whole, setting.name)
+        if setting.record is None:
+            found.append((path, setting, default))
+        else:
+            inner = default if isinstance(default, setting.record) else None
+            below += _all(setting.record, path, inner)
+    return [*found, *below]
+
+
+def _row(path: str, setting: Setting, default: Any, names: dict[str, str], keywords: bool) -> str:
+    shown = "must be given" if default is dataclasses.MISSING else f"`{toml(default, setting)}`"
+    cells = [f"`{path}`", setting.takes, shown, setting.meaning]
+    if keywords:
+        cells.insert(0, f"`{names[path]}`" if path in names else "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

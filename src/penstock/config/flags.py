@@ -1,0 +1,70 @@
+"""Settings as flags of a command: `--seq-len 4096` for every keyword, `--set timeouts.peer_s=5` for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Collection
+from typing import Any
+
+from penstock.config.given import Given, toml_value
+from penstock.config.keywords import Keyword, keywords_of
+from penstock.config.template import toml
+
+_PREFIX = "setting_"
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[Any], *, without: Collection[str] = ()) -> None:
+    """A flag for every keyword that is no table, and `--set` for any setting."""
+    for keyword in flagged(kind, without):
+        parser.add_argument(
+            f"--{keyword.name.replace('_', '-')}",
+            dest=_PREFIX + keyword.name,
+            action="append" if _is_list(keyword) else "store",
+            metavar=_metavar(keyword),
+            help=_help(keyword).replace("%", "%%"),
+        )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting, by its path")
+
+
+def read_flags(args: argparse.Namespace, kind: type[Any], given: Given, *, without: Collection[str] = ()) -> None:
+    """Put what the flags say into `given`, then what each `--set` says."""
+    for keyword in flagged(kind, without):
+        value = getattr(args, _PREFIX + keyword.name)
+        if value is not None:
+            given.set(keyword.path, value if _is_list(keyword) else _value(keyword, value))
+    for text in args.set:
+        given.assign(text)
+
+
+def flagged(kind: type[Any], without: Collection[str] = ()) -> list[Keyword]:
+    """The keywords that have a flag."""
+    return [
+        keyword
+        for keyword in keywords_of(kind)
+        if keyword.name not in without
+        and keyword.setting.record is None
+        and typing.get_origin(keyword.setting.type) is not dict
+    ]
+
+
+def _is_list(keyword: Keyword) -> bool:
+    return typing.get_origin(keyword.setting.type) is tuple
+
+
+def _value(keyword: Keyword, text: str) -> Any:
+    return text if keyword.setting.type is str else toml_value(text)
+
+
+def _metavar(keyword: Keyword) -> str:
+    if keyword.setting.is_size:
+        return "BYTES"
+    names = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+    return names.get(keyword.setting.type, "TEXT" if _is_list(keyword) else "KIND")
+
+
+def _help(keyword: Keyword) -> str:
+    if keyword.default is dataclasses.MISSING or keyword.default is None or keyword.default == ():
+        return keyword.setting.meaning
+    return f"{keyword.setting.meaning} (default: {toml(keyword.default, keyword.setting)})"

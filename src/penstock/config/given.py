@@ -1,0 +1,78 @@
+"""What was given: nested tables as TOML has them, and who gave each key, so that an error can say whose it is."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.setting import NONE, settings_of
+from penstock.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+
+
+@dataclass(slots=True)
+class Given:
+    """Settings before they are checked."""
+
+    tables: dict[str, Any] = field(default_factory=dict)
+    where: str = COMMAND_LINE
+    """A file, or whatever else the tables came from."""
+    assigned: set[str] = field(default_factory=set)
+    """Paths that were given on the command line, and so win over the file."""
+
+    @staticmethod
+    def read(path: str | Path, *, hint: str, paths_of: type[Any] | None = None) -> Given:
+        """The tables of a TOML file; `hint` says how to write one.
+
+        With `paths_of`, a record, those of its settings that are relative paths start at the file's folder.
+        """
+        file = Path(path)
+        try:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}; {hint}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: not TOML: {error}; {hint}") from None
+        for setting in () if paths_of is None else settings_of(paths_of):
+            value = tables.get(setting.name)
+            if setting.extra.get("path") and isinstance(value, str) and value not in ("", NONE, "memory:"):
+                tables[setting.name] = str(file.resolve().parent / value)
+        return Given(tables, str(file))
+
+    def assign(self, text: str) -> None:
+        """Set one key from `path.to.key=value`, the value as in TOML; text needs no quotes."""
+        path, equals, value = text.partition("=")
+        if not equals or not all(path.strip().split(".")):
+            raise ConfigError(f"--set {text!r}: must be KEY=VALUE, for example --set timeouts.peer_s=5")
+        self.set(path.strip(), toml_value(value))
+
+    def set(self, path: str, value: Any) -> None:
+        """Set one key by its path, as the command line does."""
+        *parents, name = path.split(".")
+        tables = self.tables
+        for parent in parents:
+            tables = tables.setdefault(parent, {})
+            if not isinstance(tables, dict):
+                raise ConfigError(f"--set {path}: {parent} is a value, not a table; set {parent} itself")
+        tables[name] = value
+        self.assigned.add(path)
+
+    def who(self, path: str) -> str:
+        """Who gave the value at a path, or in the table at it."""
+        below = {
+            key for key in self.assigned if key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.")
+        }
+        if not below or self.where == COMMAND_LINE:
+            return self.where
+        return COMMAND_LINE if path in below or path.rpartition(".")[0] in below else f"{self.where} and {COMMAND_LINE}"
+
+
+def toml_value(text: str) -> Any:
+    """A value as in TOML, or text without quotes."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()

@@ -1,0 +1,118 @@
+"""Settings as keyword arguments: the tables marked `flat` give up theirs, the others are one argument each."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.config.build import unknown
+from penstock.config.setting import Setting, settings_of
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keyword:
+    """A setting by the name a caller uses."""
+
+    name: str
+    path: str
+    """Where it stands in a file: "packing.seq_len"."""
+    setting: Setting
+    default: Any
+    """MISSING: it must be given. That of the record, or of the table it stands in."""
+
+
+def keywords_of(kind: type[Any]) -> tuple[Keyword, ...]:
+    """The keyword arguments of a record, those that must be given first."""
+    found: list[Keyword] = []
+    for setting in settings_of(kind):
+        if setting.record is not None and setting.extra.get("flat"):
+            whole = setting.default if isinstance(setting.default, setting.record) else None
+            found += [_keyword(inner, setting.name, whole) for inner in settings_of(setting.record)]
+        else:
+            found.append(_keyword(setting, "", None))
+    return tuple(sorted(found, key=lambda keyword: keyword.default is not dataclasses.MISSING))
+
+
+def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keyword arguments as the tables they mean; check those with `build`."""
+    known = {keyword.name: keyword for keyword in keywords_of(kind)}
+    tables: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name not in known:
+            raise ConfigError(f"{where}: {name}: {unknown(name, known, 'setting')}")
+        table, _, key = known[name].path.rpartition(".")
+        (tables.setdefault(table, {}) if table else tables)[key] = value
+    return tables
+
+
+def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signature:
+    """A function's signature with `**settings` spelled out, for `help` and for editors."""
+    own = inspect.signature(function)
+    kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(
+            keyword.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if keyword.default is dataclasses.MISSING else keyword.default,
+            annotation=argument_type(keyword.setting),
+        )
+        for keyword in keywords_of(kind)
+    ]
+    return own.replace(parameters=[*kept, *more])
+
+
+def typed_dict(name: str, kind: type[Any], meaning: str) -> str:
+    """The source of a TypedDict of the keyword arguments, for type checkers."""
+    lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
+    for keyword in keywords_of(kind):
+        lines.append(f"    {keyword.name}: {argument_type(keyword.setting)}")
+        lines += textwrap.wrap(f'"""{_sentence(keyword)}"""', 118, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
+def argument_type(setting: Setting) -> str:
+    """The type that a caller may pass, as source: any sequence for a list, any mapping for a table."""
+    text = _text_of(setting.type)
+    if setting.extra.get("path"):
+        text = "str | Path"
+    return f"{text} | None" if setting.optional else text
+
+
+def _keyword(setting: Setting, table: str, whole: Any) -> Keyword:
+    return Keyword(
+        name=setting.extra.get("keyword", setting.name),
+        path=f"{table}.{setting.name}".strip("."),
+        setting=setting,
+        default=setting.default if whole is None else getattr(whole, setting.name),
+    )
+
+
+def _sentence(keyword: Keyword) -> str:
+    meaning = keyword.setting.meaning
+    return f"{meaning[:1].upper()}{meaning[1:]}."
+
+
+def _text_of(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _text_of(inner[0])
+    if origin is Literal:
+        return f"Literal[{', '.join(msgspec.json.encode(item).decode() for item in inner)}]"
+    if origin is tuple and inner[-1] is Ellipsis:
+        return f"{Sequence.__name__}[{_text_of(inner[0])}]"
+    if origin is tuple:
+        return f"tuple[{', '.join(map(_text_of, inner))}]"
+    if origin is dict:
+        return f"{Mapping.__name__}[{', '.join(map(_text_of, inner))}]"
+    if isinstance(hint, types.UnionType):
+        return " | ".join(map(_text_of, inner))
+    return "Any" if hint is Any else str(getattr(hint, "__name__", hint))

@@ -1,0 +1,95 @@
+"""The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from penstock.hold import Limiter, Selector
+from penstock.pack import Cost, Modalities
+from penstock.send.timeouts import Timeouts
+
+
+class PlaneKeywords(TypedDict, total=False):
+    """What a plane may be told when it is opened."""
+
+    ranks: int
+    """Data ranks that take part in every step."""
+    seq_len: int
+    """Samples are cut to this many tokens."""
+    micro_batch_max_tokens: int | None
+    """Tokens of a micro-batch, padding included; none: seq_len."""
+    pad_to_multiple_of: int
+    """Micro-batches are padded to a multiple of this many tokens."""
+    max_samples: int | None
+    """Samples per micro-batch at most; none: any."""
+    max_patches: int | None
+    """Image patches per micro-batch at most; none: any."""
+    cost: Cost
+    """What a micro-batch costs, by which ranks are balanced, in any unit: overhead + per_token * tokens +
+    per_token_squared * sum(length ** 2) + per_patch * patches."""
+    over_cap: Literal["soft", "strict"]
+    """A sample beyond a cap: soft, alone in its micro-batch and counted; strict, an error."""
+    modalities: Modalities
+    """Which modalities may share a micro-batch."""
+    rows_by: Literal["modality", "run"]
+    """What all ranks share at a micro-batch index: the modality, or the run as well."""
+    pad_id: int
+    """Token id of padding."""
+    long_rows: bool
+    """Allow micro_batch_max_tokens above seq_len."""
+    groups_per_step: int | None
+    """Groups that make a step."""
+    samples_per_step: int | None
+    """Samples that make a step."""
+    tokens_per_step: int | None
+    """Tokens that make a step."""
+    run: str
+    """The run's name; ranks and workers that name another are refused."""
+    listen: Sequence[str]
+    """Addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; shm+ipc://PATH, the
+    fastest way within one host; file://FOLDER over a shared filesystem; addresses that other hosts can reach need
+    `keys`."""
+    keys: str | Path | None
+    """Key folder made by `penstock keys`; needed where other hosts can connect."""
+    replicas: int
+    """Processes per data rank (tensor or context parallel); each gets the rank's data."""
+    requires: Sequence[str]
+    """Columns that every group must have, such as logprobs; a put without one is refused."""
+    max_group_tokens: int | None
+    """Tokens that a group may decode to; none: made from seq_len."""
+    max_group_bytes: int | None
+    """Bytes that a group may decode to; none: made from max_group_tokens."""
+    max_held_bytes: int
+    """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
+    max_disk_bytes: int | None
+    """Bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has."""
+    disk_reserve_bytes: int
+    """Bytes kept free of puts on the disk, so that what was accepted can still be trained."""
+    retain_steps: int
+    """Committed steps that can still be served again, to a trainer that resumes from an older checkpoint."""
+    snapshot_every: int
+    """Decisions (groups, steps, reports) after which the plane's memory is written down; a restart does again only
+    what came later."""
+    evict_after: int | None
+    """Groups of one run that no step could take, after which the run is evicted; none: never."""
+    shares: Mapping[str, float]
+    """Runs that share the trainer, as named in their samples' `run`, each with its weight; groups of other runs are
+    refused; empty: runs are not kept apart."""
+    capacity: int
+    """Items held at most; in a plane an item is a group."""
+    sampler: Selector
+    """Chooses what is trained on next."""
+    remover: Selector | None
+    """Chooses what makes room when it is full; none: nothing is dropped, puts wait."""
+    limiter: Limiter
+    """Decides who waits for whom."""
+    max_times_sampled: int | None
+    """Uses after which an item leaves; none: it stays."""
+    max_staleness: int | None
+    """Policy versions behind the published one beyond which an item is dropped; none: any."""
+    seed: int
+    """Of the random draws."""
+    timeouts: Timeouts
+    """How long anybody may be silent."""
