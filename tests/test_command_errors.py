@@ -130,7 +130,7 @@ def test_serve_blames_the_file_or_the_word_that_is_wrong(tmp_path: Path, capsys:
     assert said(capsys, "serve", f"--config={path}").startswith(f"{path}: foo: unknown key")
     path.write_text('folder = "x"\n[packing]\nranks = 1\nseq_len = 8\n[target]\ngroups = 1\n')
     words = said(capsys, "serve", f"--config={path}", "--set=packing.seq_lne=3")
-    assert words.startswith(f"{path} and --set packing.seq_lne=3: packing.seq_lne: unknown key; did you mean")
+    assert words.startswith("the command line: packing.seq_lne: unknown key; did you mean")
     words = said(capsys, "serve", "memory:", *SMALL, "--samples-per-step=4")
     assert words == "--groups-per-step and --samples-per-step: give exactly one; it says when a step is complete"
 

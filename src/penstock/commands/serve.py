@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 from penstock.serve.process.daemon import Ready, run_plane
 from penstock.serve.settings import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
 
-_ONE_OF = ("groups", "samples", "tokens")
+_TARGETS = ("groups", "samples", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def given_by(args: argparse.Namespace) -> Given:
     given = Given() if args.config is None else read_settings(args.config)
     if args.folder is not None:
         given.set("folder", args.folder)
-    targets = [f"--{unit}-per-step" for unit in _ONE_OF if getattr(args, f"setting_{unit}_per_step") is not None]
+    targets = [f"--{unit}-per-step" for unit in _TARGETS if getattr(args, f"setting_{unit}_per_step") is not None]
     if len(targets) > 1:
         raise ConfigError(f"{' and '.join(targets)}: give exactly one; it says when a step is complete")
     if targets:

@@ -189,10 +189,10 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     return turns
 
 
-def _open_log(config: PlaneConfig) -> Log:
+def _open_log(config: ServerSettings) -> Log:
     folder = None if config.folder == "memory:" else config.folder
     try:
-        return Log(folder, max_disk_bytes=config.settings.max_disk_bytes)
+        return Log(folder, max_disk_bytes=config.max_disk_bytes)
     except OSError as error:
         if isinstance(error, PenstockError):
             raise
