@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -119,7 +120,7 @@ def images() -> list[ps.Sample]:
     return [sample("two", 40, cat, span("dog", 12, 4, 4)), sample("one", 12, cat), sample("none", 5)]
 
 
-def mixed_columns() -> list[ps.Sample]:
+def every_column() -> list[ps.Sample]:
     """Every column, each absent here, given once there and per token elsewhere; unlikely floats and text."""
     strange = np.array([0x7FC0BEEF, 0x7F800001, 0x80000000, 0, 0xFFFFFFFF, 0x3F800000], np.uint32).view(np.float32)
     ramp = np.linspace(-1, 1, 6)
@@ -128,7 +129,7 @@ def mixed_columns() -> list[ps.Sample]:
         ps.Sample(id="absent", token_ids=[2**32 - 1, 0], group="數學 🙂", env="é", mode="sft"),
         ps.Sample(
             id="per token",
-            policy_version=2**63 - 1,
+            policy_version=2**53,
             token_ids=[7, 7, 7, 7, 7, 2**18],
             loss_mask=[0, 0, 0, 0, 0, 1],
             logprobs=np.append(strange[:5], np.float32(-0.5)),
@@ -145,6 +146,20 @@ def mixed_columns() -> list[ps.Sample]:
     ]
 
 
+def prompts_and_unknown_versions() -> list[ps.Sample]:
+    """Two groups of one prompt; of some samples nobody said which version sampled them."""
+    made = []
+    for i, version in enumerate([7, None, None, 0]):
+        group = f"17#{i // 2}"
+        columns: dict[str, Any] = {"loss_mask": [0, 0, 1], "rewards": float(i)}
+        made.append(
+            ps.Sample(
+                id=f"{group}/{i % 2}", group=group, prompt="17", policy_version=version, token_ids=[1, 2, i], **columns
+            )
+        )
+    return [*made, ps.Sample(id="alone", token_ids=[9])]
+
+
 def one_token() -> list[ps.Sample]:
     return [ps.Sample(id="a", token_ids=[0])]
 
@@ -159,7 +174,8 @@ BATCHES = (
     routed_experts,
     routed_experts_everywhere,
     images,
-    mixed_columns,
+    every_column,
+    prompts_and_unknown_versions,
     one_token,
     empty,
 )

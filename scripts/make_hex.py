@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import penstock as ps
 
@@ -22,7 +23,8 @@ def dump(frame: bytes) -> str:
 
 def updated(page: str) -> str:
     """The page with the bytes that the encoder writes today."""
-    sample = ps.Sample(id="a", token_ids=[5, 6, 7], loss_mask=[0, 1, 1], logprobs=[0.0, -0.5, -0.25], rewards=1.0)
+    columns: dict[str, Any] = {"loss_mask": [0, 1, 1], "logprobs": [0.0, -0.5, -0.25], "rewards": 1.0}
+    sample = ps.Sample(id="a", policy_version=0, token_ids=[5, 6, 7], **columns)
     before, rest = page.split(START)
     after = rest.split(END)[1]
     return f"{before}{START}\n```text\n{dump(ps.encode([sample]))}\n```\n{END}{after}"

@@ -28,7 +28,7 @@ from tests.serve.processes import SMALL
 
 
 def put(plane: ps.Plane, name: str) -> None:
-    with plane.group(name) as group:
+    with plane.group(name, id=name) as group:
         for reward in (0.0, 1.0):
             group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))
 

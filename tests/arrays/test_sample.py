@@ -86,7 +86,8 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a negative policy version": ({"policy_version": -1}, "policy_version", "-1"),
     "a fractional policy version": ({"policy_version": 1.5}, "policy_version", "1.5"),
     "a boolean policy version": ({"policy_version": True}, "policy_version", "True"),
-    "a policy version beyond int64": ({"policy_version": 2**63}, "policy_version", str(2**63)),
+    "a policy version beyond the limit": ({"policy_version": 2**53 + 1}, "policy_version", str(2**53 + 1)),
+    "a weight version below -1": ({"weight_versions": [0, 0, -2, 1]}, "weight_versions[2]", "-2"),
     "a hash that is none": ({"images": [span(hash="xyz")]}, "images[0].hash", "xyz"),
     "a hash of bytes": ({"images": [span(hash=b"\xab")]}, "images[0].hash", "xab"),
     "a grid of two": ({"images": [span(grid=(2, 4))]}, "images[0].grid", "(2, 4)"),
@@ -222,6 +223,14 @@ def test_a_sample_made_of_prompt_and_completion_equals_the_flat_one() -> None:
 def test_a_bad_prompt_or_completion_is_refused_by_its_own_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         Sample.from_prompt(**{"id": "a", "prompt_ids": [1, 2], "completion_ids": [3, 4], **changes})
+
+
+def test_a_policy_version_that_nobody_gave_is_none_and_not_zero() -> None:
+    assert build().policy_version is None
+    assert build(policy_version=0).policy_version == 0
+    assert build(policy_version=2**53).policy_version == 2**53
+    assert build(weight_versions=[5, -1, 4, 6]).policy_version is None  # of one token nobody knows
+    assert build() != build(policy_version=0)
 
 
 def test_the_oldest_weight_version_is_the_policy_version_unless_given() -> None:

@@ -121,6 +121,8 @@ def test_the_oldest_version_that_sampled_a_token_is_the_samples() -> None:
     assert one(Turn([1]), new, silent, policy_version=5)["weight_versions"].tolist() == [5, 6, 5]
     assert one(Turn([1]), new, policy_version=5).policy_version == 6
     assert one(Turn([1]), silent, policy_version=5).policy_version == 5
+    unknown = one(Turn([1]), new, silent)
+    assert unknown["weight_versions"].tolist() == [-1, 6, -1] and unknown.policy_version is None
 
 
 def test_partial_routing_is_no_routing() -> None:

@@ -19,6 +19,7 @@ from penstock.convert import (
     attach,
     grpo,
     make_group,
+    unique_id,
 )
 from penstock.errors import Conflict, InvalidInput, UnknownKey
 
@@ -63,10 +64,23 @@ def test_a_rollout_counts_under_the_first_reason_only() -> None:
     assert make_group(rows, id="p", filters=[Truncated(), Errored()]).dropped == {"truncated": 1}
 
 
+def test_prompt_is_a_column_beside_the_group_and_an_unknown_version_stays_unknown() -> None:
+    group = make_group([rollout(1.0), rollout(0.0, policy_version=4)], id="17#a", prompt="17")
+    assert {(s.group, s.prompt) for s in group.samples} == {("17#a", "17")}
+    assert [s.policy_version for s in group.samples] == [None, 4]
+    assert group.policy_version is None
+
+
+def test_unique_ids_of_one_prompt_differ_and_fit_the_column() -> None:
+    assert unique_id("17") != unique_id("17")
+    long = "x" * 512
+    assert make_group([rollout(1.0)], id=unique_id(long), prompt=long).samples[0].prompt == long
+
+
 def test_filters_over_the_whole_group_drop_all_or_nothing() -> None:
     flat = make_group([rollout(1.0), rollout(1.0), rollout(None, error="x")], id="p", filters=[ZeroVariance()])
     assert (len(flat), flat.dropped) == (0, {"zero variance": 3})
-    assert (flat.num_tokens, flat.policy_version) == (0, 0)
+    assert (flat.num_tokens, flat.policy_version) == (0, None)
     mixed = [rollout(1.0), rollout(0.0), rollout(None, error="x")]
     assert len(make_group(mixed, id="p", filters=[ZeroVariance()])) == 3
     assert make_group(mixed, id="p", filters=[AnyErrored()]).dropped == {"group errored": 3}

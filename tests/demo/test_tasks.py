@@ -17,6 +17,7 @@ from penstock.demo.launch import Progress
 from penstock.demo.sampler import sample
 from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import make_task, model_of
+from penstock.demo.worker import life_name
 from penstock.pack import pack
 from penstock.train.config import TaskConfig
 from penstock.train.logits import token_logprobs
@@ -97,3 +98,15 @@ def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) 
     with screen(quiet=False) as show:
         show(progress)
     assert "step   29  reward 0.000" in capsys.readouterr().out
+
+
+def test_every_life_of_a_worker_has_a_name_of_its_own_made_of_the_seed(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert [life_name(one, 7, 0), life_name(one, 7, 1), life_name(one, 7, 0)] == ["s7-w0.0", "s7-w1.0", "s7-w0.1"]
+    assert life_name(other, 7, 0) == "s7-w0.0"
+
+
+def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
+    task = make_task(TaskConfig(), Path("unused"))
+    first, again = task.prompt(random.Random(3)), task.prompt(random.Random(3))
+    assert first.name == again.name == first.word

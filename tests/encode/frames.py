@@ -14,6 +14,8 @@ from penstock.encode.layout import assemble, split
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FRAMES = sorted(GOLDEN.glob("v*/*.frame"))
+REFUSED = sorted((GOLDEN / "refused").glob("*.frame"))
+"""Frames that earlier writers made and no reader takes any more."""
 
 
 def parts(frame: bytes) -> tuple[list[Any], bytes, bytes]:

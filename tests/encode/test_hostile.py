@@ -214,7 +214,7 @@ BODY = struct.pack("<I4x", 7) + bytes(8)
 
 def test_the_frame_written_by_hand_is_a_good_one() -> None:
     samples = decode(forged(small_header(64), small_head(64), BODY), limits=LIMITS)
-    assert samples[0] == ps.Sample(id="a", token_ids=[7] * 64)
+    assert samples[0] == ps.Sample(id="a", token_ids=[7] * 64, policy_version=0)
 
 
 def refused(header: Any, head: bytes = small_head(64), body: bytes = BODY, limits: Limits = LIMITS) -> str:

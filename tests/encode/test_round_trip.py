@@ -47,7 +47,9 @@ def test_front_tells_lengths_ids_and_accounting_from_a_frame_cut_behind_it(sampl
         assert front.text["group"] == tuple(sample.group for sample in samples)
         assert front.lengths.tolist() == [sample.num_tokens for sample in samples]
         assert front.loss_tokens.tolist() == [sample.loss_tokens for sample in samples]
-        assert front.policy_versions.tolist() == [sample.policy_version for sample in samples]
+        assert front.policy_versions.tolist() == [
+            -1 if sample.policy_version is None else sample.policy_version for sample in samples
+        ]
 
 
 def _body_bytes(frame: bytes) -> tuple[int]:

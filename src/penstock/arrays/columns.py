@@ -18,6 +18,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+NO_VERSION = -1
+"""Stands in arrays and frames for a policy version that was not given: not 0, which is the first one."""
+
 Array: TypeAlias = NDArray[Any]
 Per: TypeAlias = Literal["token", "either", "sample"]
 MODES = ("rl", "opd", "sft")
@@ -104,13 +107,23 @@ TABLE: tuple[Column, ...] = (
         meaning="experts chosen per [layer, top_k]",
     ),
     _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image, 2 video"),
-    _token("weight_versions", "<i4", 0, 0, "policy version that sampled the token, where it changed mid-rollout"),
+    _token(
+        "weight_versions",
+        "<i4",
+        NO_VERSION,
+        NO_VERSION,
+        "policy version that sampled the token, where it changed mid-rollout; -1 = not known",
+        above=NO_VERSION - 1,
+    ),
     _sample("id", "str", "", "unique; later columns attach by it"),
-    _sample("group", "str", "", "the prompt's group: the unit of replay"),
+    _sample("group", "str", "", "the group's own id, unique: the unit of replay"),
+    _sample("prompt", "str", "", "the prompt's name; comes back as often as the prompt is sampled"),
     _sample("env", "str", "", "the environment that scored it"),
     _sample("run", "str", "", "the run or adapter it belongs to"),
     _sample("mode", "str", "rl", "rl, opd or sft"),
-    _sample("policy_version", "<i8", 0, "oldest policy version that sampled any of its tokens"),
+    _sample(
+        "policy_version", "<i8", NO_VERSION, "oldest policy version that sampled any of its tokens; -1 = not known"
+    ),
 )
 
 COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}
@@ -128,7 +141,8 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
 
     For a column with `nan="untrained"`, pass the values on trained tokens only.
     """
-    if values.dtype.kind != "f" or len(values) == 0:
+    bounded = values.dtype.kind == "f" or column.above > -math.inf
+    if not bounded or len(values) == 0:
         return None
     # Two reductions decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison.
     low, high = values.min(), values.max()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import COLUMNS, MODES, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans
 from penstock.arrays.run_lengths import bit_view
+from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
 
 Values: TypeAlias = Array | Sequence[float] | Sequence[int] | Sequence[bool] | float
@@ -33,15 +34,19 @@ class Sample:
     (3, 2, 1.0)
     """
 
-    __slots__ = ("_columns", "env", "group", "id", "images", "mode", "policy_version", "run")
+    __slots__ = ("_columns", "env", "group", "id", "images", "mode", "policy_version", "prompt", "run")
 
     id: str
     """Unique; generated when not given."""
     group: str
+    """The group's own id: the unit of replay."""
+    prompt: str
+    """The prompt's name, shared by all groups sampled from it."""
     env: str
     run: str
     mode: str
-    policy_version: int
+    policy_version: int | None
+    """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]
     _columns: dict[str, Array]
 
@@ -52,6 +57,7 @@ class Sample:
         loss_mask: Values | None = None,
         id: str | None = None,  # noqa: A002 - the field's own name
         group: str = "",
+        prompt: str = "",
         env: str = "",
         run: str = "",
         mode: str = "rl",
@@ -62,6 +68,7 @@ class Sample:
         text = {
             "id": uuid.uuid4().hex if id is None else id,
             "group": group,
+            "prompt": prompt,
             "env": env,
             "run": run,
             "mode": mode,
@@ -73,18 +80,16 @@ class Sample:
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
         versions = arrays.get("weight_versions")
-        if policy_version is None:
-            policy_version = 0 if versions is None else int(versions.min())
-        if not _is_version(policy_version):
-            raise InvalidInput(f"{where}.policy_version: {policy_version!r}; must be a whole number from 0 up")
-        self._set(arrays, text, int(policy_version), spans)
+        if policy_version is None and versions is not None:
+            policy_version = known(int(versions.min()))
+        self._set(arrays, text, check_version(policy_version, f"{where}.policy_version"), spans)
 
     @classmethod
     def trusted(
         cls,
         columns: dict[str, Array],
         text: Mapping[str, str],
-        policy_version: int,
+        policy_version: int | None,
         images: tuple[ImageSpan, ...],
     ) -> Sample:
         """A sample from columns that were already validated: nothing is checked or copied, but made read-only."""
@@ -98,7 +103,7 @@ class Sample:
         self,
         columns: dict[str, Array],
         text: Mapping[str, str],
-        policy_version: int,
+        policy_version: int | None,
         images: tuple[ImageSpan, ...],
     ) -> None:
         put = object.__setattr__
@@ -343,7 +348,3 @@ def _as_float32(raw: Array, where: str) -> Array:
         at = int(np.flatnonzero(np.isinf(narrow) & ~np.isinf(raw))[0])
         raise InvalidInput(f"{where}[{at}]: {float(raw.reshape(-1)[at]):g} is too large for float32")
     return narrow
-
-
-def _is_version(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**63)

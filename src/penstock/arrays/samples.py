@@ -14,11 +14,12 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
+from penstock.arrays.versions import known
 from penstock.errors import InvalidInput, UnknownKey
 
 
@@ -41,9 +42,9 @@ class Samples(Sequence[Sample]):
         self.columns = columns
         """Ragged columns by name, in table order; token_ids and loss_mask are always there."""
         self.text = text
-        """id, group, env, run and mode of each sample."""
+        """id, group, prompt, env, run and mode of each sample."""
         self.policy_versions = policy_versions
-        """[n] the oldest policy version of each sample."""
+        """[n] the oldest policy version of each sample; -1 = not known."""
         self.images = images
         """Image spans of each sample; None when no sample has any."""
 
@@ -59,7 +60,7 @@ class Samples(Sequence[Sample]):
         return Samples(
             columns=columns,
             text={name: tuple(getattr(row, name) for row in rows) for name in TEXT_COLUMNS},
-            policy_versions=np.array([row.policy_version for row in rows], np.int64),
+            policy_versions=np.array([_as_number(row.policy_version) for row in rows], np.int64),
             images=_unless_none(tuple(row.images for row in rows)),
         )
 
@@ -136,7 +137,7 @@ class Samples(Sequence[Sample]):
             columns[name] = row.reshape(()) if scalar else row
         text = {name: values[i] for name, values in self.text.items()}
         images = () if self.images is None else self.images[i]
-        return Sample.trusted(columns, text, int(self.policy_versions[i]), images)
+        return Sample.trusted(columns, text, known(int(self.policy_versions[i])), images)
 
     def take(self, rows: NDArray[np.intp] | Sequence[int]) -> Samples:
         """The chosen samples, in that order."""
@@ -166,6 +167,10 @@ class Samples(Sequence[Sample]):
 
 
 _ALWAYS = ("token_ids", "loss_mask")
+
+
+def _as_number(version: int | None) -> int:
+    return NO_VERSION if version is None else version
 
 
 def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[ImageSpan, ...], ...] | None:

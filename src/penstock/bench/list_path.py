@@ -35,6 +35,7 @@ def make_samples(count: int = 512, tokens: int = 2_000_000, seed: int = 0) -> Sa
         text={
             "id": tuple(map(str, range(count))),
             "group": tuple(str(i // 8) for i in range(count)),
+            "prompt": ("",) * count,
             "env": ("math",) * count,
             "run": ("",) * count,
             "mode": ("rl",) * count,

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from penstock.arrays.sample import check_text
+from penstock.arrays.versions import check_version
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
 
@@ -50,7 +49,7 @@ class Trajectory:
     agent: str = ""
     """Who acted, in episodes with several agents."""
     policy_version: int | None = None
-    """Version the rollout was sampled from; turns may say more in `weight_versions`."""
+    """Version the rollout was sampled from, None = not known; turns may say more in `weight_versions`."""
     error: str | None = None
     """Why the rollout failed; its tokens are kept and train nothing."""
     truncated: bool = False
@@ -75,7 +74,7 @@ class Trajectory:
         put(self, "reward", _checked_reward(self.reward, where))
         put(self, "metrics", _checked_mapping(self.metrics, f"{where}.metrics"))
         put(self, "info", _checked_mapping(self.info, f"{where}.info"))
-        put(self, "policy_version", _checked_version(self.policy_version, where))
+        put(self, "policy_version", check_version(self.policy_version, f"{where}.policy_version"))
 
     @property
     def where(self) -> str:
@@ -143,14 +142,6 @@ def _check_agreement(turns: Sequence[Turn], name: str, given: list[bool], where:
             f"{where} turns[{missing}].{name}: missing for {turns[missing].num_sampled} sampled tokens, while "
             f"turns[{with_it[0]}] has them; record them for every sampled turn or for none"
         )
-
-
-def _checked_version(version: Any, where: str) -> int | None:
-    if version is None:
-        return None
-    if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
-        raise InvalidInput(f"{where}.policy_version: {version!r}; must be a whole number from 0 up, or None")
-    return int(version)
 
 
 def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequence[Any], where: str) -> tuple[int, ...]:

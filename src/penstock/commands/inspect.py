@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock.arrays.versions import known
 from penstock.commands.tables import aligned
 from penstock.encode.codings import NAMES
 from penstock.encode.head import Front
@@ -62,7 +63,7 @@ def inspect_frame(data: bytes) -> dict[str, Any]:
         samples.text["env"],
         samples.lengths.tolist(),
         samples.loss_tokens.tolist(),
-        samples.policy_versions.tolist(),
+        map(known, samples.policy_versions.tolist()),
         strict=True,
     )
     keys = ("id", "group", "env", *_NUMBERS)
@@ -101,7 +102,10 @@ def _name(block: Block) -> str:
 def _text(report: dict[str, Any]) -> str:
     columns = [[c["name"], c["coding"], f"{c['bytes']:,}", f"{c['bytes_per_token']:g}"] for c in report["columns"]]
     rows = [
-        [*(_printable(row[k]) for k in ("id", "group", "env")), *(f"{row[k]}" for k in _NUMBERS)]
+        [
+            *(_printable(row[k]) for k in ("id", "group", "env")),
+            *("-" if row[k] is None else f"{row[k]}" for k in _NUMBERS),
+        ]
         for row in report["rows"][:_SHOWN]
     ]
     hidden = len(report["rows"]) - len(rows)

@@ -15,7 +15,7 @@ from penstock.convert.advantages import (
 from penstock.convert.attach import attach
 from penstock.convert.branches import to_samples
 from penstock.convert.filters import AnyErrored, Errored, Filter, TooLong, Truncated, ZeroVariance, apply_filters
-from penstock.convert.groups import Group, make_group
+from penstock.convert.groups import Group, make_group, unique_id
 from penstock.convert.rollouts import Rollouts
 
 __all__ = [
@@ -41,4 +41,5 @@ __all__ = [
     "max_rl",
     "raw_rewards",
     "to_samples",
+    "unique_id",
 ]

@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TOKEN_COLUMNS, Array
+from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.sample import Sample
+from penstock.arrays.versions import known
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 
@@ -82,6 +83,7 @@ def to_samples(
     trajectory: Trajectory,
     *,
     group: str = "",
+    prompt: str = "",
     id: str = "",  # noqa: A002 - the field's own name
     policy_version: int | None = None,
     advantage: float | None = None,
@@ -111,7 +113,8 @@ def to_samples(
             taken[turn] = max(taken[turn], keep)
     if any(columns["loss_mask"].any() for _, columns in rows):
         rows = [(number, columns) for number, columns in rows if columns["loss_mask"].any()]
-    shared: dict[str, Any] = {"group": group, "env": trajectory.env, "run": trajectory.run, "mode": trajectory.mode}
+    shared: dict[str, Any] = {"group": group, "prompt": prompt}
+    shared |= {name: getattr(trajectory, name) for name in ("env", "run", "mode")}
     if trajectory.reward is not None:
         shared["rewards"] = trajectory.reward
     if advantage is not None:
@@ -150,18 +153,14 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
     column = TOKEN_COLUMNS[name]
     fill = column.fill
     if name == "weight_versions":  # a turn that does not say was sampled by the rollout's version
-        fill = (
-            min(int(p.turn.columns[name].min()) for p in parts if name in p.turn.columns)
-            if version is None
-            else version
-        )
+        fill = NO_VERSION if version is None else version
     values = np.concatenate([_piece(part, name, fill) for part in parts])
     if name in ("temperatures", "weight_versions") and sampled.any():
         # What was not sampled has no temperature and no version; taking a sampled token's keeps the column constant
         # in the usual case, and then one number (or none) says it all.
         values[~sampled] = values[sampled][0] if name == "temperatures" else values[sampled].min()
         if (values == values[0]).all():
-            return {name: values[0]} if name == "temperatures" else {"policy_version": int(values[0])}
+            return {name: values[0]} if name == "temperatures" else {"policy_version": known(int(values[0]))}
     return {name: values}
 
 
@@ -198,9 +197,10 @@ def _images(parts: Sequence[Part]) -> list[ImageSpan]:
     return spans
 
 
-def _oldest(row: dict[str, Any], sampled: NDArray[np.bool_], version: int | None) -> int:
+def _oldest(row: dict[str, Any], sampled: NDArray[np.bool_], version: int | None) -> int | None:
     """The oldest version that sampled a token of the branch: the tokens' own word before the rollout's."""
     if "weight_versions" in row:
         own = row["weight_versions"]
-        return int((own[sampled] if sampled.any() else own).min())
-    return int(row.get("policy_version", version or 0))
+        return known(int((own[sampled] if sampled.any() else own).min()))
+    oldest: int | None = row.get("policy_version", version)
+    return oldest

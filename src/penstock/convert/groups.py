@@ -7,6 +7,7 @@ tokens do not.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ class Group:
     """The samples of one prompt. Built by `make_group`; empty when filters dropped every rollout."""
 
     id: str
+    """Unique: what the plane recognises it by."""
     samples: Sequence[Sample]
     """In rollout order; a tuple once built."""
     origins: NDArray[np.int64]
@@ -52,9 +54,11 @@ class Group:
             )
 
     @property
-    def policy_version(self) -> int:
-        """The oldest version any of its tokens was sampled from: what staleness counts from."""
-        return min((sample.policy_version for sample in self.samples), default=0)
+    def policy_version(self) -> int | None:
+        """The oldest version any of its tokens was sampled from: what staleness counts from. None = not known."""
+        versions = [sample.policy_version for sample in self.samples]
+        known = [version for version in versions if version is not None]
+        return min(known) if known and len(known) == len(versions) else None
 
     @property
     def num_tokens(self) -> int:
@@ -88,16 +92,27 @@ class Group:
         return f"Group({self.id!r}, {counts}, dropped={dict(self.dropped)})"
 
 
+def unique_id(prompt: str) -> str:
+    """An id for one more group of a prompt: its name, shortened if need be, and 64 random bits.
+
+    >>> unique_id("17").startswith("17#")
+    True
+    """
+    return f"{prompt[:200]}#{secrets.token_hex(8)}"
+
+
 def make_group(
     trajectories: Iterable[Trajectory],
     *,
     id: str,  # noqa: A002 - the field's own name
+    prompt: str = "",
     policy_version: int | None = None,
     advantage: Advantage | None = grpo,
     filters: Iterable[Filter] = (),
 ) -> Group:
     """The group of one prompt's rollouts.
 
+    `id` is the group's own and unique; `prompt` is the prompt's name, which comes back as often as it is sampled.
     Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same rollouts give
     the same names. `advantage=None` leaves advantages as the turns have them (none, usually), as for sft and opd.
     `policy_version` stands for every rollout that does not say its own.
@@ -105,9 +120,9 @@ def make_group(
     >>> from penstock.capture import Turn
     >>> def rollout(reward):
     ...     return Trajectory(turns=[Turn([1, 2]), Turn([3, 4], logprobs=[-0.5, -0.25])], reward=reward)
-    >>> group = make_group([rollout(1.0), rollout(0.0)], id="prompt-17", policy_version=3)
+    >>> group = make_group([rollout(1.0), rollout(0.0)], id="17#a", prompt="17", policy_version=3)
     >>> [(s.id, float(s["advantages"])) for s in group.samples]
-    [('prompt-17/0', 0.5), ('prompt-17/1', -0.5)]
+    [('17#a/0', 0.5), ('17#a/1', -0.5)]
     """
     rows = list(trajectories)
     if not rows:
@@ -121,6 +136,7 @@ def make_group(
         own = to_samples(
             rows[i],
             group=id,
+            prompt=prompt,
             id=f"{id}/{i}",
             policy_version=policy_version if rows[i].policy_version is None else None,
             advantage=None if values is None else float(values[i]),

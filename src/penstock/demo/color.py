@@ -89,6 +89,11 @@ class Prompt:
     answer: str
     image: ImageSpan
 
+    @property
+    def name(self) -> str:
+        """Every drawing is another one."""
+        return f"{self.answer} {self.image.hash[:12]}"
+
 
 class ColorTask:
     """Prompts with images, and rewards."""

@@ -23,6 +23,10 @@ class Prompt:
     word: str
     token_ids: list[int]
 
+    @property
+    def name(self) -> str:
+        return self.word
+
 
 class Reverse:
     """Prompts and rewards."""

@@ -18,6 +18,10 @@ from penstock.train.config import ModelConfig, TaskConfig
 
 class Prompt(Protocol):
     @property
+    def name(self) -> str:
+        """The same whenever the prompt is."""
+
+    @property
     def token_ids(self) -> list[int]: ...
 
 

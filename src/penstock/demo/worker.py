@@ -7,9 +7,9 @@ became too old.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ def work(config: TrainConfig, url: str, index: int, *, timeouts: Timeouts) -> No
     """Generate until the process is stopped."""
     torch.set_num_threads(1)
     assert config.task is not None
-    name = f"w{index}-{uuid.uuid4().hex[:8]}"
     folder = Path(config.folder)
+    name = life_name(folder, config.seed, index)
     task = make_task(config.task, folder)
     rng = random.Random(f"{config.seed}/{name}")
     generator = torch.Generator().manual_seed(rng.getrandbits(48))
@@ -49,6 +49,22 @@ def work(config: TrainConfig, url: str, index: int, *, timeouts: Timeouts) -> No
             groups = _generate(policy.model, task, config, version, rng, generator, f"{name}-{number}")
             list(pool.map(lambda group: _put(plane, group), groups))
             number += 1
+
+
+def life_name(folder: Path, seed: int, index: int) -> str:
+    """A name for this life of a worker, from the seed: two runs with one seed have the same groups' ids.
+
+    A worker that was started again samples other rollouts than before, so every life in a folder has its own.
+    """
+    lives = folder / "workers"
+    lives.mkdir(parents=True, exist_ok=True)
+    for life in itertools.count():
+        try:
+            (lives / f"w{index}.{life}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return f"s{seed}-w{index}.{life}"
+    raise AssertionError
 
 
 class _Policy:
@@ -99,6 +115,7 @@ def _generate(
         make_group(
             [_trajectory(task, prompt, rollout) for rollout in rollouts[i * size : (i + 1) * size]],
             id=f"{name}-{i}",
+            prompt=prompt.name,
             policy_version=version,
             advantage=task.advantage,
         )

@@ -13,12 +13,23 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array, first_bad
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, first_bad
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.sample import MAX_EXTENT, MAX_TEXT, check_text
+from penstock.arrays.versions import MAX_VERSION
 from penstock.encode.codings import Reader
-from penstock.encode.layout import Block, Buffer, ColumnBlock, Header, Sections, TextBlock, parse_header, split
+from penstock.encode.layout import (
+    TEXTS,
+    Block,
+    Buffer,
+    ColumnBlock,
+    Header,
+    Sections,
+    TextBlock,
+    parse_header,
+    split,
+)
 from penstock.encode.prefixes import Prefixes
 from penstock.errors import CorruptFrame, InvalidInput
 
@@ -46,6 +57,7 @@ class Front:
     loss_tokens: NDArray[np.int64]
     """[n] trained tokens of each sample."""
     policy_versions: NDArray[np.int64]
+    """[n] -1 = not known."""
     text: dict[str, tuple[str, ...]]
     columns: dict[str, Ragged]
     """Columns given once per sample."""
@@ -83,6 +95,8 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Front, Counter[str]]
     lengths, loss_tokens, versions = _read_counts(reader, header)
     text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
     _check_text(text)
+    for name in TEXT_COLUMNS.keys() - text.keys():
+        text[name] = ("",) * len(lengths)
     front = Front(  # the reads stand in the order of the file
         header=header,
         lengths=lengths,
@@ -152,7 +166,7 @@ def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDA
     loss_tokens = _counts(reader, header.loss_tokens, n, "loss_tokens")
     if (loss_tokens >= lengths).any():
         raise CorruptFrame("frame: a sample says all its tokens are trained; the first never is")
-    return lengths, loss_tokens, _counts(reader, header.policy_versions, n, "policy_version")
+    return lengths, loss_tokens, _read_versions(reader, header.policy_versions, n)
 
 
 def _counts(reader: Reader, block: Block, n: int, what: str) -> NDArray[np.int64]:
@@ -160,6 +174,15 @@ def _counts(reader: Reader, block: Block, n: int, what: str) -> NDArray[np.int64
     if n and int(counts.min()) < 0:
         raise CorruptFrame(f"{what}: {int(counts.min())}")
     return counts
+
+
+def _read_versions(reader: Reader, block: Block, n: int) -> NDArray[np.int64]:
+    versions = reader.read(block, np.dtype("<i8"), n, "policy_version")
+    low, high = (int(versions.min()), int(versions.max())) if n else (0, 0)
+    if low < NO_VERSION or high > MAX_VERSION:
+        bad = low if low < NO_VERSION else high
+        raise CorruptFrame(f"policy_version: {bad}; must be from 0 to 2**53, or {NO_VERSION} where it is not known")
+    return versions
 
 
 def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
@@ -179,7 +202,7 @@ def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
 
 
 def _check_text(text: dict[str, tuple[str, ...]]) -> None:
-    missing = TEXT_COLUMNS.keys() - text.keys()
+    missing = set(TEXTS) - text.keys()
     if missing:
         raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
     try:

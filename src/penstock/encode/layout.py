@@ -24,6 +24,8 @@ from penstock.errors import CorruptFrame
 MAGIC = b"PENSTOCK"
 VERSION = 1
 ALIGN = 8
+TEXTS = ("id", "group", "env", "run", "mode")
+"""Text columns that every frame has; others are written where a sample has them, and empty where they are not."""
 _PREFIX = struct.Struct("<8sHHIIIQQQ")
 PREFIX_SIZE = _PREFIX.size
 _CHECKED = PREFIX_SIZE - 8  # the head checksum covers the prefix up to itself
@@ -78,6 +80,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     lengths: Block
     loss_tokens: Block
     policy_versions: Block
+    """-1 = not known."""
     text: tuple[TextBlock, ...]
     head_columns: tuple[ColumnBlock, ...]
     """Columns that hold at most one number per sample: their values are in the head."""

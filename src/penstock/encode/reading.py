@@ -106,8 +106,6 @@ def _check_values(samples: Samples, front: Front) -> None:
 
 def _check_column(name: str, column: Ragged, samples: Samples) -> None:
     values = column.values
-    if values.dtype.kind != "f":
-        return
     if TOKEN_COLUMNS[name].nan == "untrained":
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values

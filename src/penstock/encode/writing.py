@@ -13,7 +13,7 @@ from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import Profile, Writer
-from penstock.encode.layout import ColumnBlock, Header, TextBlock, assemble
+from penstock.encode.layout import TEXTS, ColumnBlock, Header, TextBlock, assemble
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.errors import ConfigError
 
@@ -37,7 +37,7 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
     prefixes = find_prefixes(batch["token_ids"].values, batch.offsets)
     lengths, loss_tokens = head.write(batch.lengths), head.write(batch.loss_tokens)
     policy_versions = head.write(batch.policy_versions)
-    text = tuple(_text(name, batch.text[name], head) for name in TEXT_COLUMNS)
+    text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
     parents = shared = None
     if prefixes.any:
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
@@ -60,6 +60,11 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
         images=batch.images,
     )
     return assemble(_PACK.encode(header), head.pieces, body.pieces)
+
+
+def _texts(batch: Samples) -> list[str]:
+    """The text columns to write: those that every frame has, and those that a sample has."""
+    return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
 
 
 def _is_per_sample(name: str, batch: Samples) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import TOKEN_COLUMNS, Array, Column
+from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, Array, Column
 from penstock.errors import InvalidInput
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
@@ -181,12 +181,12 @@ def _positions(layout: _Layout, out: Array) -> None:
 def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatch]:
     """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
     rank_plan, samples = layout.rank_plan, layout.samples
-    text = {name: layout.text(name) for name in ("id", "group", "env", "mode", "run")}
+    text = {name: layout.text(name) for name in ("id", "group", "prompt", "env", "mode", "run")}
     lengths = np.array(layout.lengths, np.int64)
     starts = np.repeat(np.array(layout.tokens[:-1], np.int64), np.diff(layout.segments))
     offsets = offsets_of(lengths)[:-1] - starts
     short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
-    versions = np.append(samples.policy_versions, 0)[layout.rows]
+    versions = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
     out = []
     for m, (a, b) in enumerate(pairwise(layout.segments)):
         is_dummy = bool(rank_plan.dummy[m])
@@ -202,6 +202,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
                 segments=Segments(
                     ids=tuple(text["id"][own]),
                     groups=tuple(text["group"][own]),
+                    prompts=tuple(text["prompt"][own]),
                     envs=tuple(text["env"][own]),
                     modes=tuple(text["mode"][own]),
                     policy_versions=versions[own],

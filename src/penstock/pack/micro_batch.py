@@ -27,9 +27,12 @@ class Segments:
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
+    prompts: tuple[str, ...]
+    """The prompts' names; empty where not given."""
     envs: tuple[str, ...]
     modes: tuple[str, ...]
     policy_versions: NDArray[np.int64]
+    """-1 = not known."""
     source_offsets: NDArray[np.int64]
     """First token taken from the sample."""
     offsets: NDArray[np.int64]

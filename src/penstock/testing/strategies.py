@@ -160,10 +160,11 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
     return Sample(
         id=draw(texts(min_size=1)) if name is None else name,
         group=draw(texts()),
+        prompt=draw(st.sampled_from(["", "", "17", "數 17"])),
         env=draw(st.sampled_from(["", "math", "Zürich 数学"])),
         run=draw(st.sampled_from(["", "run-1"])),
         mode=draw(st.sampled_from(MODES)),
-        policy_version=draw(st.sampled_from([0, 3, 2**40, 2**63 - 1])),
+        policy_version=draw(st.sampled_from([None, 0, 3, 2**40, 2**53])),
         token_ids=ids,
         loss_mask=mask,
         **columns,

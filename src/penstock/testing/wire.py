@@ -163,7 +163,8 @@ def _record(
             columns[name] = row if name in PER_TOKEN or len(row) > 1 else row[0]
     return {
         "text": [text[name][i] for name in ("id", "group", "env", "run", "mode")],
-        "policy_version": versions[i],
+        **({"prompt": text["prompt"][i]} if text.get("prompt", [""] * (i + 1))[i] else {}),
+        "policy_version": None if versions[i] < 0 else versions[i],
         "images": images[i] if images else [],
         "columns": columns,
     }

@@ -12,7 +12,10 @@ from torch import distributed
 from penstock.pack import MicroBatch
 from penstock.train.terms import Terms
 
-_SUMMED = ("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens", "staleness", "samples")
+_SUMMED = (
+    *("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens"),
+    *("samples", "versioned", "staleness"),
+)
 _LARGEST = ("max_log_ratio", "on_policy_gap", "max_staleness")
 
 
@@ -27,8 +30,10 @@ class Sums:
     masked: float = 0.0
     loss_tokens: float = 0.0
     staleness: float = 0.0
-    """Versions behind, summed over samples."""
+    """Versions behind, summed over the samples that say their version."""
     samples: float = 0.0
+    versioned: float = 0.0
+    """Samples that say their version."""
     max_log_ratio: float = 0.0
     on_policy_gap: float = -1.0
     """Largest difference between trainer and sampler on samples of the very weights that are trained; -1: none."""
@@ -44,8 +49,9 @@ class Sums:
         self.loss_tokens += float(mask.sum())
         self._add_tokens(terms, mask, batch, version)
         segments = batch.segments
-        behind = version - segments.policy_versions
+        behind = version - segments.policy_versions[segments.policy_versions >= 0]
         self.samples += len(segments)
+        self.versioned += len(behind)
         self.staleness += float(behind.sum())
         self.max_staleness = max(self.max_staleness, float(behind.max(initial=0)))
         if "rewards" in batch and len(segments):
@@ -95,6 +101,6 @@ class Sums:
             "train/max_log_ratio": self.max_log_ratio,
             "train/on_policy_gap": math.nan if self.on_policy_gap < 0 else self.on_policy_gap,
             "train/grad_norm": self.grad_norm,
-            "buffer/staleness": self.staleness / max(self.samples, 1.0),
-            "buffer/max_staleness": self.max_staleness,
+            "buffer/staleness": self.staleness / self.versioned if self.versioned else math.nan,
+            "buffer/max_staleness": self.max_staleness if self.versioned else math.nan,
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from penstock.arrays.columns import Array
+from penstock.arrays.versions import known
 from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
 
@@ -142,7 +143,7 @@ class Snapshot:
             own = slice(start, start + count)
             if not self.columns["loss_mask"][own].any():
                 continue
-            version = int(segments.policy_versions[i])
+            version = known(int(segments.policy_versions[i]))
             mode = segments.modes[i]
             rule = self.rules.get(mode, self.rules.get(""))
             yield Record(
@@ -154,7 +155,7 @@ class Snapshot:
                     "sample_id": segments.ids[i] or None,
                     "group_id": segments.groups[i] or None,
                     "policy_version": version,
-                    "staleness": None if policy_version is None else policy_version - version,
+                    "staleness": None if policy_version is None or version is None else policy_version - version,
                     "rule": None if rule is None else dict(rule),
                     "images": self._images(start, count),
                 },

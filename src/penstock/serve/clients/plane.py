@@ -21,7 +21,7 @@ import xxhash
 from penstock import errors
 from penstock.arrays import Sample
 from penstock.capture import Trajectory
-from penstock.convert import Group, grpo, make_group
+from penstock.convert import Group, grpo, make_group, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode import encode
@@ -87,15 +87,21 @@ class Plane:
 
     def group(
         self,
-        id: str,  # noqa: A002 - the field's own name
+        prompt: str,
         *,
-        policy_version: int = 0,
+        id: str | None = None,  # noqa: A002 - the field's own name
+        policy_version: int | None = None,
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
         timeout: float | None = None,
     ) -> GroupBuilder:
-        """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them."""
-        return GroupBuilder(self, id, policy_version, advantage, tuple(filters), timeout)
+        """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them.
+
+        `prompt` is the prompt's name, which comes back as often as it is sampled. `id` is this group's own: made
+        unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
+        """
+        name = unique_id(prompt) if id is None else id
+        return GroupBuilder(self, prompt, name, policy_version, advantage, tuple(filters), timeout)
 
     def put(self, group: Group | Sequence[Sample], *, timeout: float | None = None) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
@@ -304,13 +310,14 @@ class GroupBuilder:
     def __init__(
         self,
         plane: Plane,
+        prompt: str,
         id: str,  # noqa: A002
-        policy_version: int,
+        policy_version: int | None,
         advantage: Advantage | None,
         filters: tuple[Filter, ...],
         timeout: float | None,
     ) -> None:
-        self.id = id
+        self.prompt, self.id = prompt, id
         self._plane, self._version, self._timeout = plane, policy_version, timeout
         self._advantage, self._filters = advantage, filters
         self._rollouts: list[Trajectory] = []
@@ -332,6 +339,7 @@ class GroupBuilder:
         group = make_group(
             self._rollouts,
             id=self.id,
+            prompt=self.prompt,
             policy_version=self._version,
             advantage=self._advantage,
             filters=self._filters,

@@ -83,7 +83,7 @@ class StepBuilder:
                 f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len "
                 f"{self._packing.seq_len}; raise seq_len or use smaller images"
             )
-        version = int(samples.policy_versions.min())
+        version = max(int(samples.policy_versions.min()), 0)
         run = samples.text["run"][0]
         return Facts(samples=len(samples), tokens=samples.num_tokens, policy_version=version, run=run)
 
