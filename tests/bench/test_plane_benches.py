@@ -34,7 +34,7 @@ def test_deliver_measures_every_way_and_leaves_nothing_behind() -> None:
         (deliver.SHARED, deliver.RAW_SHARED),
         (deliver.TCP, deliver.QUEUE),
     } <= pairs
-    assert {row.target for row in rows} == {None, 0.8, 2.5}
+    assert {row.target for row in rows} == {None, 0.8, 0.9, 5.0}
     assert "raw ZeroMQ tcp" in as_table("deliver", rows)
 
 
@@ -57,8 +57,8 @@ def test_ingest_measures_puts_that_are_durable() -> None:
     rows = {row.name: row for row in ingest.run(full=False, progress=silent, groups=8)}
     assert len(rows) == 7
     assert "5 rounds of 8 groups" in rows["embedded, 4 threads: samples/s"].note
-    assert rows["served, 2 producer processes: samples/s"].ours > 0
-    assert rows["embedded, 4 threads: acknowledgement p99"].ours > 0
+    assert (rows["served, 2 producer processes: samples/s"].ours or 0) > 0
+    assert (rows["embedded, 4 threads: acknowledgement p99"].ours or 0) > 0
     assert not multiprocessing.active_children()
 
 

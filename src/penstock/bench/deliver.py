@@ -1,4 +1,4 @@
-"""Handing a step to the ranks of one host: our carriers against raw ZeroMQ, raw shared memory and Python's queue.
+"""Handing a step to the ranks of one host: our carriers against raw ZeroMQ, raw shared memory, Ray and Python's queue.
 
 A step of 64 MB goes to four processes, 16 MB each. The time is from the first send until the last process has read
 every byte of its part and said so. Ways take turns, round by round, so that noise hits all alike; the minimum is
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ from penstock.bench.links import (
     RawZmqRankLink,
     digest,
 )
-from penstock.bench.report import Row, faster
+from penstock.bench.programs import Program, Wanted, WayFailed, started
+from penstock.bench.report import Row, faster, skipped
 from penstock.send.shared_memory import SEGMENTS
 from penstock.serve.clients.api import client_carrier, plane_carrier
 from penstock.serve.process.watchdog import die_with_parent
@@ -65,38 +67,65 @@ class Places:
 
 
 def run(
-    *, full: bool, progress: Callable[[str], None], num_bytes: int = 64_000_000, repeats: int | None = None
+    *,
+    full: bool,
+    progress: Callable[[str], None],
+    rivals: str | None = None,
+    num_bytes: int = 64_000_000,
+    repeats: int | None = None,
 ) -> list[Row]:
     rounds = repeats or (25 if full else 9)
     frames = [np.random.default_rng(rank).bytes(num_bytes // RANKS) for rank in range(RANKS)]
     progress(f"starting {RANKS} ranks")
-    with _links(num_bytes // RANKS) as (links, call):
-        large = _measure(links, call, frames, rounds, progress, f"a step of {num_bytes / 1e6:g} MB")
+    with _ray_store(rivals, num_bytes) as store, _links(num_bytes // RANKS) as (links, call):
+        large = _measure(links, call, frames, rounds, progress, f"a step of {num_bytes / 1e6:g} MB", store)
         empty = _measure(links, call, [b""] * RANKS, rounds * 8, progress, "an empty step")
-    rows = [*_large_rows(large, num_bytes), *_empty_rows(empty)]
-    if util.find_spec("ray") is None:
-        return [
-            *rows,
-            Row(name="Ray object store", ours=min(large[SHARED]) * 1e3, unit="ms", note="ray is not installed"),
-        ]
-    progress("Ray object store")
-    from penstock.bench.ray_store import hand_over  # only where Ray is installed
+    return [*_large_rows(large, num_bytes), _store_row(large[SHARED], store, num_bytes), *_empty_rows(empty)]
 
-    theirs = hand_over(frames, rounds)
-    return [
-        *rows,
-        faster(f"{num_bytes / 1e6:g} MB: shared memory", min(large[SHARED]), min(theirs), "Ray object store"),
-    ]
+
+class _RayStore:
+    """The object store in its own program, which takes its turn in every round; or why there is none."""
+
+    def __init__(self, program: Program | None, why: str, num_bytes: int) -> None:
+        self._program, self.why, self._num_bytes = program, why, num_bytes
+        self.times: list[float] = []
+
+    def round(self, *, counts: bool) -> None:
+        if self._program is None or self.why:
+            return
+        try:
+            took = self._program.round(ranks=RANKS, num_bytes=self._num_bytes)
+        except WayFailed as error:
+            self.why = str(error)
+            return
+        self.times += [took["seconds"]] if counts else []
+
+
+@contextmanager
+def _ray_store(rivals: str | None, num_bytes: int) -> Iterator[_RayStore]:
+    python = rivals or (sys.executable if util.find_spec("ray") else None)
+    absent = "ray is not installed; name an interpreter that has it with --rivals"
+    wanted = {"store": Wanted(module="ray_store", python=python, absent=absent, needs="ray", alone=True)}
+    with started(wanted, Path(tempfile.gettempdir())) as (programs, why):
+        yield _RayStore(programs.get("store"), why.get("store", ""), num_bytes)
+
+
+def _store_row(ours: list[float], store: _RayStore, num_bytes: int) -> Row:
+    name, rival = f"{num_bytes / 1e6:g} MB to {RANKS} ranks: {SHARED}", "Ray object store"
+    if store.why:
+        return skipped(name, store.why, ours=min(ours) * 1e3, unit="ms", rival_name=rival, target=5.0)
+    note = _spreads({SHARED: ours, rival: store.times}, SHARED, rival)
+    return faster(name, min(ours), min(store.times), rival, target=5.0, note=note)
 
 
 def _large_rows(times: dict[str, list[float]], num_bytes: int) -> list[Row]:
     name = f"{num_bytes / 1e6:g} MB to {RANKS} ranks"
     pairs = [
-        (SHARED, TCP, 2.5),
+        (SHARED, TCP, None),
         (SHARED, IPC, None),  # raw memcpy itself is only about twice as fast as ipc: one copy instead of two
         (TCP, RAW_TCP, 0.8),
         (IPC, RAW_IPC, 0.8),
-        (SHARED, RAW_SHARED, None),
+        (SHARED, RAW_SHARED, 0.9),
         (SHARED, QUEUE, None),
         (TCP, QUEUE, None),
     ]
@@ -142,6 +171,7 @@ def _measure(
     rounds: int,
     progress: Callable[[str], None],
     what: str,
+    beside: _RayStore | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each way in each round; the first rounds, in which memory is mapped, do not count."""
     expected = [digest(frame) for frame in frames]
@@ -158,6 +188,8 @@ def _measure(
             assert got == expected, f"{name}: other bytes arrived than were sent"
             if number >= 0:
                 times[name].append(seconds)
+        if beside is not None:
+            beside.round(counts=number >= 0)
     return times
 
 

@@ -12,11 +12,10 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Samples
 from penstock.bench import data
+from penstock.bench.disk import disk_folder
 from penstock.bench.report import Row
 from penstock.encode import encode
 from penstock.serve.clients.api import open as open_plane
@@ -68,7 +68,7 @@ def run(*, full: bool, progress: Callable[[str], None], groups: int | None = Non
     progress(f"encoding {count} groups of {SIZE} samples")
     frames = make_frames("inside", count)
     size = len(frames[0][1])
-    with _disk_folder() as folder:
+    with disk_folder() as folder:
         progress("raw sync and raw SQLite")
         sync = _raw_sync(folder, size, count // 8)
         sqlite = _raw_sqlite(folder, frames[: count // 4])
@@ -231,15 +231,3 @@ def _raw_sqlite(folder: Path, frames: Frames) -> NDArray[np.float64]:
             log.execute("INSERT INTO groups VALUES (?, ?)", (group, frame))
             times.append(time.perf_counter() - begin)
     return np.array(times)
-
-
-@contextmanager
-def _disk_folder() -> Iterator[Path]:
-    """A folder on a real disk: where temporary files live in memory, syncing them would measure nothing."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    in_memory = {Path(words[1]) for words in mounts if words[2] in ("tmpfs", "ramfs")}
-    home = Path(tempfile.gettempdir()).resolve()
-    if in_memory & {home, *home.parents}:
-        home = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=home) as folder:
-        yield Path(folder)

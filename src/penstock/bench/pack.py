@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.bench.lengths import DISTRIBUTIONS, draw
 from penstock.bench.list_path import MULTIPLE, ToTensors, as_lists, lists_to_tensors, make_samples
 from penstock.bench.packers import RIVALS, Grid, first_fit_plain, greedy_ffd, kk_kk
-from penstock.bench.report import Row, best
+from penstock.bench.report import Row, best, skipped
 from penstock.pack import Cost, Packing, SampleFacts, plan
 from penstock.pack.bins import Caps, Items
 from penstock.pack.packing import UNLIMITED
@@ -288,7 +288,7 @@ def _tensor_rows() -> list[Row]:
     try:
         import torch
     except ImportError:
-        return [Row(name="2M tokens to tensors", ours=float("nan"), note="torch is not installed: skipped")]
+        return [skipped("2M tokens to tensors", "torch is not installed", unit="ms", rival_name="lists", target=80.0)]
     torch.set_num_threads(1)
     samples = make_samples()
     packing = Packing(ranks=2, seq_len=32_768, pad_to_multiple_of=MULTIPLE)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.report import Row, best
+from penstock.bench.report import Row, best, skipped
 from penstock.hold import Fifo, Index, Prioritized, Table, importance_weights
 
 _EXPONENT = 0.6
@@ -64,9 +64,9 @@ def _rows(repeats: int, progress: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     for size in (10_000, 100_000, _LARGEST):
         progress(f"filling buffers of {size:,} items")
-        buffers, notes = _buffers(size, np.random.default_rng(size).random(size) + 0.01)
+        buffers, absent = _buffers(size, np.random.default_rng(size).random(size) + 0.01)
         gc.freeze()  # each round collects garbage first; without this, torch's objects make that 0.2 s a time
-        rows += _compared(size, buffers, notes, repeats, progress)
+        rows += _compared(size, buffers, absent, repeats, progress)
     del buffers
     progress("heavy-tailed priorities")
     rows += _heavy(repeats)
@@ -79,19 +79,19 @@ def _rows(repeats: int, progress: Callable[[str], None]) -> list[Row]:
 # -- the implementations ---------------------------------------------------------------------------------------
 
 
-def _buffers(size: int, priorities: NDArray[np.float64]) -> tuple[list[Buffer], list[str]]:
-    """Ours first; a rival that is not installed, or does not load, is left out with a note."""
+def _buffers(size: int, priorities: NDArray[np.float64]) -> tuple[list[Buffer], dict[str, str]]:
+    """Ours first; and why a rival is not there: not installed, or it does not load."""
     rng = np.random.default_rng(size + 1)
     chosen = [rng.integers(0, size, 512) for _ in range(64)]
-    found, notes = [_ours(size, priorities, chosen)], []
+    found, absent = [_ours(size, priorities, chosen)], {}
     for name, build in (("cpprb", _cpprb), ("torchrl", _torchrl)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found.append(build(size, priorities, chosen))
         except (ImportError, RuntimeError) as error:
-            notes.append(f"{name} left out: {str(error).splitlines()[0][:120]}")
-    return found, notes
+            absent[name] = str(error).splitlines()[0][:120]
+    return found, absent
 
 
 def _ours(size: int, priorities: NDArray[np.float64], chosen: list[NDArray[np.int64]]) -> Buffer:
@@ -227,7 +227,7 @@ def _inserts(buffer: Buffer, times: int) -> Call:
 
 
 def _compared(
-    size: int, buffers: list[Buffer], notes: list[str], repeats: int, progress: Callable[[str], None]
+    size: int, buffers: list[Buffer], absent: dict[str, str], repeats: int, progress: Callable[[str], None]
 ) -> list[Row]:
     ours, rivals = buffers[0], buffers[1:]
     assert ours.sample_distinct is not None
@@ -241,24 +241,24 @@ def _compared(
             ("sample + update", ours.mixed, [_repeat(rival.mixed, n, times) for rival in rivals]),
         ):
             seconds = best(_repeat(mine, n, times), *theirs, repeats=repeats)
-            rows += _rates(what, n, size, n * times, seconds, rivals, notes)
+            rows += _rates(what, n, size, n * times, seconds, rivals, absent)
         bare = [buffer for buffer in buffers if buffer.draw is not None]
         seconds = best(*(_repeat(b.draw, n, times) for b in bare if b.draw), repeats=repeats)
-        rows += _rates("sampler alone", n, size, n * times, seconds, bare[1:], notes)
+        rows += _rates("sampler alone", n, size, n * times, seconds, bare[1:], absent)
     progress(f"{size:,} items, updates")
     seconds = best(*(_updates(buffer, 64) for buffer in buffers), repeats=2 * repeats)
-    return rows + _rates("update", 512, size, 64 * 512, seconds, rivals, notes)
+    return rows + _rates("update", 512, size, 64 * 512, seconds, rivals, absent)
 
 
 def _heavy(repeats: int) -> list[Row]:
     """The same sampling where few items hold most weight, and draws are made by the tree."""
     priorities = np.random.default_rng(0).lognormal(0.0, 2.0 / _EXPONENT, _LARGEST)
-    buffers, notes = _buffers(_LARGEST, priorities)
+    buffers, absent = _buffers(_LARGEST, priorities)
     gc.freeze()
     rows = []
     for n, times in _BATCHES:
         seconds = best(*(_repeat(buffer.sample, n, times) for buffer in buffers), repeats=repeats)
-        rows += _rates("heavy tails: sample", n, _LARGEST, n * times, seconds, buffers[1:], notes)
+        rows += _rates("heavy tails: sample", n, _LARGEST, n * times, seconds, buffers[1:], absent)
     return rows
 
 
@@ -274,14 +274,10 @@ def _target(what: str, n: int, size: int, rival: str) -> float | None:
 
 
 def _rates(
-    what: str, n: int, size: int, num_items: int, seconds: list[float], rivals: list[Buffer], notes: list[str]
+    what: str, n: int, size: int, num_items: int, seconds: list[float], rivals: list[Buffer], absent: dict[str, str]
 ) -> list[Row]:
     name, mine = f"{what} {n} of {size:,}", num_items / seconds[0] / 1e6
-    # Said once, where the targets are.
-    note = "; ".join(notes) if (what, n, size) == ("sample", 512, _LARGEST) else ""
-    if not rivals:
-        return [Row(name=name, ours=mine, unit="M/s", note=note)]
-    return [
+    rows = [
         Row(
             name=name,
             ours=mine,
@@ -290,10 +286,14 @@ def _rates(
             ratio=theirs / seconds[0],
             unit="M/s",
             target=_target(what, n, size, rival.name),
-            note=note,
         )
         for rival, theirs in zip(rivals, seconds[1:], strict=True)
     ]
+    for rival, why in absent.items():
+        target = _target(what, n, size, rival)
+        if target is not None or not rivals:
+            rows.append(skipped(name, f"{rival}: {why}", ours=mine, unit="M/s", rival_name=rival, target=target))
+    return rows
 
 
 def _inserting(repeats: int) -> list[Row]:

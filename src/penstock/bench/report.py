@@ -1,7 +1,8 @@
 """One contract for every benchmark: rows of ours against a rival, with a target that can be missed.
 
-A benchmark module defines `run(full: bool) -> list[Row]`. Ours and every rival run interleaved on the same
-inputs, and what is compared is a ratio, because absolute times on a shared machine are colour only.
+A benchmark module defines `run(full=, progress=) -> list[Row]`. Ours and every rival run interleaved on the same
+inputs, and what is compared is a ratio, because absolute times on a shared machine are colour only. A row whose rival
+is not there says so in `skipped`: it neither meets its target nor misses it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from penstock.version import __version__
 class Row:
     name: str
     """What was measured."""
-    ours: float
-    """Our value, in `unit`."""
+    ours: float | None
+    """Our value, in `unit`; None where nothing could be measured, and `skipped` says why."""
     rival: float | None = None
     """The rival's value in the same run and unit; None where the row is absolute."""
     rival_name: str = ""
@@ -35,15 +36,16 @@ class Row:
     """What `ratio` must reach, or, when `bound` is "max" or "min", what `ours` must not pass."""
     bound: Literal["ratio", "max", "min"] = "ratio"
     note: str = ""
+    skipped: str = ""
+    """Why there is no rival, or no figure, in this run; "" where there is."""
 
     @property
     def ok(self) -> bool | None:
-        if self.target is None:
+        if self.target is None or self.skipped:
             return None
-        if self.bound == "max":
-            return self.ours <= self.target
-        value = self.ours if self.bound == "min" else self.ratio
-        return value is not None and value >= self.target
+        value = self.ratio if self.bound == "ratio" else self.ours
+        assert value is not None, f"{self.name}: a target and nothing to compare with it"
+        return value <= self.target if self.bound == "max" else value >= self.target
 
 
 def faster(
@@ -60,6 +62,20 @@ def faster(
         target=target,
         note=note,
     )
+
+
+def skipped(
+    name: str,
+    why: str,
+    *,
+    ours: float | None = None,
+    unit: str = "",
+    rival_name: str = "",
+    target: float | None = None,
+    bound: Literal["ratio", "max", "min"] = "ratio",
+) -> Row:
+    """A row whose rival, or whose figure, is missing in this run."""
+    return Row(name=name, ours=ours, unit=unit, rival_name=rival_name, target=target, bound=bound, skipped=why)
 
 
 def smaller(
@@ -162,9 +178,9 @@ def as_table(bench: str, rows: Sequence[Row]) -> str:
     for row in rows:
         sign = {"ratio": "≥ {}x", "max": "≤ {}", "min": "≥ {}"}[row.bound]
         target = "" if row.target is None else sign.format(_number(row.target))
-        verdict = {None: "", True: "ok", False: "MISSED"}[row.ok]
+        verdict = "skipped" if row.skipped else {None: "", True: "ok", False: "MISSED"}[row.ok]
         ratio = "" if row.ratio is None else f"{_number(row.ratio)}x"
-        ours = f"{_number(row.ours)} {row.unit}".strip()
+        ours = "" if row.ours is None else f"{_number(row.ours)} {row.unit}".strip()
         body.append([row.name, ours, _number(row.rival), row.rival_name, ratio, target, verdict])
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
     left = {0, 3}
@@ -180,4 +196,5 @@ def as_table(bench: str, rows: Sequence[Row]) -> str:
         f"{bench}: {where['cpu']}, {where['cores']} cores, load {where['load']}, Python {sys.version.split()[0]}"
     )
     lines.extend(f"  {row.name}: {row.note}" for row in rows if row.note)
+    lines.extend(f"  skipped: {why}" for why in dict.fromkeys(row.skipped for row in rows if row.skipped))
     return "\n".join(lines)

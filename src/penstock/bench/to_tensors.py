@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.bench import baselines
-from penstock.bench.report import Row, best, faster
+from penstock.bench.report import Row, best, faster, skipped
 from penstock.encode import decode
 from penstock.pack import Plan, pack
 from penstock.train.tensors import to_torch
@@ -25,10 +25,11 @@ RANKS = 2
 
 def rows(frame: bytes, packed: bytes, progress: Callable[[str], None], *, repeats: int) -> list[Row]:
     """The comparison on one step: `frame` is ours, `packed` the same samples as byte arrays."""
+    name, rival = "received bytes to packed tensors, 2 ranks", "byte arrays and lists"
     try:
         import torch
     except ImportError:
-        return [Row(name="bytes to tensors, 2 ranks", ours=0, note="torch is not installed; nothing was measured")]
+        return [skipped(name, "torch is not installed", unit="ms", rival_name=rival, target=80.0)]
     torch.set_num_threads(1)
     made = pack(decode(frame), ranks=RANKS, seq_len=SEQ_LEN).plan
     _check_equal(frame, packed, made)
@@ -41,7 +42,7 @@ def rows(frame: bytes, packed: bytes, progress: Callable[[str], None], *, repeat
 
     progress("bytes to tensors, against lists")
     ours_s, lists_s = best(ours, lambda: list_path(packed, made), repeats=repeats, budget_s=30)
-    return [faster("received bytes to packed tensors, 2 ranks", ours_s, lists_s, "byte arrays and lists", target=80)]
+    return [faster(name, ours_s, lists_s, rival, target=80.0)]
 
 
 def list_path(packed: bytes, plan: Plan) -> list[list[dict[str, Any]]]:

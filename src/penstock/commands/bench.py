@@ -4,8 +4,12 @@
   penstock bench replay --json     the same report for programs
   penstock bench pack --check      exit 1 when a figure with a target misses it
 
+  penstock bench path --rivals rivals/bin/python     rivals that are installed elsewhere (scripts/setup_rivals)
+
 The report is a table of ours, the rival's and the ratio between them. With --json it is one object:
-{"bench", "machine", "versions", "rows": [{"name", "ours", "rival", "rival_name", "ratio", "target", "ok", ...}]}.
+{"bench", "machine", "versions",
+ "rows": [{"name", "ours", "rival", "rival_name", "ratio", "target", "ok", "skipped", ...}]}.
+A row whose rival is not installed is skipped and says why: its "ratio" and "ok" are null.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import sys
 
 from penstock.bench.report import as_json, as_table
+from penstock.errors import ConfigError
 
 BENCHES = {
     "wire": ("bytes and speed of frames against lists and byte arrays", ()),
@@ -24,8 +29,12 @@ BENCHES = {
     "assets": ("images by reference against shipping pixels", ("pillow",)),
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
+    "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
+
+RIVALS = ("deliver", "path")
+"""Those with rivals that may be installed in another interpreter."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="the whole grid; may take many minutes")
+    parser.add_argument("--rivals", metavar="PYTHON", help=f"an interpreter that has the rivals of {', '.join(RIVALS)}")
+    parser.add_argument("--baseline", metavar="PYTHON", help="one that has the first version, for path --full")
 
 
 def run(args: argparse.Namespace) -> int:
     module = importlib.import_module(f"penstock.bench.{args.name}")
-    rows = module.run(full=args.full, progress=_progress)
+    rows = module.run(full=args.full, progress=_progress, **_interpreters(args))
     _progress("")
     packages = BENCHES[args.name][1]
     print(json.dumps(as_json(args.name, rows, *packages), indent=1) if args.json else as_table(args.name, rows))
@@ -47,6 +58,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _interpreters(args: argparse.Namespace) -> dict[str, str]:
+    """Those that were named, for a benchmark that can use them."""
+    usable = {"rivals": RIVALS, "baseline": ("path",)}
+    given = {name: getattr(args, name) for name in usable if getattr(args, name) is not None}
+    for name in given:
+        if args.name not in usable[name]:
+            raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
+    return given
 
 
 def _progress(what: str) -> None:

@@ -1,0 +1,203 @@
+"""The whole path in real processes: arrays in producers, durable at the plane, packed, tensors on the ranks.
+
+Two producers hold prepared groups as plain arrays: 512 samples in 32 groups of 16, token ids, masks and
+log-probabilities, and for router replay the experts chosen per token. The clock starts when they begin to put, and ends
+when every rank has int64 id tensors (masks, log-probabilities and uint8 experts beside them) and has read every byte;
+the sums they read must be those that were sent. Ways take turns, round by round; the minimum is compared, and the
+notes carry spread, CPU seconds and peak memory. Ours writes and syncs every group, plans, packs and gives the step to
+all ranks or none; what stands beside it does less, as the docstrings in `ways` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from penstock.bench.disk import disk_folder
+from penstock.bench.programs import Program, Wanted, WayFailed, started
+from penstock.bench.report import Row, faster, skipped
+
+FIRST_VERSION = "a2d3474"
+CARRIERS = ("tcp", "shm")
+ROUTER_BYTES = 512 * 4096 * 48 * 8
+
+Rounds: TypeAlias = list[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One comparison: what travels to how many ranks, and how often."""
+
+    case: str
+    ranks: int
+    rounds: int
+    label: str
+    queue_target: float
+    """How many times faster than TransferQueue we must be."""
+    first_target: float
+    """How many times faster than our first version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One thing that is compared."""
+
+    name: str
+    program: str
+    way: str
+    carrier: str = ""
+    rounds: int | None = None
+    """At most this many rounds: what is far slower needs fewer."""
+
+
+OURS = {carrier: Way(name=f"ours, {carrier}", program="ours", way="plane", carrier=carrier) for carrier in CARRIERS}
+FIRST = {
+    carrier: Way(name=f"first version, {carrier}", program="first", way="plane", carrier=carrier)
+    for carrier in CARRIERS
+}
+QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
+REFS = Way(name="bare Ray refs", program="rivals", way="refs")
+LISTS = Way(name="ZeroMQ + msgpack lists", program="lists", way="lists", rounds=2)
+
+
+def settings(*, full: bool) -> list[Setting]:
+    text, router = (15, 5) if full else (5, 2)
+    made = [
+        Setting(case=case, ranks=ranks, rounds=text, label=label, queue_target=1.3, first_target=1.8)
+        for ranks in (2, 4)
+        for case, label in (("fixed", "text 512 x 4k"), ("ragged", "text 512 x up to 4k"))
+    ]
+    return made + [
+        Setting(
+            case="router",
+            ranks=ranks,
+            rounds=router,
+            label="router replay 512 x 4k",
+            queue_target=1.0,
+            first_target=3.0,
+        )
+        for ranks in ((2, 4) if full else (2,))
+    ]
+
+
+def run(
+    *,
+    full: bool,
+    progress: Callable[[str], None],
+    rivals: str | None = None,
+    baseline: str | None = None,
+    only: list[Setting] | None = None,
+) -> list[Row]:
+    rows = []
+    chosen = settings(full=full) if only is None else only
+    ranks = max(setting.ranks for setting in chosen)
+    with disk_folder() as folder, started(_wanted(rivals, baseline, full=full), folder, ranks) as (programs, why):
+        for setting in chosen:
+            found = _measure(setting, programs, why, progress, full=full)
+            rows += _rows(setting, found, why, full=full)
+    return rows
+
+
+def _wanted(rivals: str | None, baseline: str | None, *, full: bool) -> dict[str, Wanted]:
+    wanted = {
+        "ours": Wanted(module="plane"),
+        "lists": Wanted(module="lists"),
+        "rivals": Wanted(module="rivals", python=rivals, absent="no --rivals interpreter", needs="ray", alone=True),
+    }
+    if full:
+        absent = f"no --baseline interpreter, which has commit {FIRST_VERSION}"
+        wanted["first"] = Wanted(module="plane", python=baseline, absent=absent, needs="penstock")
+    return wanted
+
+
+def _ways(setting: Setting, *, full: bool) -> list[Way]:
+    """In the order of their turns."""
+    ours = list(OURS.values())
+    lists = [] if setting.case == "router" else [LISTS]  # as lists, 805 MB of experts take 6.4 GB in each process
+    return [*ours, QUEUE, REFS, *lists, *(FIRST.values() if full else [])]
+
+
+def _measure(
+    setting: Setting,
+    programs: dict[str, Program],
+    why: dict[str, str],
+    progress: Callable[[str], None],
+    *,
+    full: bool,
+) -> dict[str, Rounds]:
+    """What each way took in each round; a first round, in which everything is opened and mapped, does not count."""
+    found: dict[str, Rounds] = {}
+    ways = [way for way in _ways(setting, full=full) if _offered(way, programs, why)]
+    for number in range(setting.rounds + 1):
+        for way in [*ways[number % len(ways) :], *ways[: number % len(ways)]]:
+            if way.name in why or number > (way.rounds or setting.rounds):
+                continue
+            progress(f"{setting.label}, {setting.ranks} ranks, round {number} of {setting.rounds}: {way.name}")
+            try:
+                took = programs[way.program].round(
+                    way=way.way, case=setting.case, ranks=setting.ranks, carrier=way.carrier, round=number
+                )
+            except WayFailed as error:
+                why[way.name] = f"{way.name}: {error}"
+                continue
+            if number:
+                found.setdefault(way.name, []).append(took)
+    return found
+
+
+def _offered(way: Way, programs: dict[str, Program], why: dict[str, str]) -> bool:
+    program = programs.get(way.program)
+    if program is None:
+        why.setdefault(way.name, why[way.program])
+    elif way.way not in program.offers:
+        why.setdefault(way.name, f"{way.name} is not installed in the --rivals interpreter")
+    return way.name not in why
+
+
+# ------------------------------------------------------------------ the rows
+
+
+def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str], *, full: bool) -> list[Row]:
+    rows = []
+    for carrier, ours in OURS.items():
+        name = f"{setting.label}, {setting.ranks} ranks, {carrier}"
+        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.queue_target), (REFS, None)]
+        rivals += [(LISTS, None)] if setting.case != "router" else []
+        rivals += [(FIRST[carrier], setting.first_target)] if full else []
+        rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
+        if setting.case == "router":
+            rows.append(_memory(f"{name}: memory of the plane over the step's bytes", ours, found, why))
+    return rows
+
+
+def _row(name: str, ours: Way, rival: Way, target: float | None, found: dict[str, Rounds], why: dict[str, str]) -> Row:
+    if ours.name not in found:
+        return skipped(name, why[ours.name], unit="ms", rival_name=rival.name, target=target)
+    mine = _best(found[ours.name])
+    if rival.name not in found:
+        absent = skipped(name, why[rival.name], ours=mine * 1e3, unit="ms", rival_name=rival.name, target=target)
+        return replace(absent, note=_spent(ours, found[ours.name]) if rival is QUEUE else "")
+    note = "; ".join(_spent(way, found[way.name]) for way in ((ours, rival) if rival is QUEUE else (rival,)))
+    return faster(name, mine, _best(found[rival.name]), rival.name, target=target, note=note)
+
+
+def _memory(name: str, ours: Way, found: dict[str, Rounds], why: dict[str, str]) -> Row:
+    if ours.name not in found:
+        return skipped(name, why[ours.name], unit="x", target=2.2, bound="max")
+    peak = max(took["plane_bytes"] for took in found[ours.name])
+    note = f"{peak / 1e6:,.0f} MB resident at most, for {ROUTER_BYTES / 1e6:,.0f} MB of experts"
+    return Row(name=name, ours=peak / ROUTER_BYTES, unit="x", target=2.2, bound="max", note=note)
+
+
+def _best(rounds: Rounds) -> float:
+    return min(took["seconds"] for took in rounds)
+
+
+def _spent(way: Way, rounds: Rounds) -> str:
+    """Spread, CPU and memory in a few words."""
+    times = [took["seconds"] * 1e3 for took in rounds]
+    cpu = min(took["cpu_s"] for took in rounds)
+    peaks = {name: max(took[f"{name}_bytes"] for took in rounds) / 1e6 for name in ("plane", "rank")}
+    memory = f"a rank {peaks['rank']:,.0f} MB" + (f", in between {peaks['plane']:,.0f}" if peaks["plane"] else "")
+    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms, CPU {cpu:.2f} s, {memory}"
