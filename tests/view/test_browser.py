@@ -321,6 +321,30 @@ def one_sample_export(folder: Path, sample: Sample) -> Export:
     return Export(folder)
 
 
+def test_a_token_that_was_not_sampled_shows_no_numbers_of_the_sampler(page: Any, tmp_path: Path) -> None:
+    sample = Sample(
+        id="x",
+        token_ids=[5, 6, 7, 8],
+        loss_mask=[0, 0, 1, 1],
+        logprobs=[0, 0, -0.5, -0.25],
+        advantages=1.0,
+        routed_experts=np.arange(16, dtype=np.uint8).reshape(4, 2, 2),
+    )
+    with serving(Library(exports={"x": one_sample_export(tmp_path, sample)})) as (url, _, _):
+        page.goto(url)
+        page.wait_for_selector("#counts table")
+        page.hover('[data-i="1"]')
+        for column in ("inference_logprobs", "mismatch_kl", "importance_ratio", "log_importance_ratio", "prob_delta"):
+            assert cell(page, column) == "–"
+        assert cell(page, "entropy") != "–" and cell(page, "loss_mask") == "no"
+        page.hover('[data-i="0"]')
+        assert cell(page, "trainer_logprobs") == cell(page, "entropy") == "–"
+        page.hover('[data-i="2"]')
+        assert cell(page, "inference_logprobs") == "−0.5" and cell(page, "mismatch_kl") != "–"
+        assert cell(page, "routed_experts") == "[[8,9],[10,11]]"
+    assert page.errors == []
+
+
 def long_sample(count: int) -> tuple[Sample, Words]:
     words, rng = Words(), np.random.default_rng(1)
     text = words.encode("The quick brown fox jumps over the lazy dog, again and again and again.\n")

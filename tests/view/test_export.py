@@ -20,8 +20,7 @@ from penstock.testing.exports import make_export, terms_of
 from penstock.train.terms import Terms
 from penstock.view import EveryKth, Export, First, Keep, NoExport, Record, TokenExporter, Worst
 from penstock.view.folders import read_done
-from penstock.view.jsonl import encode_line
-from penstock.view.lines import parse_line
+from penstock.view.jsonl import encode_line, parse_line
 
 
 def sample(name: str, count: int, **more: Any) -> Sample:
@@ -54,10 +53,11 @@ def export(folder: Path, *batches: MicroBatch, step: int = 1, **options: Any) ->
 def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
     span = ImageSpan(hash="ab" * 32, grid=(1, 4, 4), offset=2, length=4, width=64, height=64)
     types = [0, 0, 1, 1, 1, 1, 0, 0]
-    one = sample("s1", 8, group="g", env="math", policy_version=5, rewards=0.5, images=[span], mm_token_type_ids=types)
+    more = {"images": [span], "mm_token_type_ids": types, "rewards": 0.5}
+    one = sample("s1", 8, group="g", prompt="sum 17", env="math", policy_version=5, **more)
     export(tmp_path, batch_of(one))
     (line,) = lines_of(tmp_path)
-    facts = {name: line[name] for name in list(line)[:16]}
+    facts = {name: line[name] for name in list(line)[:17]}
     assert facts == {
         "schema_version": 1,
         "step": 1,
@@ -71,24 +71,27 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
         "training_mode": "rl",
         "sample_id": "s1",
         "group_id": "g",
+        "prompt": "sum 17",
         "policy_version": 5,
         "staleness": 2,
         "rule": None,
         "images": [{"hash": "ab" * 32, "offset": 2, "length": 4, "media_type": "", "width": 64, "height": 64}],
     }
-    assert list(line)[16:31] == [
+    assert list(line)[17:] == [
         "token_ids",
-        "position_ids",
         "loss_mask",
+        "inference_logprobs",
         "advantages",
         "rewards",
-        "inference_logprobs",
+        "mm_token_type_ids",
+        "position_ids",
         "trainer_logprobs",
         "entropy",
         "mismatch_kl",
         "log_importance_ratio",
         "importance_ratio",
         "prob_delta",
+        "loss",
         "is_masked",
         "is_masked_high",
         "is_masked_low",
@@ -120,7 +123,7 @@ def test_a_dummy_counts_as_a_micro_step_and_writes_nothing(tmp_path: Path) -> No
     lines = [*lines_of(tmp_path), *lines_of(tmp_path, rank=1)]
     assert {line["sample_id"] for line in lines} == {"a", "b", "c"}
     done = read_done(tmp_path / "token_exports/step_1", 1)
-    assert done is not None and [batch["is_dummy"] for batch in done.micro_batches] == ranks[1]
+    assert done is not None and [batch.is_dummy for batch in done.micro_batches] == ranks[1]
 
 
 @settings(max_examples=200)
@@ -215,7 +218,10 @@ def test_exported_masks_are_the_masks_applied_in_every_mode(tmp_path: Path, name
         assert reported.tolist() == terms.masked[0, own].tolist()
         assert line["is_masked_high"] == terms.masked_high[0, own].tolist()
         assert line["is_masked_low"] == terms.masked_low[0, own].tolist()
-        assert np.array(line["importance_ratio"], np.float32).tolist() == terms.ratio[0, own].tolist()
+        sampled = np.array([value is not None for value in line["importance_ratio"]])
+        assert sampled[trained].all()
+        ratios = np.array(line["importance_ratio"], np.float32)[sampled]
+        assert ratios.tolist() == terms.ratio[0, own].numpy()[sampled].tolist()
         assert line["rule"]["kind"] == {
             "rl": "dppo",
             "opd": "opd",
@@ -318,6 +324,8 @@ def test_a_run_step_that_spans_trainer_steps_survives_a_restart_between_them(tmp
     records = list(Export(tmp_path).step(2, run="r").records())
     assert [(record.facts["step"], record.label) for record in records] == [(4, "a"), (5, "b")]
     assert [record.facts["export_step"] for record in records] == [2, 2]
+    done = read_done(tmp_path / "r/token_exports/step_2", 0)
+    assert done is not None and done.summary is not None and done.summary.records == 2
 
 
 def test_runs_go_to_their_own_folders_and_every_rank_closes_all_of_them(tmp_path: Path) -> None:
@@ -358,7 +366,7 @@ def test_sampling_keeps_what_it_says_and_counts_the_rest(tmp_path: Path, keep: K
     assert "".join(line["sample_id"] for line in lines_of(tmp_path)) == names
     done = read_done(tmp_path / "token_exports/step_1", 0)
     assert done is not None and (done.records, done.skipped) == (len(names), 5 - len(names))
-    assert done.summary["records"] == 5  # the summary is of everything trained
+    assert done.summary is not None and done.summary.records == 5  # the summary is of everything trained
 
 
 def test_the_size_limit_stops_writing_and_says_how_many_were_left_out(tmp_path: Path) -> None:
@@ -426,7 +434,7 @@ def test_later_changes_to_the_tensors_do_not_reach_the_export(tmp_path: Path) ->
         batch["advantages"][:] = 9.0
         exporter.close_step(1)
     (line,) = lines_of(tmp_path)
-    assert line["trainer_logprobs"] == [-0.5] * 5 and line["advantages"] == [1.0] * 5
+    assert line["trainer_logprobs"] == [None] + [-0.5] * 4 and line["advantages"] == [1.0] * 5
 
 
 def test_the_summary_of_markers_equals_the_summary_of_records(tmp_path: Path) -> None:
@@ -436,6 +444,7 @@ def test_the_summary_of_markers_equals_the_summary_of_records(tmp_path: Path) ->
     step = Export(tmp_path).step(1)
     merged = Tally()
     for done in step.done().values():
+        assert done.summary is not None
         merged.merge(done.summary)
     exact, read = merged.as_dict(), tally(step.records()).as_dict()
     for name in ("records", "tokens", "loss_tokens", "masked", "compared_tokens"):

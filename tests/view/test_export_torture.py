@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from penstock.view import Export
 from penstock.view.reader import Skipped
 
@@ -102,7 +104,7 @@ def summary(folder: Path, step: int) -> tuple[frozenset[str], float] | None:
     records = list(shown.records(skipped))
     assert skipped.lines == 0 and shown.altered() == []
     assert len({done.attempt for done in shown.done().values()}) == 1 and len(shown.done()) == 2
-    return frozenset(record.label for record in records), float(sum(r.columns["entropy"].sum() for r in records))
+    return frozenset(record.label for record in records), float(sum(np.nansum(r.columns["entropy"]) for r in records))
 
 
 def test_death_at_any_call_leaves_the_step_before_or_the_step_after(tmp_path: Path) -> None:

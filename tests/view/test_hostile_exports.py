@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import CorruptFile
 from penstock.testing.exports import make_export
-from penstock.view import Export
-from penstock.view.curves import run_curves
+from penstock.view import Export, StepFolder
 from penstock.view.index import StepIndex
+from penstock.view.web import run_point, step_grid
 
 
 @pytest.fixture
@@ -31,20 +32,28 @@ def alter(folder: Path, **changes: Any) -> None:
         {"file": "../../../secret.jsonl"},
         {"file": "/etc/passwd"},
         {"file": "rank_1.jsonl"},
-        {"world": 10**9},
+        {"rank": 1},
+        {"world": -1},
         {"summary": {}},
         {"summary": {"records": "many"}},
         {"micro_batches": [{}]},
+        {"records": 2**63},
     ],
     ids=lambda changes: next(iter(changes.items())),
 )
-def test_a_marker_that_says_something_odd_changes_nothing_that_is_shown(
+def test_a_marker_that_says_something_odd_is_an_error_and_leads_nowhere(
     exported: Path, changes: dict[str, Any]
 ) -> None:
     (exported.parent / "secret.jsonl").write_text('{"token_ids": [1], "loss_mask": [false]}\n')
     step = Export(exported).step(1)
-    rows = StepIndex.of(step).rows
     alter(exported, **changes)
-    assert StepIndex.of(step).rows == rows
-    assert run_curves([step])[0]["tokens"] > 0
-    assert step.files()[0].name == "rank_0.jsonl"
+    for read in (StepIndex.of, run_point, step_grid, StepFolder.altered, lambda step: list(step.records())):
+        with pytest.raises(CorruptFile, match=r"rank_0\.done: .*export the step again"):
+            read(step)
+
+
+def test_a_marker_of_a_world_that_never_was_costs_no_time(exported: Path) -> None:
+    step = Export(exported).step(1)
+    rows = StepIndex.of(step).rows
+    alter(exported, world=10**9)
+    assert StepIndex.of(step).rows == rows and run_point(step)["tokens"] > 0

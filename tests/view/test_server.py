@@ -70,7 +70,6 @@ ROUTES = [
     "/api/run?export=demo&run=",
     f"/api/step?{STEP}",
     f"/api/sample?{STEP}&sample=0",
-    f"/api/texts?{STEP}&sample=0",
     "/image/HASH",
     "/nothing",
 ]
@@ -189,8 +188,8 @@ def test_answers_are_what_was_exported(viewer: Caller) -> None:
     step = json.loads(viewer(f"/api/step?{STEP}")[2])
     assert [row["index"] for row in step["samples"]] == list(range(6)) and len(step["grid"]) == 2
     for row in step["samples"]:
-        record = json.loads(viewer(f"/api/sample?{STEP}&sample={row['index']}")[2])
-        texts = json.loads(viewer(f"/api/texts?{STEP}&sample={row['index']}")[2])["texts"]
+        answer = json.loads(viewer(f"/api/sample?{STEP}&sample={row['index']}")[2])
+        record, texts = answer["record"], answer["texts"]
         assert record["sample_id"] == row["sample_id"] and len(record["token_ids"]) == row["tokens"]
         said = "".join(texts[str(i)] for i in record["token_ids"])
         assert said.startswith("<|im_start|>system\nYou are a careful assistant.")
@@ -242,7 +241,7 @@ def test_a_self_contained_page_has_its_data_inside_and_nothing_that_ends_it(tmp_
     page = make_page(library, sample=1).decode()
     assert page.count("<script") == page.count("</script>") == 1 + 11
     data = re.search(r'<script type="application/json" id="embedded">(.*?)</script>', page, re.DOTALL)
-    assert data is not None and len(json.loads(data[1])["answers"]) == 5
+    assert data is not None and len(json.loads(data[1])["answers"]) == 4
     assert "src=" not in page.split("<style>")[0] and "href=" not in page.split("<style>")[0]
 
 

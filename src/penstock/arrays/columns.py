@@ -130,6 +130,10 @@ COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}
 TOKEN_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.per != "sample"}
 TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 
+# Filling these with 0.0 would say "probability 1": a wrong gradient, and nobody would notice.
+ALL_OR_NONE = {"logprobs": ("rl", "opd"), "teacher_logprobs": ("opd",)}
+"""Columns that all trained samples of these modes in a step have, or none of them."""
+
 
 def token_columns() -> Iterator[Column]:
     """The columns that run along the tokens, in table order."""

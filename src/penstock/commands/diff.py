@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def place(library: Library, parting: Parting, run: str | None) -> dict[str, Any]:
     """Where the viewer opens: the sample's number in the list of whichever run has it."""
     for name, export in library.exports.items():
-        chosen = export.runs[0] if run is None else run
+        chosen = export.choose(run)
         if parting.step is None or parting.step not in [step.number for step in export.steps(chosen)]:
             continue
         rows = library.index(name, chosen, parting.step).rows

@@ -1,6 +1,6 @@
 """Means and maxima over the trained tokens of finished steps: mismatch KL, entropy, masked fractions, rewards.
 
-  penstock tokens runs/demo                      one line per step
+  penstock tokens runs/demo                      one line per step, of every run in the folder
   penstock tokens runs/demo --step 12 --json     one step, everything, for programs
 
 Only steps that every rank has finished are read. Lines that are not records are counted and skipped.
@@ -22,18 +22,25 @@ from penstock.view.tally import tally
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
     parser.add_argument("--step", type=int, help="this step only")
-    parser.add_argument("--run", dest="of_run", help="this run, where the folder holds several")
+    parser.add_argument("--run", dest="of_run", help="this run only, where the folder holds several")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    export = Export(args.folder)
-    steps = export.steps(args.of_run) if args.step is None else [export.step(args.step, args.of_run)]
-    reports = [summarize(step) for step in _shown(steps)]
+    reports = [summarize(step) for step in _shown(_chosen(Export(args.folder), args.of_run, args.step))]
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(args.folder), "steps": reports}, indent=1) if args.json else _table(reports))
     return 0
+
+
+def _chosen(export: Export, run: str | None, step: int | None) -> list[StepFolder]:
+    """The steps asked for, of the run asked for or of all; an error where there is none with that number."""
+    runs = export.runs if run is None else [export.choose(run)]
+    found = [one for name in runs for one in export.steps(name) if step is None or one.number == step]
+    if step is not None and not found:
+        return [export.step(step, name) for name in runs]  # raises, with the steps there are
+    return found
 
 
 def _shown(steps: list[StepFolder]) -> Iterator[StepFolder]:
@@ -63,11 +70,14 @@ def summarize(step: StepFolder) -> dict[str, Any]:
 
 def _warn(report: dict[str, Any]) -> None:
     count = report["malformed_lines"]
+    of_run = f"{report['run']}: " if report["run"] else ""
     if count:
         lines = "line" if count == 1 else "lines"
-        print(f"step {report['step']}: {count} malformed {lines} skipped; {report['reasons'][0]}", file=sys.stderr)
+        print(
+            f"{of_run}step {report['step']}: {count} malformed {lines} skipped; {report['reasons'][0]}", file=sys.stderr
+        )
     for name in report["altered_files"]:
-        print(f"step {report['step']}: {name} is not what its rank wrote", file=sys.stderr)
+        print(f"{of_run}step {report['step']}: {name} is not what its rank wrote", file=sys.stderr)
 
 
 _CELLS = (
@@ -81,12 +91,18 @@ _CELLS = (
 
 def _table(reports: list[dict[str, Any]]) -> str:
     heads = "".join(f"{head:>11}" for head, _, _ in _CELLS)
-    lines = [f"{'step':>6}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
+    runs = {report["run"] for report in reports}
+    wide = max(map(len, runs)) + 2 if len(runs) > 1 else 0
+
+    def named(run: str) -> str:
+        return f"{run:<{wide}}" if wide else ""
+
+    lines = [f"{named('run')}{'step':>6}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
     for report in reports:
         cells = [report[name][what] if report[name] else None for _, name, what in _CELLS]
         masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
         lines.append(
-            f"{report['step']:>6}{report['records']:>9,}{report['loss_tokens']:>10,}"
+            f"{named(report['run'])}{report['step']:>6}{report['records']:>9,}{report['loss_tokens']:>10,}"
             + "".join(f"{'-' if cell is None else format(cell, '.4g'):>11}" for cell in cells)
             + "".join(f"{'-' if cell is None else format(cell, '.2%'):>9}" for cell in masked)
         )

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
 from penstock.errors import InvalidInput
 from penstock.pack.accounting import Accounting, account
 from penstock.pack.bins import Items
@@ -27,9 +27,6 @@ from penstock.pack.sample_facts import MODALITIES, TERMS, SampleFacts
 
 UNPACKABLE = "unpackable"
 """Reason of a sample that begins with an image longer than seq_len."""
-
-# Filling these with 0.0 would say "probability 1": a wrong gradient, and nobody would notice.
-ALL_OR_NONE = {"logprobs": ("rl", "opd"), "teacher_logprobs": ("opd",)}
 
 
 def plan(facts: SampleFacts, packing: Packing) -> Plan:

@@ -14,13 +14,12 @@ from urllib.parse import unquote
 from penstock.errors import PenstockError
 from penstock.testing.exports import make_export
 from penstock.testing.fuzz_mutation import TEXTS, Change, change_tree
-from penstock.view.curves import run_curves, step_grid
 from penstock.view.diff import compare
 from penstock.view.index import StepIndex
-from penstock.view.lines import parse_line
+from penstock.view.jsonl import parse_line
 from penstock.view.reader import Export
 from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import Library, make_app
+from penstock.view.web import Library, make_app, run_point, step_grid
 
 _TOKEN = "t" * 43
 _HOST = "127.0.0.1:1"
@@ -78,7 +77,7 @@ class Records:
         for number in range(len(index.rows)):
             parse_line(index.line(number))
         step_grid(step)
-        run_curves([step])
+        run_point(step)
         step.altered()
         if index.rows:
             found = compare(export, export)

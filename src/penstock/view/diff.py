@@ -7,6 +7,7 @@ with nothing different in what went in is the trainer's; one in the ids or log-p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,10 @@ import numpy as np
 from penstock.arrays.columns import Array
 from penstock.errors import InvalidInput
 from penstock.view.reader import Export, StepFolder
-from penstock.view.record import TABLE, Record
+from penstock.view.record import OF_SAMPLE, TABLE, Record
 
-_FACTS = ("env_name", "training_mode", "group_id", "policy_version", "staleness")
+_FACTS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
+"""Compared where tokens are the same; samples are paired by id, and two runs may have two names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +142,7 @@ def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | Non
     length = min(a.num_tokens, b.num_tokens)
     best: tuple[int, str] | None = None
     for column in TABLE:
-        left, right = _values(a, column.name, length), _values(b, column.name, length)
-        differs = np.flatnonzero((left != right) & ~(np.isnan(left) & np.isnan(right)))
+        differs = _differing(_values(a, column.name, length), _values(b, column.name, length))
         if len(differs) and (best is None or differs[0] < best[0]):
             best = (int(differs[0]), column.name)
     if best is None:
@@ -150,14 +151,28 @@ def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | Non
     return index, name, (_cell(a, name, index), _cell(b, name, index))
 
 
+def _differing(left: Array, right: Array) -> Array:
+    """Tokens that are not the same on both sides; null equals null."""
+    if left.shape != right.shape and 1 not in (left.shape[1], right.shape[1]):
+        return np.arange(len(left))
+    return np.flatnonzero(((left != right) & ~(np.isnan(left) & np.isnan(right))).any(1))
+
+
 def _values(record: Record, name: str, length: int) -> Array:
+    """[length, values per token]; one null per token where the record lacks the column."""
     values = record.columns.get(name)
-    return np.full(length, np.nan) if values is None else values[:length].astype(np.float64)
+    if values is None:
+        return np.full((length, 1), np.nan)
+    return values[:length].reshape(length, math.prod(values.shape[1:])).astype(np.float64)
 
 
 def _cell(record: Record, name: str, index: int) -> Any:
     values = record.columns.get(name)
-    if values is None or (values.dtype.kind == "f" and not np.isfinite(values[index])):
+    if values is None:
+        return None
+    if values.ndim > 1:
+        return values[index].tolist()
+    if values.dtype.kind == "f" and not np.isfinite(values[index]):
         return None
     # float32 values as they are written in the export, not with the digits that float64 adds
     return float(str(values[index])) if values.dtype.kind == "f" else values[index].item()

@@ -10,18 +10,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
 from penstock.pack import MicroBatch
 from penstock.pack.denominators import Totals
-from penstock.view.folders import Done, all_done, make_folder, promote, reopen, step_folder
+from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
-from penstock.view.record import SCHEMA_VERSION, Snapshot
+from penstock.view.record import COLUMNS, SCHEMA_VERSION, Snapshot, finite
 from penstock.view.step_files import Format, StepFile
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class NumberedStep(Protocol):
     def totals(self) -> Totals: ...
 
 
+_OPTIONAL = tuple(name for name in COLUMNS if name not in ("token_ids", "loss_mask"))
 _Key = tuple[str, int]
 """A run and the number of its step."""
 
@@ -54,7 +55,7 @@ class _Finish:
     key: _Key
     step: int
     seconds: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
 
 class TokenExporter:
@@ -85,6 +86,7 @@ class TokenExporter:
         world: int = 1,
         every: int = 1,
         keep: Keep | None = None,
+        omit: Collection[str] = (),
         max_bytes: int | None = 4 << 30,
         queue_batches: int = 8,
         file_format: Format = Jsonl,
@@ -93,8 +95,9 @@ class TokenExporter:
     ) -> None:
         """Export into `folder` as global rank `rank` of `world`. With context parallelism, one rank of each group.
 
-        `every` exports only steps whose number it divides; `keep` chooses records within a step; `max_bytes` limits
-        the file of one step, and what is left out is counted. `attempt` names this life of the run, the same on all
+        `every` exports only steps whose number it divides; `keep` chooses records within a step; `omit` names columns
+        that are left out (routed experts are hundreds of numbers per token); `max_bytes` limits the file of one step,
+        and what is left out is counted. `attempt` names this life of the run, the same on all
         ranks: without it, right after a restart, a step whose other ranks have not begun again may for a moment be
         shown with their old files. `barrier` makes `close_step` wait for all ranks instead.
         """
@@ -103,14 +106,20 @@ class TokenExporter:
                 f"rank {rank} of world {world}, every {every}, queue_batches {queue_batches}: "
                 "rank must be below world, the others at least 1"
             )
+        unknown = set(omit) - set(_OPTIONAL)
+        if unknown:
+            raise ConfigError(f"omit: {', '.join(sorted(unknown))}; a record can do without {', '.join(_OPTIONAL)}")
         self.folder = Path(folder)
         self.rank, self.world, self.every = rank, world, every
         self._keep, self._format, self._max_bytes = keep or Everything(), file_format, max_bytes
+        self._omit = frozenset(omit)
         self._attempt, self._barrier = attempt, barrier
         self._micro_steps: dict[int, int] = {}
-        self._begun: set[_Key] = set()
+        self._begun: dict[_Key, float | None] = {}
+        """Steps being written, and when the trainer's step before their first one ended."""
         self._closed_steps: set[_Key] = set()
-        self._last_close: float | None = None
+        self._last_close: tuple[int, float] | None = None
+        """The trainer's step that was closed last, exported or not, and when."""
         self._error: BaseException | None = None
         self._queue: queue.Queue[_Write | _Finish | None] = queue.Queue(queue_batches)
         make_folder(self.folder)
@@ -136,7 +145,7 @@ class TokenExporter:
             return
         self._check()
         key = (batch.run, number if run_step is None else run_step)
-        self._begin(key)
+        self._begin(key, number)
         micro_step = self._micro_steps.get(number, 0)
         self._micro_steps[number] = micro_step + 1
         facts = {
@@ -147,9 +156,8 @@ class TokenExporter:
             "micro_step": micro_step,
             "micro_sequence_idx": 0,
             "export_sequence_idx": 0,
-            "run_id": batch.run or None,
         }
-        snapshot = Snapshot.of(batch, terms)
+        snapshot = Snapshot.of(batch, terms, omit=self._omit)
         self._queue.put(_Write(key=key, facts=facts, snapshot=snapshot, policy_version=policy_version))
 
     def close_step(
@@ -157,30 +165,33 @@ class TokenExporter:
         step: NumberedStep | int,
         *,
         runs: Mapping[str, int] | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """This rank has written all of the step. Does not wait for the disk, unless there is a barrier.
 
         `runs` gives the runs whose own step is complete, and its number; by default every run of the step is, and its
-        step is the trainer's. `metrics` are kept with the step and drawn by the viewer.
+        step is the trainer's. `metrics` are kept with the step and drawn by the viewer; what is not a finite number is
+        kept as null. Call it for every step, exported or not: tokens per second are counted from one to the next.
         """
         number = step if isinstance(step, int) else step.number
         if number % self.every:
+            self._last_close = (number, time.monotonic())
             return
         self._check()
+        kept = _numbers(metrics or {})
         if runs is None:
             named = {run for run, at in self._begun if at == number}
             named |= set() if isinstance(step, int) else set(step.totals.runs)
             runs = dict.fromkeys(sorted(named) or [""], number)
-        now, before = time.monotonic(), self._last_close
-        self._last_close = now
+        now = time.monotonic()
         self._micro_steps.pop(number, None)
         for key in runs.items():
-            self._begin(key)  # a rank without a sequence of this run still says so
-            self._begun.discard(key)
+            self._begin(key, number)  # a rank without a sequence of this run still says so
+            before = self._begun.pop(key)
             self._closed_steps.add(key)
             seconds = None if before is None else now - before
-            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=dict(metrics or {})))
+            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=kept))
+        self._last_close = (number, now)
         if self._barrier is not None:
             self.flush()
             self._barrier()
@@ -219,7 +230,7 @@ class TokenExporter:
         if self._error is not None:
             raise _as_ours(self._error)
 
-    def _begin(self, key: _Key) -> None:
+    def _begin(self, key: _Key, number: int) -> None:
         """Before a step's first record: take back what an attempt before said of it. Here, not in the writer thread:
         once any rank is past its optimizer step, every rank has done so."""
         if key in self._begun:
@@ -227,7 +238,8 @@ class TokenExporter:
         if key in self._closed_steps:
             raise InvalidInput(f"token export: step {key[1]} of run {key[0]!r} was closed; write before close_step")
         reopen(step_folder(self.folder, *key), self.rank)
-        self._begun.add(key)
+        last = self._last_close
+        self._begun[key] = last[1] if last is not None and last[0] == number - 1 else None
 
     # ------------------------------------------------------------ the writer thread
 
@@ -277,18 +289,28 @@ class TokenExporter:
             promote(folder)
 
 
-def _describe(item: _Write) -> dict[str, Any]:
-    """What the step page draws of a micro-batch."""
+def _describe(item: _Write) -> PackedBatch:
     batch = item.snapshot.batch
-    return {
-        "step": item.facts["step"],
-        "micro_step": item.facts["micro_step"],
-        "tokens": batch.num_tokens,
-        "padding": batch.padding,
-        "samples": batch.segments.lengths.tolist(),
-        "modality": batch.modality,
-        "is_dummy": batch.is_dummy,
-    }
+    return PackedBatch(
+        step=item.facts["step"],
+        micro_step=item.facts["micro_step"],
+        tokens=len(item.snapshot.columns["token_ids"]),
+        padding=batch.padding,
+        samples=batch.segments.lengths.tolist(),
+        modality=batch.modality,
+        is_dummy=batch.is_dummy,
+    )
+
+
+def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float | None]:
+    """Metrics as plain numbers, from numpy and torch too; None for NaN and infinity."""
+    out: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        try:
+            out[str(name)] = finite(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidInput(f"metrics[{name!r}]: {value!r:.80}; give a number") from None
+    return out
 
 
 def _as_ours(error: BaseException) -> BaseException:

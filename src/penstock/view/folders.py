@@ -17,40 +17,55 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from penstock.atomic import rename, replacing, sync
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import ConfigError, CorruptFile, StorageError
+from penstock.view.tally import Count, Summary
 
 EXPORTS = "token_exports"
 STABLE = "STABLE"
+_MARKER = re.compile(r"rank_(\d{1,9})\.done")
 _STEP = re.compile(r"step_(\d{1,18})")
 _SAFE_RUN = re.compile(r"(?![.-])[A-Za-z0-9_.-]{1,128}")
+
+
+class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """How a micro-batch was packed; what the step page draws."""
+
+    step: Count
+    micro_step: Count
+    tokens: Count
+    """Computed, padding included."""
+    padding: Count
+    samples: list[Count]
+    """Tokens of each."""
+    modality: str
+    is_dummy: bool
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's word that its part of a step is on disk."""
 
-    rank: int
-    world: int
+    rank: Count
+    world: Count
     attempt: str
     """The life of the run that wrote it; STABLE needs the same on every rank."""
     file: str = ""
-    num_bytes: int = 0
+    num_bytes: Count = 0
     digest: str = ""
     """xxh3-128 of the file."""
-    records: int = 0
-    skipped: int = 0
+    records: Count = 0
+    skipped: Count = 0
     """Records left out by sampling or by the size limit."""
     seconds: float | None = None
-    """Since this rank closed the step before."""
-    summary: dict[str, Any] = {}
+    """From the end of the trainer's step before this one; None where that is not known."""
+    summary: Summary | None = None
     """Over all sequences of the step on this rank, exported or not."""
-    micro_batches: list[dict[str, Any]] = []
-    metrics: dict[str, float] = {}
-    """Whatever the training loop gave."""
+    micro_batches: list[PackedBatch] = []
+    metrics: dict[str, float | None] = {}
+    """Whatever the training loop gave; None for what was not a number."""
 
 
 def exports_of(folder: Path, run: str) -> Path:
@@ -97,17 +112,39 @@ def publish(part: Path, final: Path) -> None:
 
 
 def write_done(path: Path, done: Done) -> None:
-    """Write a rank's marker atomically."""
-    with replacing(path / f"rank_{done.rank}.done") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(done), indent=1))
+    """Write a rank's marker atomically; one that could not be read back is not written, it raises."""
+    marker = path / f"rank_{done.rank}.done"
+    data = msgspec.json.format(msgspec.json.encode(done), indent=1)
+    _decoded(data, marker, done.rank)
+    with replacing(marker) as file:
+        file.write(data)
 
 
 def read_done(path: Path, rank: int) -> Done | None:
-    """A rank's marker; None where there is none that can be read."""
+    """A rank's marker; None where there is none."""
+    marker = path / f"rank_{rank}.done"
     try:
-        return msgspec.json.decode((path / f"rank_{rank}.done").read_bytes(), type=Done)
-    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decoded(marker.read_bytes(), marker, rank)
+    except FileNotFoundError:
         return None
+
+
+def _decoded(data: bytes, marker: Path, rank: int) -> Done:
+    try:
+        done = msgspec.json.decode(data, type=Done)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptFile(
+            f"{marker}: not a rank's marker: {error}; export the step again or remove its folder"
+        ) from None
+    # The name is checked because it is opened: a marker leads to its rank's file and to no other.
+    if done.rank != rank or not re.fullmatch(rf"rank_{rank}\.\w{{1,16}}", done.file, re.ASCII):
+        raise CorruptFile(f"{marker}: says rank {done.rank}, file {done.file[:80]!r}; export the step again")
+    return done
+
+
+def marked_ranks(path: Path) -> list[int]:
+    """Ranks that have a marker in a step's folder."""
+    return sorted(int(match[1]) for one in path.iterdir() if (match := _MARKER.fullmatch(one.name)))
 
 
 def all_done(path: Path, attempt: str, world: int) -> bool:

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import UnknownKey
-from penstock.view.jsonl import encode_line
-from penstock.view.lines import MalformedLine, parse_line
+from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.masking_rules import disagreement
 from penstock.view.reader import Skipped, StepFolder, numbered_lines
-from penstock.view.record import Record
+from penstock.view.record import OF_SAMPLE, Record
 from penstock.view.tally import Tally, reward_of
 
 
@@ -88,9 +87,8 @@ def describe(record: Record) -> dict[str, Any]:
     """What the list shows of a sample, and what it is filtered and sorted by."""
     columns, facts, mask = record.columns, record.facts, record.columns["loss_mask"]
     masked = columns.get("is_masked")
-    names = ("sample_id", "group_id", "env_name", "training_mode", "rank", "micro_step", "staleness", "policy_version")
     return {
-        **{name: facts.get(name) for name in names},
+        **{name: facts.get(name) for name in (*OF_SAMPLE, "rank", "micro_step", "staleness")},
         "tokens": record.num_tokens,
         "loss_tokens": int(np.count_nonzero(mask)),
         "reward": reward_of(record),

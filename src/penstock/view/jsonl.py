@@ -1,21 +1,24 @@
-"""JSONL: one record per line, strict JSON, null for what is not a number, floats as the shortest text that reads back.
+"""JSONL, written and read: one record per line, strict JSON, null for what is not a number.
 
-Arrays are formatted by orjson straight from their memory, about 30 ns per float where a loop over Python floats takes
-500 to 1,000. A column that holds one number, as advantages and rewards often do, is formatted once and repeated.
-Facts go through the standard library, escaped to ASCII, so that no name can hold a line separator.
+Floats are the shortest text that reads back. Arrays are formatted by orjson straight from their memory, about 30 ns per
+float where a loop over Python floats takes 500 to 1,000. A column that holds one number, as advantages and rewards
+often do, is formatted once and repeated. Facts go through the standard library, escaped to ASCII, so that no name can
+hold a line separator. Reading checks every line: the table's types, all columns of one length.
 """
 
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from penstock.arrays.columns import Array
 from penstock.extras import require
-from penstock.view.record import Record, filled
+from penstock.view.record import FACTS, TABLE, ExportColumn, Record, filled, without_empty
 
 
 class Jsonl:
@@ -55,8 +58,68 @@ def _encode_array(values: Array, orjson: Any) -> bytes:
     count = len(values)
     # Compared by bits, so that NaN equals itself.
     bits = values.view(np.uint32) if values.dtype == np.float32 else values
-    if count > 1 and bits[0] == bits[-1] and (bits == bits[0]).all():
+    if count > 1 and values.ndim == 1 and bits[0] == bits[-1] and (bits == bits[0]).all():
         one: bytes = orjson.dumps(values[:1], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         return b"[" + (one + b",") * (count - 1) + one + b"]"
     encoded: bytes = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded
+
+
+class MalformedLine(ValueError):
+    """A line that is not a record, with the reason."""
+
+
+def parse_line(line: bytes) -> Record:
+    """The record in a line; `MalformedLine` says what is wrong with it."""
+    try:
+        raw: Any = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedLine(str(error)) from None
+    columns: dict[str, Array] = {}
+    for column in TABLE:
+        values = getattr(raw, column.name)
+        found = None if values is None else _array(column, values)
+        if found is None:
+            continue
+        if len(found) != len(raw.token_ids):
+            raise MalformedLine(f"{column.name} has {len(found)} values for {len(raw.token_ids)} tokens")
+        columns[column.name] = found
+    return Record(facts={name: getattr(raw, name) for name in FACTS}, columns=without_empty(columns))
+
+
+def _array(column: ExportColumn, values: list[Any]) -> Array | None:
+    if column.kind != "float" and None in values:
+        return None
+    try:
+        # numpy turns None into NaN. Numbers beyond float32 become infinite, which every reader of ours skips.
+        with np.errstate(over="ignore"):
+            return column.array(values)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise MalformedLine(f"{column.name}: {error}") from None
+
+
+_KINDS: dict[str, Any] = {"int": int, "bool": bool, "float": float | None}
+_NEEDED = ("token_ids", "loss_mask")
+
+
+def _list_of(column: ExportColumn) -> Any:
+    """The type of a column in a line: a list along the tokens, of values or of lists of them; a token may have none."""
+    kind = _KINDS[column.kind]
+    for _ in range(column.trailing):
+        kind = _list(kind)
+    return _list(kind if column.name in _NEEDED else kind | None)
+
+
+def _list(of: Any) -> Any:
+    return types.GenericAlias(list, (of,))
+
+
+_Line = msgspec.defstruct(
+    "_Line",
+    [
+        *((c.name, _list_of(c)) for c in TABLE if c.name in _NEEDED),
+        *((c.name, _list_of(c) | None, None) for c in TABLE if c.name not in _NEEDED),
+        *((name, kind | None, None) for name, kind in FACTS.items()),
+    ],
+)
+_decoder = msgspec.json.Decoder(_Line)

@@ -7,13 +7,16 @@ an asset store is given, for logs that must stand alone.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import numpy as np
 
+from penstock.arrays import offsets_of
 from penstock.arrays.columns import Array
 from penstock.assets.offload import INLINE_BYTES
 from penstock.errors import AssetError, CorruptFile, StorageError
@@ -52,10 +55,9 @@ class ParquetFile:
 def schema(*, with_images: bool = False) -> pa.Schema:
     """The schema: facts, then one list per column of the table."""
     pa = _arrow()
-    kinds = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float32()}
     of_python = {int: pa.int64(), str: pa.string()}
     fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FACTS.items()]
-    fields += [pa.field(column.name, pa.list_(kinds[column.kind])) for column in TABLE]
+    fields += [pa.field(column.name, _list_of(column)) for column in TABLE]
     if with_images:
         fields.append(pa.field("image_bytes", pa.list_(pa.binary())))
     return pa.schema(fields)
@@ -102,20 +104,10 @@ def read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         with pq.ParquetFile(path) as file:
-            _check_schema(file.schema_arrow)
             for group in range(file.num_row_groups):
                 yield from _rows(file.read_row_group(group))
     except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptFile(f"{path}: {error}; not a whole Parquet file of records") from None
-
-
-def _check_schema(found: pa.Schema) -> None:
-    """Columns of the record have the record's types; others are left alone."""
-    for field in schema():
-        if field.name in found.names and found.field(field.name).type != field.type:
-            raise ValueError(f"column {field.name} is {found.field(field.name).type}, not {field.type}")
-    if not {"token_ids", "loss_mask"} <= set(found.names):
-        raise ValueError("no columns token_ids and loss_mask")
 
 
 def _arrow() -> Any:
@@ -133,54 +125,67 @@ def _batch(records: list[Record], layout: pa.Schema, inline: list[list[bytes | N
         if name in _TEXT:
             values = [None if value is None else json.dumps(value) for value in values]
         arrays.append(pa.array(values, layout.field(name).type))
-    arrays += [_lists(records, column, layout.field(column.name).type) for column in TABLE]
+    arrays += [_lists(records, column) for column in TABLE]
     if inline is not None:
         arrays.append(pa.array(inline, layout.field("image_bytes").type))
     return pa.record_batch(arrays, schema=layout)
 
 
-def _lists(records: list[Record], column: ExportColumn, kind: pa.DataType) -> pa.ListArray:
+def _list_of(column: ExportColumn) -> pa.DataType:
+    """A list along the tokens, of values or of lists of them; inner ones are counted in 64 bits, there may be many."""
+    pa = _arrow()
+    kind = pa.from_numpy_dtype(np.dtype(column.dtypes[-1]))
+    for _ in range(column.trailing):
+        kind = pa.large_list(kind)
+    return pa.list_(kind)
+
+
+def _lists(records: list[Record], column: ExportColumn) -> pa.ListArray:
     """One column of all records: one buffer of values, and offsets; NaN becomes null, absent becomes a null list."""
     pa = _arrow()
     found = [record.columns.get(column.name) for record in records]
-    given = [values for values in found if values is not None]
-    joined = np.concatenate(given) if given else np.zeros(0)
-    offsets = np.concatenate(([0], np.cumsum([0 if values is None else len(values) for values in found])))
+    given = [one for one in found if one is not None]
+    leaf = np.dtype(column.dtypes[-1])
+    joined = _joined([one.reshape(-1) for one in given], leaf)
     missing = ~np.isfinite(joined) if column.kind == "float" else None
-    values = pa.array(joined.astype(kind.value_type.to_pandas_dtype()), kind.value_type, mask=missing)
-    absent = pa.array([values is None for values in found], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=absent)
+    values: Any = pa.array(joined, pa.from_numpy_dtype(leaf), mask=missing)
+    for depth in range(column.trailing, 0, -1):
+        sizes = [np.full(math.prod(one.shape[:depth]), one.shape[depth]) for one in given]
+        values = pa.LargeListArray.from_arrays(pa.array(offsets_of(_joined(sizes, np.dtype(np.int64)))), values)
+    lengths = [0 if one is None else len(one) for one in found]
+    absent = pa.array([one is None for one in found], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets_of(lengths), pa.int32()), values, mask=absent)
+
+
+def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
 def _rows(table: pa.Table) -> Iterator[Record]:
-    names = set(table.column_names)
-    facts = {name: table[name].to_pylist() if name in names else [None] * len(table) for name in FACTS}
+    layout = schema()
+    typed = {name: table[name].cast(layout.field(name).type) for name in layout.names if name in table.column_names}
+    facts = {name: typed[name].to_pylist() if name in typed else [None] * len(table) for name in FACTS}
     for name in _TEXT:
-        facts[name] = [None if value is None else json.loads(value) for value in facts[name]]
+        facts[name] = [None if text is None else msgspec.json.decode(text, type=FACTS[name]) for text in facts[name]]
     for row in range(len(table)):
-        columns = {column.name: _values(table, column, row) for column in TABLE if column.name in names}
-        lengths = {name: len(values) for name, values in columns.items() if values is not None}
-        if not {"token_ids", "loss_mask"} <= lengths.keys() or len(set(lengths.values())) > 1:
-            raise ValueError(f"row {row}: columns of {lengths} values")
-        yield Record(
-            facts={name: values[row] for name, values in facts.items()},
-            columns=without_empty({name: values for name, values in columns.items() if values is not None}),
-        )
+        found = {column.name: _values(typed[column.name][row], column) for column in TABLE if column.name in typed}
+        columns = {name: values for name, values in found.items() if values is not None}
+        if not {"token_ids", "loss_mask"} <= set(columns) or len({len(values) for values in columns.values()}) != 1:
+            raise ValueError(f"row {row}: token_ids, loss_mask and the other columns must be of one length")
+        yield Record(facts={name: values[row] for name, values in facts.items()}, columns=without_empty(columns))
 
 
-_DTYPES: dict[str, Any] = {"token_ids": np.uint32, "position_ids": np.int64, "weight_versions": np.int32}
-
-
-def _values(table: pa.Table, column: ExportColumn, row: int) -> Array | None:
-    cell = table[column.name][row]
+def _values(cell: pa.ListScalar, column: ExportColumn) -> Array | None:
     if not cell.is_valid:
         return None
-    if column.kind != "float" and cell.values.null_count:
+    values, shape = cell.values, [len(cell.values)]
+    for _ in range(column.trailing):
+        flat = values.flatten()
+        shape.append(len(flat) // max(len(values), 1))
+        values = flat
+    if column.kind != "float" and values.null_count:
         return None
-    values: Array = cell.values.to_numpy(zero_copy_only=False)
-    if column.kind == "float":
-        return values.astype(np.float32)
-    return values.astype(np.bool_ if column.kind == "bool" else _DTYPES[column.name])
+    return column.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
 def _inline(record: Record, images: AssetStore, max_bytes: int) -> list[bytes | None]:

@@ -16,15 +16,13 @@ from typing import BinaryIO
 import xxhash
 
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, read_done, steps_in
-from penstock.view.lines import MalformedLine, parse_line
+from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
+from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.record import Record
-from penstock.view.tally import is_summary
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread: 5 million tokens take about half of it."""
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
-_MARKER = re.compile(r"rank_(\d{1,9})\.done")
 _REASONS_KEPT = 5
 
 
@@ -65,7 +63,7 @@ class Export:
 
     def steps(self, run: str | None = None, *, after: int = -1) -> list[StepFolder]:
         """Finished steps of a run, oldest first; `after` is the last one that a logger has seen."""
-        run = self._run(run)
+        run = self.choose(run)
         found = (StepFolder(number=number, run=run, path=path) for number, path in steps_in(self._exports(run)))
         return [step for step in found if step.number > after and step.is_stable]
 
@@ -80,9 +78,13 @@ class Export:
     def _exports(self, run: str) -> Path:
         return exports_of(self.folder, run)
 
-    def _run(self, run: str | None) -> str:
+    def choose(self, run: str | None) -> str:
+        """The run asked for, or the only one; an error names them where there are several to choose from."""
         runs = self.runs
         if run is None:
+            if len(runs) > 1:
+                listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
+                raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
             return runs[0]
         if run not in runs:
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
@@ -103,20 +105,12 @@ class StepFolder:
         return (self.path / STABLE).exists()
 
     def done(self) -> dict[int, Done]:
-        """The ranks' markers, of the attempt that finished; a marker that is not one of ours counts as none."""
-        names = (_MARKER.fullmatch(path.name) for path in self.path.glob("rank_*.done"))
-        marks = {rank: self._mark(rank) for rank in sorted(int(name[1]) for name in names if name)}
-        first = marks.get(0)
+        """The ranks' markers, of the attempt that finished."""
+        first = read_done(self.path, 0)
         if first is None:
             return {}
-        return {rank: mark for rank, mark in marks.items() if mark is not None and rank < first.world}
-
-    def _mark(self, rank: int) -> Done | None:
-        mark = read_done(self.path, rank)
-        named = None if mark is None else _RANK_FILE.fullmatch(mark.file)
-        if mark is None or named is None or int(named[1]) != rank:  # it names a file: no other than this rank's
-            return None
-        return mark if is_summary(mark.summary) and _tokens_known(mark) else None
+        marks = {rank: read_done(self.path, rank) for rank in marked_ranks(self.path) if rank < first.world}
+        return {rank: mark for rank, mark in marks.items() if mark is not None}
 
     def files(self) -> dict[int, Path]:
         """The ranks' files."""
@@ -134,11 +128,6 @@ class StepFolder:
     def altered(self) -> list[str]:
         """Files that are not what their rank wrote, or are gone."""
         return [mark.file for mark in self.done().values() if _digest(self.path / mark.file) != mark.digest]
-
-
-def _tokens_known(mark: Done) -> bool:
-    """Whether each micro-batch says how many tokens it has."""
-    return all(type(batch.get("tokens")) is int for batch in mark.micro_batches)
 
 
 def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:

@@ -1,19 +1,27 @@
 """The record of one trained sequence: facts about it, and one array per column along its tokens.
 
-One table names every column, where it comes from (the micro-batch or the loss) and what kind of number it holds; the
-writers, the reader and the viewer loop over it. Columns marked required are in every record, filled with null where
-they do not apply; the others are there when the batch or the loss has them.
+What went in is the table of `arrays/columns.py`, what came out is the fields of `Terms`. Writers, readers, the
+comparison of runs and the viewer loop over the two together, so a column that is added there is exported, read back,
+shown and compared. Columns marked required are in every record, null where they do not apply; the others are there
+when the batch or the loss has them.
+
+Null means that nothing was measured. A micro-batch has 0.0 where a token has no log-probability, because arrays need a
+number; a record must not, or every mean over it would count "probability 1" for tokens that nobody sampled. `Snapshot`
+puts null on them, on what the loss computed from them, and on what the model predicts for a first token: nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, Array, Column
+from penstock.arrays.columns import COLUMNS as GIVEN
 from penstock.arrays.versions import known
 from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
@@ -31,31 +39,76 @@ class ExportColumn:
     source: Literal["batch", "terms"]
     attribute: str
     """The micro-batch's column, or the field of `Terms`."""
-    kind: Literal["int", "bool", "float"]
+    dtypes: tuple[str, ...]
+    """Of the arrays, narrowest first."""
+    trailing: int = 0
+    """Number of dimensions behind the token axis."""
     required: bool = True
+    null: Literal["never", "unrecorded", "unsampled", "first"] = "never"
+    """Which tokens have no value: those without a recorded one, those not sampled, or the first of a sequence."""
+
+    @property
+    def kind(self) -> Literal["int", "bool", "float"]:
+        kind = np.dtype(self.dtypes[0]).kind
+        return "float" if kind == "f" else "bool" if kind == "b" else "int"
+
+    def array(self, values: Any) -> Array:
+        """The values in the narrowest of the column's dtypes that holds them; ValueError where none does."""
+        if self.kind != "int":
+            return np.array(values, self.dtypes[0])
+        wide = np.asarray(values, np.int64)
+        low, high = (int(wide.min()), int(wide.max())) if wide.size else (0, 0)
+        for dtype in self.dtypes:
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+                return wide.astype(dtype)
+        raise ValueError(f"values from {low} to {high} are beyond {np.dtype(self.dtypes[-1]).name}")
 
 
-def _of(source: Literal["batch", "terms"], kind: Literal["int", "bool", "float"], *names: str) -> list[ExportColumn]:
-    pairs = (name.partition("=")[::2] for name in names)
-    return [
-        ExportColumn(name=a.rstrip("?"), source=source, attribute=b or a.rstrip("?"), kind=kind, required=a[-1] != "?")
-        for a, b in pairs
-    ]
+_NAMES = {"logprobs": "inference_logprobs"}
+"""Columns of the batch that the record calls otherwise; the trainer's log-probabilities stand beside these."""
+_ALWAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "position_ids")
 
 
-TABLE: tuple[ExportColumn, ...] = (
-    *_of("batch", "int", "token_ids", "position_ids"),
-    *_of("batch", "bool", "loss_mask"),
-    *_of("batch", "float", "advantages", "rewards", "inference_logprobs=logprobs"),
-    *_of("terms", "float", "trainer_logprobs", "entropy", "mismatch_kl", "log_importance_ratio=log_ratio"),
-    *_of("terms", "float", "importance_ratio=ratio", "prob_delta"),
-    *_of("terms", "bool", "is_masked=masked", "is_masked_high=masked_high", "is_masked_low=masked_low"),
-    *_of("terms", "float", "loss?"),
-    *_of("batch", "float", "teacher_logprobs?", "temperatures?"),
-    *_of("batch", "float", "rl_weights?", "ce_weights?", "ref_kl_weights?"),
-    *_of("batch", "int", "weight_versions?"),
-)
+def _of_batch() -> Iterator[ExportColumn]:
+    positions = Column(name="position_ids", dtypes=("<i8",), per="token", fill=0, pad=0, meaning="from 0 up")
+    for column in (*TOKEN_COLUMNS.values(), positions):
+        yield ExportColumn(
+            name=_NAMES.get(column.name, column.name),
+            source="batch",
+            attribute=column.name,
+            dtypes=column.dtypes,
+            trailing=column.trailing,
+            required=column.name in _ALWAYS,
+            null="unrecorded" if column.nan == "untrained" else "never",
+        )
+
+
+def _of_terms() -> Iterator[ExportColumn]:
+    floats: dict[str, tuple[str, Literal["never", "unsampled", "first"]]] = {
+        "trainer_logprobs": ("trainer_logprobs", "first"),
+        "entropy": ("entropy", "first"),
+        "mismatch_kl": ("mismatch_kl", "unsampled"),
+        "log_importance_ratio": ("log_ratio", "unsampled"),
+        "importance_ratio": ("ratio", "unsampled"),
+        "prob_delta": ("prob_delta", "unsampled"),
+        "loss": ("loss", "never"),
+    }
+    for name, (field, null) in floats.items():
+        yield ExportColumn(
+            name=name, source="terms", attribute=field, dtypes=("<f4",), null=null, required=name != "loss"
+        )
+    for field in ("masked", "masked_high", "masked_low"):
+        yield ExportColumn(name=f"is_{field}", source="terms", attribute=field, dtypes=("|b1",))
+
+
+TABLE: tuple[ExportColumn, ...] = (*_of_batch(), *_of_terms())
+"""What went in before what came out."""
 COLUMNS = {column.name: column for column in TABLE}
+_COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith("is_masked")}
+
+_FACT_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
+OF_SAMPLE = {_FACT_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
+"""The columns per sample, by the record's names for them."""
 FACTS: dict[str, Any] = {
     "schema_version": int,
     "step": int,
@@ -64,14 +117,9 @@ FACTS: dict[str, Any] = {
     "micro_step": int,
     "micro_sequence_idx": int,
     "export_sequence_idx": int,
-    "run_id": str,
-    "env_name": str,
-    "training_mode": str,
-    "sample_id": str,
-    "group_id": str,
-    "policy_version": int,
+    **{name: str if column.is_text else int for name, column in OF_SAMPLE.items()},
     "staleness": int,
-    "rule": dict[str, float | str],
+    "rule": dict[str, float | str | None],
     "images": list[dict[str, Any]],
 }
 """Fields of a record that are not arrays, and their types; any may be null."""
@@ -84,7 +132,7 @@ class Record:
     facts: dict[str, Any]
     """The fields of FACTS; None where unknown."""
     columns: dict[str, Array]
-    """[T] by name. Floats are float32 with NaN for null; a column that is null on every token is absent."""
+    """[T, ...] by name. Floats are float32 with NaN for null; a column that is null on every token is absent."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,14 +161,16 @@ class Snapshot:
 
     batch: MicroBatch
     columns: dict[str, Array]
-    """[T] by export name: all of the table that batch and terms have."""
+    """[T, ...] by export name: all of the table that batch and terms have."""
     rules: Mapping[str, Mapping[str, float | str]]
 
     @staticmethod
-    def of(batch: MicroBatch, terms: Terms) -> Snapshot:
+    def of(batch: MicroBatch, terms: Terms, *, omit: Collection[str] = ()) -> Snapshot:
         """Copy what will be exported; the only part of exporting that costs the training thread time."""
         columns: dict[str, Array] = {}
         for column in TABLE:
+            if column.name in omit:
+                continue
             if column.source == "batch":
                 value = batch.columns.get(column.attribute)
                 found = None if value is None else np.array(value)
@@ -128,9 +178,9 @@ class Snapshot:
                 found = _to_host(getattr(terms, column.attribute), column.kind)
             if found is None:
                 continue
-            if found.shape != (batch.num_tokens,):
+            if len(found) != batch.num_tokens:
                 raise InvalidInput(
-                    f"{column.attribute}: {found.size} values for {batch.num_tokens} tokens; "
+                    f"{column.attribute}: {len(found)} values for {batch.num_tokens} tokens; "
                     "give one per token of the micro-batch, padding included"
                 )
             columns[column.name] = found
@@ -138,29 +188,65 @@ class Snapshot:
 
     def records(self, facts: Mapping[str, Any], policy_version: int | None) -> Iterator[Record]:
         """One record per sequence that has a trained token; padding and dummies have none."""
-        segments = self.batch.segments
+        segments, columns = self.batch.segments, self._measured()
         for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
             own = slice(start, start + count)
-            if not self.columns["loss_mask"][own].any():
+            if not columns["loss_mask"][own].any():
                 continue
-            version = known(int(segments.policy_versions[i]))
-            mode = segments.modes[i]
+            named = self._named(i)
+            mode, version = named["training_mode"], named["policy_version"]
             rule = self.rules.get(mode, self.rules.get(""))
+            found = {name: values[own] for name, values in columns.items() if _applies(name, mode)}
             yield Record(
                 facts={
                     **facts,
                     "micro_sequence_idx": i,
-                    "env_name": segments.envs[i] or None,
-                    "training_mode": mode,
-                    "sample_id": segments.ids[i] or None,
-                    "group_id": segments.groups[i] or None,
-                    "policy_version": version,
+                    **named,
                     "staleness": None if policy_version is None or version is None else policy_version - version,
-                    "rule": None if rule is None else dict(rule),
+                    "rule": None if rule is None else {name: finite(value) for name, value in rule.items()},
                     "images": self._images(start, count),
                 },
-                columns={name: values[own] for name, values in self.columns.items() if _applies(name, mode)},
+                columns=without_empty(found),
             )
+
+    def _measured(self) -> dict[str, Array]:
+        """The columns with NaN on tokens for which nothing was measured."""
+        out, offsets = dict(self.columns), self.batch.segments.offsets
+        absent = {column.name: self._unrecorded(column) for column in TABLE if column.null == "unrecorded"}
+        for name, values in self.columns.items():
+            null = COLUMNS[name].null
+            if null != "never":
+                unsampled = absent["inference_logprobs"]
+                out[name] = values.copy()
+                out[name][{"unrecorded": absent.get(name), "unsampled": unsampled, "first": offsets}[null]] = np.nan
+        return out
+
+    def _unrecorded(self, column: ExportColumn) -> NDArray[np.bool_]:
+        """[T] tokens without a value in a log-probability column: 0.0 stands there, and nothing says it was measured.
+
+        Trained tokens of a mode that cannot do without the column have it (packing refuses others), so there 0.0 is
+        a probability of 1. Anywhere else it is what packing filled in.
+        """
+        segments, trained = self.batch.segments, self.columns["loss_mask"]
+        values = self.columns.get(column.name)
+        missing = np.ones(len(trained), np.bool_) if values is None else values == GIVEN[column.attribute].fill
+        needing = ALL_OR_NONE.get(column.attribute, ())
+        for mode, start, count in zip(segments.modes, segments.offsets, segments.lengths, strict=True):
+            if mode in needing:
+                missing[start : start + count] &= ~trained[start : start + count]
+        return missing
+
+    def _named(self, i: int) -> dict[str, Any]:
+        """What the sample of a segment is: its columns per sample, null where empty or not known."""
+        out: dict[str, Any] = {}
+        for name, column in OF_SAMPLE.items():
+            if column.name == "run":
+                out[name] = self.batch.run or None
+                continue
+            values = getattr(self.batch.segments, f"{column.name}s", None)
+            value = None if values is None else values[i]
+            out[name] = (value or None) if column.is_text or value is None else known(int(value))
+        return out
 
     def _images(self, start: int, count: int) -> list[dict[str, Any]]:
         return [
@@ -177,15 +263,14 @@ class Snapshot:
         ]
 
 
-_COMPARED = {c.name for c in TABLE if c.attribute.startswith("masked") or "ratio" in c.attribute} | {
-    "mismatch_kl",
-    "prob_delta",
-}
-
-
 def _applies(name: str, mode: str) -> bool:
     """Supervised samples have no sampler to compare with, whatever their neighbours in the micro-batch have."""
     return mode != "sft" or name not in _COMPARED
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a float that is no number: what JSON can say."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def filled(record: Record) -> dict[str, Array]:
@@ -204,7 +289,7 @@ def without_empty(columns: dict[str, Array]) -> dict[str, Array]:
 
 
 def _is_empty(values: Array) -> bool:
-    return bool(values.dtype.kind == "f" and len(values) and np.isnan(values[0]) and np.isnan(values).all())
+    return bool(values.dtype.kind == "f" and values.size and np.isnan(values.flat[0]) and np.isnan(values).all())
 
 
 def _to_host(value: Any, kind: str) -> Array | None:

@@ -32,7 +32,7 @@ def write_page(path: Path, library: Library, *, run: str | None, step: int | Non
 def make_page(library: Library, *, run: str | None = None, step: int | None = None, sample: int | None = None) -> bytes:
     """The page as bytes."""
     name, export = next(iter(library.exports.items()))
-    run = export.runs[0] if run is None else run
+    run = export.choose(run)
     steps = export.steps(run)
     if not steps:
         raise UnknownKey(f"{export.folder}: no finished step yet")
@@ -59,11 +59,9 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
     answers: dict[str, Any] = {f"step?{urlencode(at)}": found}
     hashes: set[str] = set()
     for i in chosen:
-        line = msgspec.Raw(index.line(i))
-        query = urlencode({**at, "sample": str(i)})
-        answers[f"sample?{query}"] = line
-        answers[f"texts?{query}"] = library.texts(name, run, number, i)
-        hashes |= {image["hash"] for image in msgspec.json.decode(line, type=_Images).images or ()}
+        answer = library.sample(name, run, number, i)
+        answers[f"sample?{urlencode({**at, 'sample': str(i)})}"] = answer
+        hashes |= set(answer["images"])
     start = f"#/samples/{name}/{run or '~'}/{number}" + (f"/{sample}" if sample is not None else "")
     one = {"name": name, "folder": library.exports[name].folder.name, "runs": [{"run": run, "steps": [number]}]}
     answers["overview?"] = {
@@ -75,10 +73,6 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
     }
     answers[f"run?{urlencode({'export': name, 'run': run})}"] = library.run(name, run)
     return {"answers": answers, "images": {digest: uri for digest in hashes if (uri := _inline(library, digest))}}
-
-
-class _Images(msgspec.Struct):
-    images: list[dict[str, Any]] | None = None
 
 
 def _inline(library: Library, digest: str) -> str | None:

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 import xxhash
 
-from penstock.view.folders import Done, publish, write_done
+from penstock.view.folders import Done, PackedBatch, publish, write_done
+from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.keep_rules import Choice
 from penstock.view.record import Record
 from penstock.view.tally import Tally
@@ -81,7 +82,7 @@ class StepFile:
     format: Format
     choice: Choice
     max_bytes: int | None
-    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    micro_batches: list[PackedBatch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     written: int = 0
     skipped: int = 0
@@ -98,7 +99,7 @@ class StepFile:
 
     def open(self, step: int) -> None:
         """Start the file. Of what an interrupted attempt left, whole lines of earlier steps are taken over."""
-        earlier = _lines_before(self.part, step) if self.format.suffix == "jsonl" else []
+        earlier = _lines_before(self.part, step, self.tally) if self.format.suffix == "jsonl" else []
         self._file = HashedFile(self.part)
         self._sink = self.format(self._file)  # type: ignore[arg-type]
         self._file.writelines(earlier)
@@ -142,7 +143,7 @@ class StepFile:
             digest=self._file.digest(),
             records=self.written,
             skipped=self.skipped,
-            summary=self.tally.as_dict(),
+            summary=self.tally.summary(),
             micro_batches=self.micro_batches,
         )
         write_done(self.folder, done)
@@ -154,18 +155,14 @@ class StepFile:
                 self._file.close()
 
 
-class _Numbered(msgspec.Struct):
-    step: int
-
-
-def _lines_before(part: Path, step: int) -> list[bytes]:
-    """Whole records of earlier trainer steps: a run's step may span several, and those before are not trained again."""
+def _lines_before(part: Path, step: int, tally: Tally) -> list[bytes]:
+    """Whole records of earlier trainer steps, counted: a run's step may span several; they are not trained again."""
     kept = []
     with suppress(FileNotFoundError), part.open("rb") as file:
         for line in file:
-            try:
-                if line.endswith(b"\n") and msgspec.json.decode(line, type=_Numbered).step < step:
+            with suppress(MalformedLine):
+                record = parse_line(line)
+                if line.endswith(b"\n") and record.facts["step"] is not None and record.facts["step"] < step:
                     kept.append(line)
-            except msgspec.DecodeError:
-                continue
+                    tally.add(record)
     return kept

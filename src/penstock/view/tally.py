@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,33 +17,35 @@ MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 OF_SAMPLES = ("reward", "length", "staleness")
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""Bounded, because a marker on disk may hold anything, and sums of these are written again."""
 
 
-class _Spread(msgspec.Struct):
+class Moments(msgspec.Struct, frozen=True, kw_only=True):
+    """How many finite numbers there were, and what they came to."""
+
     count: Annotated[int, msgspec.Meta(gt=0, le=2**62)]
     mean: float
     min: float
     max: float
 
 
-_Summary = msgspec.defstruct(
-    "_Summary",
-    [
-        *((name, _Count) for name in ("records", "tokens", "loss_tokens", "compared_tokens")),
-        ("masked", dict[str, _Count]),
-        *((name, _Spread | None, None) for name in (*MEASURED, *OF_SAMPLES)),
-    ],
-)
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A tally as markers, `penstock tokens --json` and the viewer have it; None where nothing was counted."""
 
-
-def is_summary(found: dict[str, Any]) -> bool:
-    """Whether this is what `Tally.as_dict` gives; a marker on disk may hold anything."""
-    try:
-        summary: Any = msgspec.convert(found, _Summary)
-    except msgspec.ValidationError:
-        return False
-    return all(name in summary.masked for name in MASKS)
+    records: Count
+    tokens: Count
+    loss_tokens: Count
+    compared_tokens: Count
+    masked: dict[str, Count]
+    masked_fraction: dict[str, float]
+    """Of the compared tokens."""
+    mismatch_kl: Moments | None = None
+    entropy: Moments | None = None
+    loss: Moments | None = None
+    reward: Moments | None = None
+    length: Moments | None = None
+    staleness: Moments | None = None
 
 
 @dataclass(slots=True)
@@ -66,17 +68,17 @@ class Spread:
             self.low = min(self.low, float(values.min()))
             self.high = max(self.high, float(values.max()))
 
-    def merge(self, other: dict[str, Any]) -> None:
-        """Add what `as_dict` gave for other values."""
-        self.count += other["count"]
-        self.total += other["mean"] * other["count"]
-        self.low, self.high = min(self.low, other["min"]), max(self.high, other["max"])
+    def merge(self, other: Moments) -> None:
+        """Add other values by what they came to."""
+        self.count += other.count
+        self.total += other.mean * other.count
+        self.low, self.high = min(self.low, other.min), max(self.high, other.max)
 
-    def as_dict(self) -> dict[str, Any] | None:
-        """Count, mean, min and max; None where nothing was counted."""
+    def moments(self) -> Moments | None:
+        """None where nothing was counted."""
         if not self.count:
             return None
-        return {"count": self.count, "mean": self.total / self.count, "min": self.low, "max": self.high}
+        return Moments(count=self.count, mean=self.total / self.count, min=self.low, max=self.high)
 
 
 @dataclass(slots=True)
@@ -114,28 +116,33 @@ class Tally:
         if staleness is not None:
             self.spreads["staleness"].add(np.array([staleness]))
 
-    def merge(self, summary: dict[str, Any]) -> None:
-        """Add another tally, as `as_dict` gave it."""
+    def merge(self, summary: Summary) -> None:
+        """Add another tally."""
         for name in ("records", "tokens", "loss_tokens", "compared_tokens"):
-            setattr(self, name, getattr(self, name) + summary[name])
+            setattr(self, name, getattr(self, name) + getattr(summary, name))
         for name in MASKS:
-            self.masked[name] += summary["masked"][name]
+            self.masked[name] += summary.masked.get(name, 0)
         for name, spread in self.spreads.items():
-            if summary.get(name) is not None:
-                spread.merge(summary[name])
+            moments = getattr(summary, name)
+            if moments is not None:
+                spread.merge(moments)
+
+    def summary(self) -> Summary:
+        """What it came to."""
+        return Summary(
+            records=self.records,
+            tokens=self.tokens,
+            loss_tokens=self.loss_tokens,
+            compared_tokens=self.compared_tokens,
+            masked=dict(self.masked),
+            masked_fraction={name: n / self.compared_tokens for name, n in self.masked.items() if self.compared_tokens},
+            **{name: spread.moments() for name, spread in self.spreads.items()},
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as markers, `penstock tokens --json` and the viewer have it."""
-        fractions = {name: self.masked[name] / self.compared_tokens for name in MASKS if self.compared_tokens}
-        return {
-            "records": self.records,
-            "tokens": self.tokens,
-            "loss_tokens": self.loss_tokens,
-            "compared_tokens": self.compared_tokens,
-            "masked": dict(self.masked),
-            "masked_fraction": fractions,
-            **{name: spread.as_dict() for name, spread in self.spreads.items()},
-        }
+        """The summary as plain data."""
+        found: dict[str, Any] = msgspec.to_builtins(self.summary())
+        return found
 
 
 def tally(records: Iterable[Record]) -> Tally:

@@ -16,9 +16,9 @@ import msgspec
 from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.extras import require
 from penstock.view.access import App, Guard
-from penstock.view.curves import run_curves, step_grid
 from penstock.view.index import StepIndex
-from penstock.view.reader import Export
+from penstock.view.reader import Export, StepFolder
+from penstock.view.tally import Tally, tally
 from penstock.view.vocabulary import Vocabulary, texts
 
 if TYPE_CHECKING:
@@ -77,14 +77,17 @@ class Library:
 
     def run(self, export: str, run: str) -> dict[str, Any]:
         """A run's curves over steps."""
-        return {"steps": run_curves(self._export(export).steps(run))}
+        return {"steps": [run_point(step) for step in self._export(export).steps(run)]}
 
-    def texts(self, export: str, run: str, number: int, sample: int) -> dict[str, Any]:
-        """Texts of the distinct ids of a sample."""
-        if self.vocabulary is None:
-            return {"texts": {}}
-        ids = msgspec.json.decode(self.index(export, run, number).line(sample), type=_Ids).token_ids
-        return {"texts": texts(self.vocabulary, ids)}
+    def sample(self, export: str, run: str, number: int, sample: int) -> dict[str, Any]:
+        """A sample's record as it was exported, the texts of its distinct ids, and the hashes of its images."""
+        line = self.index(export, run, number).line(sample)
+        shown = msgspec.json.decode(line, type=_Shown)
+        return {
+            "record": msgspec.Raw(line),
+            "texts": {} if self.vocabulary is None else texts(self.vocabulary, shown.token_ids),
+            "images": [image.hash for image in shown.images or ()],
+        }
 
     def image(self, digest: str) -> tuple[bytes, str]:
         """An image and its type, one of a few that are only ever images."""
@@ -109,8 +112,48 @@ class Library:
         return self.exports[name]
 
 
-class _Ids(msgspec.Struct):
+class _Image(msgspec.Struct):
+    hash: str
+
+
+class _Shown(msgspec.Struct):
     token_ids: list[int]
+    images: list[_Image] | None = None
+
+
+def step_grid(step: StepFolder) -> list[dict[str, Any]]:
+    """Per rank its micro-batches, as the exporter saw them; empty for exports without markers."""
+    return [
+        {"rank": rank, "micro_batches": done.micro_batches, "records": done.records, "skipped": done.skipped}
+        for rank, done in step.done().items()
+    ]
+
+
+def run_point(step: StepFolder) -> dict[str, Any]:
+    """What the curves of a run show of one step."""
+    marks = list(step.done().values())
+    sums = [mark.summary for mark in marks if mark.summary is not None]
+    if marks and len(sums) == len(marks):
+        total = Tally()
+        for own in sums:
+            total.merge(own)
+    else:
+        total = tally(step.records())
+    summary = total.as_dict()
+    batches = [batch for mark in marks for batch in mark.micro_batches]
+    computed = sum(batch.tokens for batch in batches)
+    packed = computed - sum(batch.padding for batch in batches)
+    seconds = max((mark.seconds for mark in marks if mark.seconds), default=None)
+    return {
+        "step": step.number,
+        "tokens": summary["tokens"],
+        "loss_tokens": summary["loss_tokens"],
+        "waste": 1 - packed / computed if computed else None,
+        "tokens_per_s": packed / seconds if seconds else None,
+        "masked_fraction": summary["masked_fraction"].get("is_masked"),
+        **{name: summary[name] for name in ("reward", "mismatch_kl", "entropy", "staleness", "length")},
+        "metrics": {name: value for mark in marks for name, value in mark.metrics.items()},
+    }
 
 
 def make_app(library: Library, *, token: str, port: int) -> App:
@@ -132,15 +175,11 @@ def make_app(library: Library, *, token: str, port: int) -> App:
         data, media_type = library.image(request.path_params["digest"])
         return Response(data, media_type=media_type, headers={"content-disposition": "inline; filename=image"})
 
-    def sample(request: Request) -> bytes:
-        return library.index(*_step_of(request)).line(_number(request, "sample"))
-
     answers: dict[str, Callable[[Request], Any]] = {
         "overview": lambda _: library.overview(),
         "run": lambda request: library.run(*_run_of(request)),
         "step": lambda request: library.step(*_step_of(request)),
-        "sample": sample,
-        "texts": lambda request: library.texts(*_step_of(request), _number(request, "sample")),
+        "sample": lambda request: library.sample(*_step_of(request), _number(request, "sample")),
     }
     routes = [Route(f"/api/{name}", _safely(_json(answer))) for name, answer in answers.items()]
     routes += [Route("/", static), Route("/static/{name}", static), Route("/image/{digest}", _safely(image))]
@@ -158,9 +197,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     from starlette.responses import Response
 
     def respond(request: Request) -> Response:
-        found = answer(request)
-        body = found if isinstance(found, bytes) else msgspec.json.encode(found)
-        return Response(body, media_type="application/json")
+        return Response(msgspec.json.encode(answer(request)), media_type="application/json")
 
     return respond
 

@@ -141,7 +141,10 @@
       samples = rows;
       onOpen = open;
       for (const row of samples)
-        row.haystack = [row.sample_id, row.group_id, row.env_name, row.training_mode].join(" ").toLowerCase();
+        row.haystack = Object.entries(row)
+          .flatMap(([key, value]) => (key !== "haystack" && typeof value === "string" ? [value] : []))
+          .join(" ")
+          .toLowerCase();
       for (const [name, key] of [
         ["env", "env_name"],
         ["rank", "rank"],

@@ -37,10 +37,10 @@
   function showToken(i) {
     const known = Object.keys(sample.columns);
     const rows = [...ORDER.filter((key) => known.includes(key)), ...known.filter((key) => !ORDER.includes(key))];
-    const flags = new Set(["loss_mask", "is_masked", "is_masked_high", "is_masked_low"]);
     const cells = rows.map((key) => {
       const value = sample.columns[key][i];
-      const text = flags.has(key) ? (value ? "yes" : "no") : key === "token_ids" ? String(value) : ps.number(value);
+      const flag = sample.columns[key] instanceof Uint8Array;
+      const text = flag ? (value ? "yes" : "no") : key === "token_ids" ? String(value) : ps.value(value);
       return ps.el(
         "tr",
         {},

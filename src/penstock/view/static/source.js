@@ -22,13 +22,15 @@
     return found;
   }
 
-  // A record's lists as typed arrays; null becomes NaN, a column of nulls is left out.
+  // A record's lists as typed arrays; null becomes NaN, a column of nulls is left out. Where a token has a list of values
+  // of its own (routed experts), the lists stay as they are.
   function columns(record) {
     const found = {};
     const count = record.token_ids.length;
     for (const [name, values] of Object.entries(record)) {
       if (!Array.isArray(values) || values.length !== count || name === "images") continue;
       if (typeof values[count - 1] === "boolean") found[name] = Uint8Array.from(values);
+      else if (Array.isArray(values[count - 1])) found[name] = values;
       else {
         const array = Float64Array.from(values, (value) => (value === null ? NaN : value));
         if (name === "token_ids" || array.some((value) => !Number.isNaN(value))) found[name] = array;
@@ -44,8 +46,8 @@
     step: (at) => ask("step", { export: at.export, run: at.run, step: at.step }),
     async sample(at) {
       const query = { export: at.export, run: at.run, step: at.step, sample: at.sample };
-      const [record, named] = await Promise.all([ask("sample", query), ask("texts", query)]);
-      return { facts: record, columns: columns(record), texts: named.texts, count: record.token_ids.length };
+      const { record, texts } = await ask("sample", query);
+      return { facts: record, columns: columns(record), texts, count: record.token_ids.length };
     },
     image: (digest) => (embedded ? embedded.images[digest] || null : "image/" + encodeURIComponent(digest)),
   };

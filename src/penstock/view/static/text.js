@@ -63,5 +63,12 @@ const ps = {};
     return text.replace("-", "−");
   };
 
+  // A column's value on one token: a number, or, where it has several, as many of them as fit.
+  ps.value = function (value) {
+    if (!Array.isArray(value)) return ps.number(value);
+    const text = JSON.stringify(value);
+    return text.length > LONGEST ? text.slice(0, LONGEST) + "…" : text;
+  };
+
   ps.percent = (part, whole) => (whole ? ps.number(Number(((100 * part) / whole).toPrecision(3))) + " %" : "–");
 }
