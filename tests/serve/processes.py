@@ -10,8 +10,8 @@ SMALL = ("--ranks=1", "--seq-len=64", "--groups-per-step=1")
 """The smallest plane."""
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for something that another process does; its absence after the deadline is the failure."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    """Wait for something that another process does; its absence after a generous deadline is the failure."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {timeout_s:g} s"

@@ -21,19 +21,31 @@ from penstock.send.timeouts import Timeouts
 from penstock.serve.process.plane_process import PlaneProcess
 from penstock.testing.farm import Worker
 from penstock.testing.groups import named_group
+from penstock.testing.pace import stretched
 from penstock.testing.proxy import Proxy
 from tests.serve.conftest import FAST
 from tests.serve.processes import wait_until
 
 BOUND_S = 3.0
-"""Within which every other rank hears that one is cut off."""
-SLOW = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=30.0, plane_s=2.0, resend_s=0.2)
-"""Delivery may take longer than anybody may be silent."""
-SHORT = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=3.0, resend_s=0.2)
+"""Within which every other rank hears that one is cut off, on an idle machine."""
+_SLOW = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=30.0, plane_s=2.0, resend_s=0.2)
+_SHORT = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=3.0, resend_s=0.2)
 NAMES = ("heartbeat_s", "peer_s", "delivery_s", "plane_s", "resend_s")
 
 StartPlane = Callable[..., PlaneProcess]
 StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture
+def slow(pace: float) -> Timeouts:
+    """Delivery may take longer than anybody may be silent."""
+    return stretched(_SLOW, pace)
+
+
+@pytest.fixture
+def short(pace: float) -> Timeouts:
+    """A cut is noticed soon."""
+    return stretched(_SHORT, pace)
 
 
 @pytest.fixture
@@ -87,7 +99,7 @@ def undisturbed(groups: int, ranks: int, tokens: int = 6) -> list[dict[int, str]
         found: list[dict[int, str]] = [{} for _ in range(ranks)]
         for _ in range(groups // 2):
             for rank, source in enumerate(sources):
-                step = source.step(timeout=20)
+                step = source.step(timeout=120)
                 found[rank][step.number] = step.digest
                 source.commit(step)
         for source in sources:
@@ -100,13 +112,13 @@ def undisturbed(groups: int, ranks: int, tokens: int = 6) -> list[dict[int, str]
 
 @pytest.mark.parametrize("way", ["both", "up", "down"])
 def test_a_rank_that_is_cut_off_stops_all_others_with_the_same_words(
-    start_plane: StartPlane, start_worker: StartWorker, way: str
+    start_plane: StartPlane, start_worker: StartWorker, way: str, short: Timeouts, pace: float
 ) -> None:
-    plane = start_plane(timeouts=SHORT)
+    plane = start_plane(timeouts=short)
     with Proxy(plane.url) as proxy:
         put(plane.url, range(4))
         urls = [plane.url, proxy.url, plane.url]
-        ranks = [start_worker("rank", url, rank, 3, 99, timeouts=SHORT) for rank, url in enumerate(urls)]
+        ranks = [start_worker("rank", url, rank, 3, 99, timeouts=short) for rank, url in enumerate(urls)]
         for rank in ranks:
             rank.wait("step", 2)
         began = time.monotonic()
@@ -114,17 +126,18 @@ def test_a_rank_that_is_cut_off_stops_all_others_with_the_same_words(
         errors = [ranks[rank].wait("error") for rank in (0, 2)]
         assert {error["error"] for error in errors} == {"StepAborted"}
         assert len({error["words"] for error in errors}) == 1
-        assert re.match(r"step [23]: rank 1: (silent for|has not heard the plane for) 1\.\d s", errors[0]["words"])
+        said = re.match(r"step [23]: rank 1: (silent for|has not heard the plane for) ([\d.]+) s", errors[0]["words"])
+        assert said is not None and short.peer_s <= float(said[2]) + 0.1, errors[0]["words"]
         noticed = max(error["at"] for error in errors) - began
         print(f"cut {way}: the others raised after {noticed:.2f} s")  # shown by -rP; docs/delivery.md quotes it
-        assert noticed < BOUND_S
+        assert noticed < BOUND_S * pace
         own = ranks[1].wait("error")
         if way == "up":  # it still hears
             assert own["words"] == errors[0]["words"]
         else:
             assert own["error"] == "PlaneLost"
             assert "no word from the plane" in own["words"]
-            assert own["at"] - began < SHORT.plane_s + 2
+            assert own["at"] - began < short.plane_s + 2 * pace
 
 
 def test_a_partition_that_heals_in_time_is_nothing(start_plane: StartPlane, start_worker: StartWorker) -> None:
@@ -151,39 +164,41 @@ def test_a_partition_that_heals_in_time_is_nothing(start_plane: StartPlane, star
 # ------------------------------------------------------------------ slow links
 
 
-def test_a_slow_link_delays_all_and_stops_nobody(start_plane: StartPlane, start_worker: StartWorker) -> None:
-    plane = start_plane(2, timeouts=SLOW)
+def test_a_slow_link_delays_all_and_stops_nobody(
+    start_plane: StartPlane, start_worker: StartWorker, slow: Timeouts, pace: float
+) -> None:
+    plane = start_plane(2, timeouts=slow)
     with Proxy(plane.url) as proxy:
         put(plane.url, range(2), tokens=900_000)
         ranks = [
-            start_worker("rank", url, rank, 2, 1, timeouts=SLOW) for rank, url in enumerate([plane.url, proxy.url])
+            start_worker("rank", url, rank, 2, 1, timeouts=slow) for rank, url in enumerate([plane.url, proxy.url])
         ]
         for rank in ranks:
             rank.wait("joined")
-        proxy.down.bytes_per_s = 2_000_000
+        proxy.down.bytes_per_s = 2_000_000 / pace
         took = [rank.wait("done")["at"] - rank.wait("joined")["at"] for rank in ranks]
         print(f"slow link: {proxy.down.passed / 1e6:.1f} MB in {max(took):.1f} s")
-        assert min(took) > SLOW.plane_s + SLOW.peer_s / 2  # else this shows nothing
+        assert min(took) > slow.plane_s + slow.peer_s / 2  # else this shows nothing
         assert proxy.down.passed < 1.1 * 7_200_000  # and the step went over the slow link once
     assert [rank.digests for rank in ranks] == undisturbed(2, 2, tokens=900_000)
     check_all_trained(plane.url, 2)
 
 
 def test_a_link_too_slow_for_a_step_is_an_error_for_all_in_time(
-    start_plane: StartPlane, start_worker: StartWorker
+    start_plane: StartPlane, start_worker: StartWorker, pace: float
 ) -> None:
     plane = start_plane(2)
     with Proxy(plane.url) as proxy:
         ranks = [start_worker("rank", url, rank, 2, 9) for rank, url in enumerate([plane.url, proxy.url])]
         for rank in ranks:
             rank.wait("joined")
-        proxy.down.bytes_per_s = 400_000
+        proxy.down.bytes_per_s = 400_000 / (FAST.delivery_s / 3)
         put(plane.url, range(2), tokens=900_000)
         began = time.monotonic()
         errors = [rank.wait("error") for rank in ranks]  # the slow one hears of it too, though the step is in the way
         words = f"step 1: rank 1: did not acknowledge step 1 within {FAST.delivery_s:g} s of its delivery"
         assert [error["words"] for error in errors] == [words, words]
-        assert max(error["at"] for error in errors) - began < FAST.delivery_s + 2
+        assert max(error["at"] for error in errors) - began < FAST.delivery_s + 2 * pace
 
 
 def test_a_late_rank_misses_nothing(start_plane: StartPlane, start_worker: StartWorker) -> None:
@@ -221,20 +236,20 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(
 
 
 def test_producers_behind_bad_links_are_answered_for_each_group_once(
-    start_plane: StartPlane, start_worker: StartWorker
+    start_plane: StartPlane, start_worker: StartWorker, slow: Timeouts, pace: float
 ) -> None:
-    plane = start_plane(1, timeouts=SLOW)
-    with Proxy(plane.url) as slow, Proxy(plane.url) as far:
-        slow.up.bytes_per_s, far.up.delay_s, far.down.delay_s = 2_000_000, 0.3, 0.3
+    plane = start_plane(1, timeouts=slow)
+    with Proxy(plane.url) as narrow, Proxy(plane.url) as far:
+        narrow.up.bytes_per_s, far.up.delay_s, far.down.delay_s = 2_000_000 / pace, 0.3, 0.3
         # One group takes the slow link longer than the plane may be silent.
         workers = [
-            start_worker("producer", slow.url, 0, 1, 800_000, timeouts=SLOW),
-            start_worker("producer", far.url, 1, 4, 6, timeouts=SLOW),
+            start_worker("producer", narrow.url, 0, 1, 800_000, timeouts=slow),
+            start_worker("producer", far.url, 1, 4, 6, timeouts=slow),
         ]
         for worker in workers:
             worker.wait("done")
-        print(f"slow link: a group, {slow.up.passed / 1e6:.1f} MB")
-        assert slow.up.passed < 1.1 * 5_600_000  # and went over it once
+        print(f"slow link: a group, {narrow.up.passed / 1e6:.1f} MB")
+        assert narrow.up.passed < 1.1 * 5_600_000  # and went over it once
     for worker in workers:  # behind the delay an answer may be to the question, not to the group
         assert all(line["new"] or worker is workers[1] for line in worker.said if "put" in line)
     with ps.open(plane.url) as line:
@@ -318,11 +333,11 @@ def network() -> Iterator[Network]:
 
 
 def test_a_link_that_is_down_is_survived_or_noticed_by_all(
-    start_plane: StartPlane, start_worker: StartWorker, network: Network, tmp_path: Path
+    start_plane: StartPlane, start_worker: StartWorker, network: Network, tmp_path: Path, pace: float
 ) -> None:
     keys = tmp_path / "keys"
     make_keys(keys)
-    times = Timeouts(heartbeat_s=0.2, peer_s=2.0, delivery_s=4.0, plane_s=4.0, resend_s=0.2)
+    times = stretched(Timeouts(heartbeat_s=0.2, peer_s=2.0, delivery_s=4.0, plane_s=4.0, resend_s=0.2), pace)
     plane = start_plane(3, f"--listen=tcp://{network.here}:*", f"--keys={keys}", timeouts=times)
     inside = ("ip", "netns", "exec", network.name)
     prefixes: list[tuple[str, ...]] = [(), inside, ()]
@@ -344,6 +359,6 @@ def test_a_link_that_is_down_is_survived_or_noticed_by_all(
     began = time.monotonic()
     errors = [ranks[rank].wait("error") for rank in (0, 2)]
     assert len({(error["error"], error["words"]) for error in errors}) == 1
-    assert re.match(r"step [34]: rank 1: silent for 2\.\d s", errors[0]["words"])
-    assert max(error["at"] for error in errors) - began < BOUND_S
+    assert re.match(r"step [34]: rank 1: silent for [\d.]+ s", errors[0]["words"])
+    assert max(error["at"] for error in errors) - began < BOUND_S * pace
     assert ranks[1].wait("error")["error"] == "PlaneLost"

@@ -18,11 +18,13 @@ from penstock.testing.torture import CARRIERS, Run, torture
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(carrier: str, tmp_path: Path) -> None:
+def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(
+    carrier: str, tmp_path: Path, pace: float
+) -> None:
     result = torture(tmp_path / "run", carrier, kills=3, seed=CARRIERS.index(carrier))
     assert result.good, result
     assert result.kills.total() == 3
-    assert result.detect_s < TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s
+    assert result.detect_s < (TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s) * pace
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         process.wait()
 
 
-def test_who_stands_still_or_dies_stops_all_or_nobody(run: Run) -> None:
+def test_who_stands_still_or_dies_stops_all_or_nobody(run: Run, pace: float) -> None:
     for name in run._names:
         run.start(name)
     run._await_step(2)
@@ -44,7 +46,7 @@ def test_who_stands_still_or_dies_stops_all_or_nobody(run: Run) -> None:
     stopped = run._processes["rank-2"]
     stopped.send_signal(signal.SIGSTOP)
     run._await_raises(2, before, time.monotonic())
-    assert run.result.detect_s < TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s
+    assert run.result.detect_s < (TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s) * pace
     stopped.send_signal(signal.SIGCONT)  # it must hear of it too, and begin again with the others
     run._await_step(run._step() + 2)
     assert len(run._raises(2)) > before[2]
@@ -106,7 +108,7 @@ print("went on")
 
 def test_a_full_disk_refuses_puts_and_everything_goes_on_when_there_is_room(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FILL, str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", FILL, str(tmp_path / "run")], capture_output=True, text=True, timeout=250, check=False
     )
     assert (done.stdout, done.returncode) == ("went on\n", 0), done.stderr
 
@@ -125,7 +127,7 @@ def test_a_small_filesystem_that_is_full_refuses_puts_with_reads_going_on(tmp_pa
     )
     mount = f'mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run {tmp_path}'
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, script], capture_output=True, text=True, timeout=100, check=False
+        ["unshare", "-rm", "sh", "-c", mount, script], capture_output=True, text=True, timeout=250, check=False
     )
     assert (done.stdout, done.returncode) == ("went on\n", 0), done.stderr
 
@@ -179,7 +181,7 @@ def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path,
             "-c",
             ONE_PUT,
         ]
-        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=250, check=False)
         said = done.stdout.split("\n")
         engine = Engine(settings(2), Log(folder))
         known = {row.id for row in engine.log.groups()}

@@ -30,7 +30,7 @@ from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.log_format import LineFormatter
-from penstock.serve.process.prometheus import MetricsPage, Snapshot
+from penstock.serve.process.prometheus import MetricsPage, Snapshot, parse_address
 from penstock.serve.process.server import Server
 from penstock.serve.process.watchdog import Watchdog, die_with_parent
 from penstock.serve.settings import ServerSettings
@@ -85,9 +85,9 @@ def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent:
         raise ConfigError(f"parent {parent}: this process was started by {os.getppid()}; name that, or leave it out")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_logging(config.log_file))
-        for folder in reclaim():
-            logger.info("removed shared memory of a plane that is gone: %s", folder)
         turns = _open(config, stack)
+        for folder in reclaim():  # only now: a plane that is refused changes nothing
+            logger.info("removed shared memory of a plane that is gone: %s", folder)
         state = turns.ready
         logger.info("epoch %d, next step %d, listening at %s", turns.log.epoch, state.next_step, ", ".join(state.urls))
         try:
@@ -167,6 +167,8 @@ class LoopHooks:
 def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     """Everything that can refuse to start; what was opened is closed again if the rest cannot be."""
     turns = LoopHooks(config)
+    if config.metrics is not None:
+        parse_address(config.metrics)  # before an address is bound
     with contextlib.ExitStack() as opened:
         log = _open_log(config)
         opened.callback(log.close)
