@@ -1,10 +1,11 @@
 # The commands of the project. Everything is installed into .venv by the first one that is run.
 
-.PHONY: help demo test test-packaging bench clean
+.PHONY: help demo test test-fast test-packaging bench clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
 	@echo "make test    set up, then run every check and every test"
+	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
@@ -18,6 +19,10 @@ test:
 	@bash scripts/setup_browser
 	bash scripts/check
 	.venv/bin/pytest -n 2 --dist loadscope --doctest-modules tests src
+
+test-fast:
+	@bash scripts/setup dev,bench
+	.venv/bin/pytest -n 2 -m "not slow and not deep and not process" tests
 
 test-packaging:
 	@bash scripts/setup dev,bench

@@ -1,17 +1,20 @@
 """Settings for every test: one thread per process, properties that run the same examples every time, lanes, pace.
 
-Lanes: `process` is a test that starts processes, `deep` one that takes more than a few seconds of core time, `slow` a
-run with a model. `make test-fast` runs the rest.
+Lanes: `process` is a test that starts processes, `deep` one that takes seconds of core time, `slow` a run with a model.
+`tests/lanes.py` says which are which; `make test-fast` runs the rest, and fails where one of them starts a process.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from penstock.testing.pace import pace as measured_pace
+from tests.lanes import DEEP, PROCESS
 
 # Two cores are shared by the test workers; a second thread in each makes torch spin instead of work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +25,34 @@ settings.register_profile(
     "explore", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("repeat")
+
+
+_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
+_lane = {"guarded": False, "test": ""}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+        names = {path, f"{path}::{item.name.partition('[')[0]}"}
+        if names & PROCESS:
+            item.add_marker("process")
+        if names & DEEP:
+            item.add_marker("deep")
+    _lane["guarded"] = "not process" in (config.getoption("markexpr") or "")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _lane["test"] = item.nodeid
+
+
+def _guard(event: str, _arguments: tuple[object, ...]) -> None:
+    if event in _STARTS and _lane["guarded"] and _lane["test"]:
+        raise AssertionError(f"{_lane['test']} starts a process; list it in tests/lanes.py")
+
+
+sys.addaudithook(_guard)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class Worker:
                 self.said.append(json.loads(line))
                 self._news.notify_all()
 
-    def wait(self, key: str, value: object = None, timeout_s: float = 150.0) -> dict[str, Any]:
+    def wait(self, key: str, value: object = None, timeout_s: float = 300.0) -> dict[str, Any]:
         """The first thing it says that has this key, and value if one is given."""
 
         def found() -> dict[str, Any] | None:

@@ -1,0 +1,51 @@
+"""The caps of the house style, for the package and its scripts: no module above 400 lines, no function above 50."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MODULE_LINES, FUNCTION_LINES = 400, 50
+ALLOWED: dict[str, str] = {}
+"""`path` or `path::function` -> why it may be longer. Splitting is almost always better."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in ("src", "scripts") for path in (ROOT / folder).rglob("*.py"))
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function with the lines of its body, without its docstring."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+            yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1
+
+
+def test_no_module_is_longer_than_the_cap() -> None:
+    long = {}
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        lines = len(path.read_text().splitlines())
+        if lines > MODULE_LINES and name not in ALLOWED:
+            long[name] = lines
+    assert not long, f"above {MODULE_LINES} lines; split by idea: {long}"
+
+
+def test_no_function_is_longer_than_the_cap() -> None:
+    long = {}
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        for function, lines in functions(path):
+            if lines > FUNCTION_LINES and f"{name}::{function}" not in ALLOWED:
+                long[f"{name}::{function}"] = lines
+    assert not long, f"above {FUNCTION_LINES} lines; split by idea: {long}"
+
+
+def test_what_is_allowed_still_needs_it() -> None:
+    for name in ALLOWED:
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), name
+        assert not function or function in dict(functions(ROOT / path)), name

@@ -1,0 +1,107 @@
+"""What the pages say of commands, files, extras and defaults is so."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.bench import baselines, data
+from penstock.cli import COMMANDS, build_parser
+from penstock.extras import EXTRAS
+from scripts.run_doc_blocks import pages
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]
+
+
+def commands(text: str) -> Iterator[str]:
+    """Every `penstock ...` in code: lines of blocks and words between backticks."""
+    for line in re.findall(r"(?m)^(?:\$ )?(penstock [a-z]+(?: .*)?)$", text):
+        yield line.partition("  #")[0]
+    yield from re.findall(r"`(?:\.venv/bin/)?(penstock [a-z][^`]*)`", text)
+
+
+def options() -> dict[str, set[str]]:
+    """The flags of every command."""
+    found: dict[str, set[str]] = {}
+    for action in build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, parser in action.choices.items():
+                found[name] = {flag for one in parser._actions for flag in one.option_strings}
+    return found
+
+
+def test_every_command_and_flag_on_a_page_exists() -> None:
+    known, seen = options(), 0
+    for page in PAGES:
+        for line in commands(page.read_text()):
+            for part in re.split(r"[|;>]|&&", line):
+                words = part.split()
+                if not words or words[0] != "penstock":
+                    continue
+                if words[1] == "COMMAND" or words[1].startswith("--"):
+                    continue
+                assert words[1] in COMMANDS, f"{page.name}: {line}"
+                flags = {re.sub(r"[=.,:)].*", "", word) for word in words[2:] if word.startswith("--")}
+                assert flags <= known[words[1]], f"{page.name}: {line}"
+                seen += 1
+    assert seen > 60
+
+
+def test_every_command_has_a_word_on_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert all(f"penstock {name}" in page or name in ("tokens", "view", "diff") for name in COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_targets_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", text, re.MULTILINE):
+        assert "".join(target) in targets, target
+    for path in re.findall(r"`((?:src|tests|scripts|docs|examples)/[\w./-]+)`", text):
+        assert (ROOT / path.rstrip("/")).exists(), path
+    for path in re.findall(
+        r"`((?:penstock|arrays|assets|capture|convert|encode|hold|pack|send|serve|train|view)/[\w./]+\.py)`", text
+    ):
+        assert (ROOT / "src" / "penstock" / path.removeprefix("penstock/")).exists(), path
+
+
+def test_the_table_of_extras_is_that_of_the_package() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {*EXTRAS, "all"}
+
+
+def test_the_sizes_on_the_first_screen_are_those_of_the_defaults() -> None:
+    rng = np.random.default_rng(7)
+    data.long_sample(rng)  # as the benchmark does
+    samples = data.long_group(rng)
+    lists = baselines.as_lists(samples)
+    sizes = {
+        "default": len(ps.encode(samples)),
+        "small": len(ps.encode(samples, profile="small")),
+        "byte arrays": len(baselines.encode_byte_arrays(lists)),
+        "lists": len(baselines.encode_lists(lists)),
+    }
+    said = re.search(
+        r"takes \*\*([\d.]+) MB, lossless\*\*.*?\(([\d.]+) MB with `profile=\"small\"`\).*?"
+        r"take ([\d.]+) MB and lists ([\d.]+) MB",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )
+    assert said is not None
+    assert [f"{size / 1e6:.2f}" for size in sizes.values()] == list(said.groups())
+
+
+def test_a_sample_above_the_cap_is_packed_alone_and_counted_as_the_readme_says() -> None:
+    samples = [ps.Sample(id=str(i), token_ids=range(length)) for i, length in enumerate((100, 30, 30))]
+    packed = ps.pack(samples, ranks=1, seq_len=128, micro_batch_max_tokens=64)
+    lengths = [list(batch.sequence_lengths) for batch in packed.ranks[0]]
+    assert sorted(map(sum, lengths)) == [60, 100] and [100] in lengths
+    assert packed.accounting.total.samples == 3
