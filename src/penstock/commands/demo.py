@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from importlib.util import find_spec
@@ -122,7 +123,8 @@ def run_config(
             status = launcher.run(show)
     except KeyboardInterrupt:
         print(
-            f"stopped; everything is in {config.folder}, and `penstock train {config.folder}/config.toml` continues it",
+            f"stopped; everything is in {config.folder}, and `{command()} train {config.folder}/config.toml` "
+            "continues it",
             file=sys.stderr,
         )
         raise
@@ -170,7 +172,14 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
     if report.get("kills"):
         lines.append(f"Meanwhile {killed(report['kills'])} were killed, and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
-    return "\n".join([*lines, f"  penstock view {config.folder}          look at the tokens", *following])
+    todo = [f"  penstock view {config.folder}          look at the tokens", *following]
+    return "\n".join([*lines, *(line.replace("penstock ", f"{command()} ") for line in todo)])
+
+
+def command() -> str:
+    """How to call us from this shell: by name where that finds us, else as we were called."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "penstock" and shutil.which("penstock") is None else "penstock"
 
 
 def _dropped(reasons: dict[str, int]) -> str:
