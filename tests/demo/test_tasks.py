@@ -100,6 +100,17 @@ def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) 
     assert "step   29  reward 0.000" in capsys.readouterr().out
 
 
+def test_numbers_that_are_none_are_dashes_on_the_page_and_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that diverged is null in metrics.jsonl; that is when people look."""
+    names = ("train/entropy", "train/mismatch_kl", "train/masked", "buffer/staleness", "perf/waste", "train/reward")
+    rows: Any = [{"step": 20, "perf/tokens_per_s": 5.0, **dict.fromkeys(names)}]
+    progress = Progress(rows=rows, status={}, kills={}, seconds=1.0)
+    assert "entropy -   mismatch KL -   clipped -" in str(page(progress).renderable.columns[1]._cells)
+    with screen(quiet=False) as show:
+        show(progress)
+    assert "staleness -  5 tokens/s  padding -" in capsys.readouterr().out
+
+
 def test_every_life_of_a_worker_has_a_name_of_its_own_made_of_the_seed(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     assert [life_name(one, 7, 0), life_name(one, 7, 1), life_name(one, 7, 0)] == ["s7-w0.0", "s7-w1.0", "s7-w0.1"]

@@ -171,8 +171,76 @@ def test_every_answer_carries_the_policy(viewer: Caller, route: str) -> None:
 )
 def test_what_is_not_there_is_not_found(viewer: Caller, path: str) -> None:
     status, headers, body = viewer(path.replace("²", "%C2%B2"))
-    assert status in (400, 404, 500) and len(body) < 500 and b"root:" not in body
+    assert status in (400, 404) and len(body) < 500 and b"root:" not in body
     assert "html" not in headers.get("content-type", "")
+
+
+ODD = [
+    "",
+    "-1",
+    "+1",
+    "1.0",
+    "1e3",
+    "0x1",
+    "nan",
+    "1_0",
+    "+1+",
+    "%201",
+    "1%00",
+    "%F0%9F%98%80",
+    "%FF",
+    "9" * 19,
+    "9" * 4000,
+]
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("name", ["step", "sample"])
+def test_a_number_that_is_none_is_refused_by_name(viewer: Caller, name: str, value: str) -> None:
+    given = {"export": "demo", "run": "", "step": "1", "sample": "0", name: value}
+    status, _, body = viewer("/api/sample?" + "&".join(f"{key}={text}" for key, text in given.items()))
+    assert (
+        status == 400 and body.startswith(f"{name}: ".encode()) and b"give a whole number" in body and len(body) < 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ("", 400, "step: ''"),
+        ("step=1&sample=0", 404, "export ''"),
+        ("export=demo", 400, "step: ''"),
+        ("export=demo&step=1", 400, "sample: ''"),
+        ("export=demo&step=999999999999999999&sample=0", 404, "no finished step 999999999999999999"),
+        ("export=demo&step=1&sample=999999999999999999", 404, "sample 999999999999999999: the step has 6"),
+        ("export=x&step=1&sample=0", 404, "there are demo"),
+        ("export=demo&run=x&step=1&sample=0", 404, "no run 'x'"),
+        (f"export=demo&run={'x' * 3000}&step=1&sample=0", 404, "no run"),
+        ("export=demo&run=%00&step=1&sample=0", 404, "no run"),
+        ("export=demo&step=1&sample=0&step=2&sample=99", 404, "sample 99"),
+        ("a;b=c&&==&%", 400, "step: ''"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_says_what_is_wrong(
+    viewer: Caller, query: str, status: int, words: str
+) -> None:
+    found, headers, body = viewer(f"/api/sample?{query}")
+    assert found == status and words in body.decode() and headers["content-type"].startswith("text/plain")
+    assert len(body) < 500
+
+
+def test_a_step_that_vanishes_while_it_is_read_is_not_found(tmp_path: Path) -> None:
+    make_export(tmp_path / "demo", steps=1, ranks=1, groups=1, size=1)
+    library = Library(exports={"demo": Export(tmp_path / "demo")})
+    with serving(library) as (_, port, token):
+        caller = Caller(port, token, "")
+        assert caller(f"/api/sample?{STEP}&sample=0")[0] == 200
+        (tmp_path / "demo/token_exports/step_1/rank_0.jsonl").unlink()  # its rows are still known
+        status, _, body = caller(f"/api/sample?{STEP}&sample=0")
+        assert status == 404 and body == b"the step is being written again; reload"
+        (tmp_path / "demo/token_exports/step_1/rank_0.done").write_bytes(b"x")
+        status, _, body = caller(f"/api/run?{STEP}")
+        assert status == 500 and b"rank_0.done: not a rank's marker" in body
 
 
 def test_many_range_headers_and_a_body_change_nothing(viewer: Caller) -> None:

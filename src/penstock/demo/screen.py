@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -61,8 +61,8 @@ class _Lines:
         self._next = int(row["step"]) // 20 * 20 + 20
         print(
             f"step {row['step']:>4.0f}  reward {_recent(progress, 'train/reward'):.3f}"
-            f"  staleness {row.get('buffer/staleness', 0):.1f}  {row.get('perf/tokens_per_s', 0):,.0f} tokens/s"
-            f"  padding {row.get('perf/waste', 0):.1%}  {progress.seconds:.0f} s",
+            f"  staleness {_shown(row, 'buffer/staleness', '.1f')}  {_shown(row, 'perf/tokens_per_s', ',.0f')} tokens/s"
+            f"  padding {_shown(row, 'perf/waste', '.1%')}  {progress.seconds:.0f} s",
             flush=True,
         )
 
@@ -70,6 +70,12 @@ class _Lines:
 def _recent(progress: Progress, name: str, count: int = 10) -> float:
     values = _known(progress.rows[-count:], name)
     return sum(values) / max(len(values), 1)
+
+
+def _shown(row: Mapping[str, float | None], name: str, form: str) -> str:
+    """A value as text; a dash for one that is null, as a loss that is NaN is."""
+    value = row.get(name, 0)
+    return "-" if value is None else format(value, form)
 
 
 def _known(rows: list[dict[str, float]], name: str) -> list[float]:
@@ -101,17 +107,17 @@ def page(progress: Progress) -> Any:
     table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 40)}", style="green"))
     table.add_row(
         "step",
-        f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {last.get('perf/tokens_per_s', 0):,.0f} tokens/s",
+        f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {_shown(last, 'perf/tokens_per_s', ',.0f')} tokens/s",
     )
     table.add_row(
         "learning",
-        f"entropy {last.get('train/entropy', 0):.2f}   mismatch KL {last.get('train/mismatch_kl', 0):.1e}   "
-        f"clipped {last.get('train/masked', 0):.1%}",
+        f"entropy {_shown(last, 'train/entropy', '.2f')}   mismatch KL {_shown(last, 'train/mismatch_kl', '.1e')}   "
+        f"clipped {_shown(last, 'train/masked', '.1%')}",
     )
     table.add_row(
         "buffer",
-        f"{status.get('held_groups', 0)} groups held   staleness {last.get('buffer/staleness', 0):.1f} versions   "
-        f"padding {last.get('perf/waste', 0):.1%}",
+        f"{status.get('held_groups', 0)} groups held   staleness {_shown(last, 'buffer/staleness', '.1f')} versions   "
+        f"padding {_shown(last, 'perf/waste', '.1%')}",
     )
     table.add_row("waits for", str(status.get("waiting_for", "the plane")))
     parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]

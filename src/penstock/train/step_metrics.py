@@ -13,7 +13,7 @@ from penstock.pack import MicroBatch
 from penstock.train.terms import Terms
 
 _SUMMED = (
-    *("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens"),
+    *("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens", "compared_tokens"),
     *("samples", "versioned", "staleness"),
 )
 _LARGEST = ("max_log_ratio", "on_policy_gap", "max_staleness")
@@ -29,6 +29,8 @@ class Sums:
     mismatch_kl: float = 0.0
     masked: float = 0.0
     loss_tokens: float = 0.0
+    compared_tokens: float = 0.0
+    """Trained tokens that have a sampler to compare with: what mismatch KL and masked are means over."""
     staleness: float = 0.0
     """Versions behind, summed over the samples that say their version."""
     samples: float = 0.0
@@ -72,6 +74,7 @@ class Sums:
             return
         ratios = terms.log_ratio.flatten().nan_to_num(0.0).abs() * mask
         self.mismatch_kl += float(terms.mismatch_kl.flatten().nan_to_num(0.0)[mask].sum())
+        self.compared_tokens += float((~terms.log_ratio.flatten().isnan())[mask].sum())
         self.max_log_ratio = max(self.max_log_ratio, float(ratios.max()))
         fresh = batch.segments.policy_versions == version
         for start, length in zip(batch.segments.offsets[fresh], batch.segments.lengths[fresh], strict=True):
@@ -91,13 +94,13 @@ class Sums:
         return self.reward_sum / self.rewarded if self.rewarded else math.nan
 
     def metrics(self) -> dict[str, float]:
-        tokens = max(self.loss_tokens, 1.0)
+        tokens, compared = max(self.loss_tokens, 1.0), self.compared_tokens
         return {
             "train/reward": self.reward,
             "train/loss": self.loss / tokens,
             "train/entropy": self.entropy / tokens,
-            "train/mismatch_kl": self.mismatch_kl / tokens,
-            "train/masked": self.masked / tokens,
+            "train/mismatch_kl": self.mismatch_kl / compared if compared else math.nan,
+            "train/masked": self.masked / compared if compared else math.nan,
             "train/max_log_ratio": self.max_log_ratio,
             "train/on_policy_gap": math.nan if self.on_policy_gap < 0 else self.on_policy_gap,
             "train/grad_norm": self.grad_norm,

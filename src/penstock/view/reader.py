@@ -88,7 +88,7 @@ class Export:
             return runs[0]
         if run not in runs:
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
-            raise UnknownKey(f"{self.folder}: no run {run!r}; there are {named}")
+            raise UnknownKey(f"{self.folder}: no run {run[:80]!r}; there are {named}")
         return run
 
 

@@ -108,7 +108,7 @@ class Library:
 
     def _export(self, name: str) -> Export:
         if name not in self.exports:
-            raise UnknownKey(f"export {name!r}: there are {', '.join(self.exports)}")
+            raise UnknownKey(f"export {name[:80]!r}: there are {', '.join(self.exports)}")
         return self.exports[name]
 
 
@@ -209,8 +209,12 @@ def _safely(respond: Callable[[Request], Response]) -> Callable[[Request], Respo
     def responding(request: Request) -> Response:
         try:
             return respond(request)
-        except (UnknownKey, InvalidInput, MissingAsset, InvalidReference) as error:
+        except (UnknownKey, MissingAsset) as error:
             return Response(str(error), status_code=404, media_type="text/plain")
+        except (InvalidInput, InvalidReference) as error:
+            return Response(str(error), status_code=400, media_type="text/plain")
+        except FileNotFoundError:
+            return Response("the step is being written again; reload", status_code=404, media_type="text/plain")
         except PenstockError as error:
             return Response(str(error), status_code=500, media_type="text/plain")
 
@@ -228,7 +232,7 @@ def _step_of(request: Request) -> tuple[str, str, int]:
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise InvalidInput(f"{name}: {text[:40]!r}; give a number")
+        raise InvalidInput(f"{name}: {text[:40]!r}; give a whole number of at most 18 digits")
     return int(text)
 
 
