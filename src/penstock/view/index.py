@@ -15,7 +15,7 @@ import numpy as np
 from penstock.errors import UnknownKey
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.masking_rules import disagreement
-from penstock.view.reader import Skipped, StepFolder, numbered_lines
+from penstock.view.reader import Skipped, StepFolder, numbered_lines, open_records
 from penstock.view.record import OF_SAMPLE, Record
 from penstock.view.tally import Tally, reward_of
 
@@ -62,7 +62,7 @@ class StepIndex:
 
             rows = enumerate(read_parquet(place.path))
             return next(encode_line(record) for row, record in rows if row == place.offset)
-        with place.path.open("rb") as file:
+        with open_records(place.path) as file:
             file.seek(place.offset)
             return file.read(place.num_bytes)
 

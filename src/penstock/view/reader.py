@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from penstock.errors import InvalidInput, UnknownKey
+from penstock.errors import CorruptFile, InvalidInput, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
 from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.record import Record
@@ -145,9 +145,17 @@ def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
             skipped.add(f"{path.name}:{number}", error)
 
 
+def open_records(path: Path) -> BinaryIO:
+    """A rank's file, to be read; a marker may name one that is gone."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise CorruptFile(f"{path}: not there, and its marker names it; export the step again") from None
+
+
 def numbered_lines(path: Path, skipped: Skipped) -> Iterator[tuple[int, int, bytes]]:
     """Number (from 1), offset and bytes of each line that is not empty and not beyond all bounds."""
-    with path.open("rb") as file:
+    with open_records(path) as file:
         offset, number = 0, 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
