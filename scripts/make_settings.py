@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.config import docs_table, typed_dict
-from penstock.hold import Settings
+from penstock.config import docs_table, kinds_table, typed_dict
+from penstock.hold import LIMITERS, SELECTORS, Settings
 from penstock.serve.settings import PlaneSettings, ServerSettings
+from penstock.train.run_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "settings.md"
-TABLES = {"plane": ServerSettings}
-"""By the name in the page's markers."""
 
 _TABLE_HEAD = '''"""The keyword arguments of `Table`. Made by scripts/make_settings.py."""
 
@@ -62,10 +61,15 @@ def markers(name: str) -> tuple[str, str]:
 
 def updated(page: str) -> str:
     """The page with the tables of today."""
-    for name, kind in TABLES.items():
+    tables = {
+        "plane": docs_table(ServerSettings),
+        "parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS}),
+        "run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings),
+    }
+    for name, table in tables.items():
         start, end = markers(name)
         before, rest = page.split(start)
-        page = f"{before}{start}\n{docs_table(kind)}\n{end}{rest.split(end)[1]}"
+        page = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
     return page
 
 

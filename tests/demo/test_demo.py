@@ -11,7 +11,7 @@ import pytest
 from penstock.cli import main
 from penstock.commands import demo
 from penstock.demo.launch import Launcher, Metrics, Progress
-from penstock.train.config import load
+from penstock.train.run_config import load
 from penstock.view import Export
 
 

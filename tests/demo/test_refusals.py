@@ -15,8 +15,9 @@ from penstock.cli import main
 from penstock.demo.launch import Launcher, RunFailed
 from penstock.demo.preflight import check_surroundings
 from penstock.errors import Closed, ConfigError, Conflict
+from penstock.pack import Packing
 from penstock.serve.decisions.log import Log
-from penstock.train.config import ModelConfig, TaskConfig, TrainConfig
+from penstock.train.run_config import ModelConfig, TaskConfig, TrainConfig
 
 TINY = {
     "vocab_size": 12,
@@ -69,7 +70,7 @@ def test_an_address_that_another_process_has_is_refused_before_anything_starts(
 
 def test_a_socket_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder; make it"):
-        check_surroundings(TrainConfig(folder=str(tmp_path), listen=f"ipc://{tmp_path}/none/x.sock"))
+        check_surroundings(TrainConfig(folder=str(tmp_path), listen=(f"ipc://{tmp_path}/none/x.sock",)))
 
 
 def test_a_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,8 @@ def test_a_process_that_keeps_dying_ends_the_run_with_its_last_words(tmp_path: P
     broken.mkdir(parents=True)
     for name in ("rank_0.safetensors", "state.json", "model.safetensors", "done"):
         (broken / name).write_bytes(b"no checkpoint")
-    config = TrainConfig(folder=str(tmp_path), ranks=1, model=model, task=TaskConfig(workers=1))
+    packing = Packing(ranks=1, seq_len=64)
+    config = TrainConfig(folder=str(tmp_path), packing=packing, model=model, task=TaskConfig(workers=1))
     with pytest.raises(RunFailed, match="rank-0"):
         Launcher(config).run(lambda _: None)
 

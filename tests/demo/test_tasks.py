@@ -19,9 +19,9 @@ from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import make_task, model_of
 from penstock.demo.worker import life_name
 from penstock.pack import pack
-from penstock.train.config import TaskConfig
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
+from penstock.train.run_config import TaskConfig
 from penstock.train.tensors import to_torch
 
 
@@ -79,7 +79,7 @@ def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, 
         with torch.no_grad():
             logits = forward(model, tensors, extra)
             if config.never_sampled:
-                logits[..., config.never_sampled] = float("-inf")
+                logits[..., list(config.never_sampled)] = float("-inf")
             logprobs, _ = token_logprobs(logits, tensors["token_ids"], tensors["sequence_lengths"])
         gap = (logprobs - tensors["logprobs"])[tensors["loss_mask"]].abs().max()
         assert float(gap) < 1e-5

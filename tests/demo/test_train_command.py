@@ -14,7 +14,6 @@ from tests.train.ranks import free_port
 
 CONFIG = """
 run = "mine"
-ranks = 1
 max_steps = 4
 listen = "{url}"
 
@@ -30,8 +29,11 @@ num_attention_heads = 2
 num_key_value_heads = 1
 head_dim = 16
 
-[data]
-groups_per_step = 2
+[packing]
+ranks = 1
+
+[target]
+groups = 2
 """
 PRODUCER = """
 import sys
@@ -75,7 +77,7 @@ def test_a_run_without_a_task_trains_on_what_foreign_processes_put(
 
 def test_a_run_that_nobody_could_feed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text("ranks = 1\n")
+    path.write_text("max_steps = 1\n")
     assert main(["train", str(path)]) == 1
     assert "nobody would generate" in capsys.readouterr().err
 

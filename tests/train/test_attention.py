@@ -9,8 +9,8 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.train.attention import buckets_of
-from penstock.train.config import ModelConfig
 from penstock.train.model import TOLERANCE, build_model, check_packing, forward
+from penstock.train.run_config import ModelConfig
 
 TINY: dict[str, Any] = {
     "vocab_size": 20,

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.demo.launch import Launcher
 from penstock.errors import ConfigError, MissingExtra
-from penstock.train.config import TrainConfig
 from penstock.train.metrics_sinks import Journal, Prometheus
+from penstock.train.run_config import TrainConfig
 
 STEPS = {1: {"train/reward": 0.25, "perf/step_s": 0.5}, 2: {"train/reward": 0.75, "perf/step_s": math.nan}}
 
@@ -82,5 +82,5 @@ def test_a_sink_that_is_not_installed_says_what_to_install(
     with pytest.raises(MissingExtra, match=rf"pip install 'penstock-rl\[{name}\]'"):
         Journal(tmp_path, "run-1", [name])
     with pytest.raises(MissingExtra, match=rf"penstock-rl\[{name}\]"):  # and the whole run, before it starts a process
-        Launcher(TrainConfig(folder=str(tmp_path / "run"), metrics=[name])).run(lambda _: None)  # type: ignore[list-item]
+        Launcher(TrainConfig(folder=str(tmp_path / "run"), metrics=(name,))).run(lambda _: None)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()

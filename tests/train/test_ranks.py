@@ -6,10 +6,10 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import distributed
@@ -20,11 +20,12 @@ from penstock.demo.color import ColorTask
 from penstock.demo.launch import Metrics
 from penstock.demo.tasks import model_of
 from penstock.errors import MissingAsset, StepAborted
-from penstock.serve import Plane, connect
+from penstock.pack import Packing
+from penstock.serve import Plane, Target, connect
 from penstock.serve import open as open_plane
 from penstock.train import agree, checkpoint
-from penstock.train.config import DataConfig, OptimizerConfig, TrainConfig
 from penstock.train.published_weights import Weights
+from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
 from tests.train.ranks import CONTEXT, free_port, meet_at, run_ranks
 from tests.train.test_trainer import recorded_groups
@@ -113,7 +114,7 @@ def image_groups(folder: Path, count: int) -> list[Group]:
 
 def train_with_images(rank: int, note: Note, config: TrainConfig, url: str, folders: list[str]) -> None:
     distributed.init_process_group("gloo")
-    config = msgspec.structs.replace(config, folder=folders[rank])
+    config = replace(config, folder=folders[rank])
     trainer, forwards = Trainer(config, rank), 0
 
     def count(*_: object) -> None:
@@ -131,8 +132,8 @@ def train_with_images(rank: int, note: Note, config: TrainConfig, url: str, fold
 def test_a_rank_without_its_image_stops_all_ranks_before_their_forward_pass(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path}/s"
     folders = [str(tmp_path / "has-images"), str(tmp_path / "has-none")]
-    data = DataConfig(groups_per_step=2, seq_len=32, micro_batch_max_tokens=32)
-    config = TrainConfig(ranks=2, model=model_of("color"), data=data, max_steps=2)
+    packing = Packing(ranks=2, seq_len=32)
+    config = TrainConfig(packing=packing, target=Target(groups=2), model=model_of("color"), max_steps=2)
     with two_ranks(tmp_path / "plane", url, tokens=32) as plane:
         for group in image_groups(tmp_path / "has-images", 4):
             plane.put(group)
@@ -153,13 +154,17 @@ def train_in_turn(rank: int, note: Note, runs: list[tuple[TrainConfig, str, int]
 
 
 def test_sharded_ranks_train_resume_and_save_like_whole_ones(tmp_path: Path) -> None:
-    data = DataConfig(groups_per_step=2, seq_len=16, micro_batch_max_tokens=16)
     whole = TrainConfig(
-        folder=str(tmp_path / "ddp"), model=model_of("reverse"), data=data, optimizer=OptimizerConfig(lr=1e-2)
+        folder=str(tmp_path / "ddp"),
+        packing=Packing(ranks=2, seq_len=16),
+        target=Target(groups=2),
+        max_steps=6,
+        checkpoint_every=2,
+        model=model_of("reverse"),
+        optimizer=OptimizerConfig(lr=1e-2),
     )
-    whole = msgspec.structs.replace(whole, max_steps=6, checkpoint_every=2)
-    model = msgspec.structs.replace(whole.model, sharding="fsdp")
-    sharded = msgspec.structs.replace(whole, folder=str(tmp_path / "fsdp"), model=model)
+    model = replace(whole.model, sharding="fsdp")
+    sharded = replace(whole, folder=str(tmp_path / "fsdp"), model=model)
     urls = {name: f"ipc://{tmp_path}/{name}.s" for name in ("ddp", "fsdp")}
     with (
         two_ranks(tmp_path / "a", urls["ddp"], tokens=16) as first,
@@ -170,9 +175,9 @@ def test_sharded_ranks_train_resume_and_save_like_whole_ones(tmp_path: Path) -> 
             second.put(group)
         runs = [
             (whole, urls["ddp"], free_port()),
-            (msgspec.structs.replace(sharded, max_steps=2), urls["fsdp"], free_port()),
-            (msgspec.structs.replace(sharded, max_steps=4), urls["fsdp"], free_port()),  # from its checkpoint
-            (msgspec.structs.replace(whole, folder=sharded.folder), urls["fsdp"], free_port()),  # and whole again
+            (replace(sharded, max_steps=2), urls["fsdp"], free_port()),
+            (replace(sharded, max_steps=4), urls["fsdp"], free_port()),  # from its checkpoint
+            (replace(whole, folder=sharded.folder), urls["fsdp"], free_port()),  # and whole again
         ]
         assert run_ranks(train_in_turn, tmp_path, runs) == ["done", "done"]
         assert first.ledger.balanced and first.ledger.committed == second.ledger.committed == 6 * 2 * 4

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -14,13 +14,13 @@ from penstock.capture import Trajectory, Turn
 from penstock.convert import Group, make_group
 from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.pack import MicroBatch
-from penstock.serve import SourceStep
+from penstock.pack import MicroBatch, Packing
+from penstock.serve import SourceStep, Target
 from penstock.serve import open as open_plane
 from penstock.train import checkpoint
-from penstock.train.config import DataConfig, FakeConfig, OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.model import check_vocabulary
 from penstock.train.published_weights import Weights
+from penstock.train.run_config import FakeConfig, OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.terms import Terms
 from penstock.train.trainer import Trainer, train
 
@@ -60,13 +60,13 @@ def recorded_groups(count: int) -> list[Group]:
 def config_of(folder: Path, **changes: object) -> TrainConfig:
     config = TrainConfig(
         folder=str(folder),
-        ranks=1,
+        packing=Packing(ranks=1, seq_len=16, micro_batch_max_tokens=32, long_rows=True),
+        target=Target(groups=2),
         checkpoint_every=3,
         model=model_of("reverse"),
         optimizer=OptimizerConfig(lr=1e-2),
-        data=DataConfig(groups_per_step=2, seq_len=16, micro_batch_max_tokens=32, long_rows=True),
     )
-    return msgspec.structs.replace(config, **changes)
+    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def run(folder: Path, steps: int, groups: list[Group]) -> tuple[Recorder, dict[str, torch.Tensor]]:
@@ -120,9 +120,11 @@ def test_steps_after_the_last_checkpoint_are_served_and_trained_again_identicall
 
 
 def test_fake_data_trains_without_a_plane(tmp_path: Path) -> None:
-    fake = DataConfig(seq_len=8, fake=FakeConfig(batch_size=2, micro_batches=3))
+    config = config_of(
+        tmp_path, packing=Packing(ranks=1, seq_len=8), fake=FakeConfig(batch_size=2, micro_batches=3), max_steps=3
+    )
     recorder = Recorder()
-    train(config_of(tmp_path, data=fake, max_steps=3), rank=0, url="", observer=recorder)
+    train(config, rank=0, url="", observer=recorder)
     assert [len(batches) for batches in recorder.steps.values()] == [3, 3, 3]
     assert all(len(ids) == 2 for batches in recorder.steps.values() for _, ids in batches)
 
@@ -138,7 +140,7 @@ def test_a_token_without_an_embedding_is_named_before_the_forward_pass() -> None
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(config_of(tmp_path / "a"), 0)
     checkpoint.save(tmp_path / "c", 3, trainer.model, trainer.optimizer, writes=True)
-    other = msgspec.structs.replace(model_of("reverse"), config={**model_of("reverse").config, "hidden_size": 32})
+    other = replace(model_of("reverse"), config={**model_of("reverse").config, "hidden_size": 32})
     wrong = Trainer(config_of(tmp_path / "b", model=other), 0)
     with pytest.raises(CorruptFile, match="another model"):
         checkpoint.restore(tmp_path / "c", 3, wrong.model, wrong.optimizer)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.train.config import ModelConfig
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
+from penstock.train.run_config import ModelConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 MODEL = ModelConfig(

@@ -4,7 +4,7 @@
   penstock demo --chaos               the same, while a random process is killed every few seconds
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
-  penstock demo --write-config my.toml    write every knob to a file, then: penstock train my.toml
+  penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
 A plane, two rollout workers and two trainer ranks run as processes of their own. Nothing is downloaded.
 """
@@ -17,18 +17,20 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from penstock.demo.launch import Chaos, Launcher, Metrics
 from penstock.demo.screen import killed, screen
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
 from penstock.extras import EXTRAS, install
-from penstock.train.config import DataConfig, LossConfig, ReplayConfig, TaskConfig, TrainConfig, template
+from penstock.hold import MinPriority, Prioritized, Replay
+from penstock.pack import Packing
+from penstock.serve import Target
+from penstock.train.run_config import LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
@@ -58,6 +60,7 @@ def _steps(text: str) -> int:
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """The demo's configuration: the defaults of a run, and what makes a tiny policy learn."""
     task = TaskConfig(name="color" if args.vision else "reverse")
+    groups = 16 if args.vision else 32
     folder = args.folder or Path("runs") / time.strftime("demo-%H%M%S")
     return TrainConfig(
         run=folder.name if folder.name.replace("-", "").replace("_", "").isalnum() else "demo",
@@ -69,16 +72,24 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         export_every=min(10, args.steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
-        data=DataConfig(
-            groups_per_step=16 if args.vision else 32,
-            seq_len=64,
-            micro_batch_max_tokens=1024,
-            long_rows=True,
-        ),
-        replay=ReplayConfig(sampler="prioritized", capacity_steps=4, max_times_sampled=2, max_staleness=12)
+        packing=Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True),
+        target=Target(groups=groups),
+        replay=_reuse(groups, args.seed)
         if args.replay
-        else ReplayConfig(),
+        else Replay(capacity=2 * groups, max_staleness=8, seed=args.seed),
         task=task,
+    )
+
+
+def _reuse(groups: int, seed: int) -> Replay:
+    """Each group twice, those with the largest advantages first."""
+    return Replay(
+        capacity=4 * groups,
+        sampler=Prioritized(0.6),
+        remover=MinPriority(),
+        max_times_sampled=2,
+        max_staleness=12,
+        seed=seed,
     )
 
 
@@ -87,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write_config is not None:
         if args.write_config.exists():
             raise ConfigError(f"{args.write_config}: exists; choose another name")
-        args.write_config.write_text(template(msgspec.structs.replace(config, folder="", run="my-run")))
+        args.write_config.write_text(template(replace(config, folder="", run="my-run")))
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
     chaos = Chaos(seed=args.seed) if args.chaos else None

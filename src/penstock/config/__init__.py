@@ -8,15 +8,16 @@ the tables of the docs (`docs_table`). Nothing else lists a setting.
 """
 
 from penstock.config.build import build
-from penstock.config.docs_table import docs_table
+from penstock.config.docs_table import docs_table, kinds_table
 from penstock.config.flags import add_flags, read_flags
 from penstock.config.given import COMMAND_LINE, Given
 from penstock.config.keywords import Keyword, keywords_of, nested, signature_of, typed_dict
-from penstock.config.setting import Kinds, Setting, check, settings_of
+from penstock.config.setting import Checked, Kinds, Setting, check, settings_of
 from penstock.config.template import template
 
 __all__ = [
     "COMMAND_LINE",
+    "Checked",
     "Given",
     "Keyword",
     "Kinds",
@@ -26,6 +27,7 @@ __all__ = [
     "check",
     "docs_table",
     "keywords_of",
+    "kinds_table",
     "nested",
     "read_flags",
     "settings_of",

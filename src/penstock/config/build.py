@@ -34,10 +34,8 @@ def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
     return f"unknown {what}; " + (f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}")
 
 
-def _record(kind: type[Any], tables: Any, given: Given, path: str, defaults: Mapping[str, Any]) -> Any:
+def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str, defaults: Mapping[str, Any]) -> Any:
     """One record from a table; what neither the table nor `defaults` has takes the declared default."""
-    if not isinstance(tables, Mapping):
-        raise ConfigError(f"{given.who(path)}: {path}: {tables!r:.60}; must be a table")
     settings = {setting.name: setting for setting in settings_of(kind)}
     for name in tables:
         if name not in settings:
@@ -70,7 +68,10 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
     if setting.kinds is not None:
         return _part(setting, setting.kinds, value, given, path)
     assert setting.record is not None
-    whole = setting.default if isinstance(setting.default, setting.record) else None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{given.who(path)}: {setting.error(value, path)}")
+    merged = isinstance(setting.default, setting.record) and not setting.extra.get("unit")
+    whole = setting.default if merged else None
     defaults = {} if whole is None else {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
     return _record(setting.record, value, given, path, defaults)
 

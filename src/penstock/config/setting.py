@@ -4,6 +4,7 @@ The annotation carries everything: `Meta` has range and meaning; its `extra` may
 
     keyword   the name as a keyword argument and as a flag, where it differs from the field's
     flat      True: the settings of this table are keyword arguments and flags themselves
+    unit      True: a table whose default is not filled up with what is given of it
     path      True: a path, which in a file starts at the file's folder
     form      what text must look like, where a pattern is too much to read
 
@@ -129,6 +130,15 @@ def check(record: Any, name: str = "") -> None:
             object.__setattr__(record, setting.name, setting.convert(value, path))
 
 
+class Checked:
+    """A record with no rule but those of its settings."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def _check_part(setting: Setting, value: Any, path: str) -> None:
     if value is None and setting.optional:
         return
@@ -171,6 +181,8 @@ def _plain(setting: Setting, value: Any) -> Any:
         return _size(value)
     if setting.type is str and isinstance(value, os.PathLike):
         return os.fspath(value)
+    if typing.get_origin(setting.type) is tuple and isinstance(value, str):
+        return (value,)  # one item needs no list
     if isinstance(value, bool):
         return value
     if setting.type is int and isinstance(value, numbers.Integral):

@@ -55,7 +55,7 @@ def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[st
     for setting in settings:
         if setting not in tables:
             value = getattr(record, setting.name)
-            hidden = off or value is None or (not all_values and value == setting.default)
+            hidden = off or (not all_values and value == setting.default)
             yield from ("", *_comment(_note(setting)))
             yield f"{'# ' if hidden else ''}{setting.name} = {toml(value, setting)}"
     for setting in tables:

@@ -27,7 +27,7 @@ from penstock.demo.role import ABORTED, REFUSED
 from penstock.errors import PenstockError
 from penstock.send.timeouts import Timeouts
 from penstock.serve import open as open_plane
-from penstock.train.config import TrainConfig, template
+from penstock.train.run_config import TrainConfig, template
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3

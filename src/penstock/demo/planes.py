@@ -7,13 +7,10 @@ import signal
 import tempfile
 from pathlib import Path
 
-from penstock.hold import Fifo, MinPriority, Prioritized, Selector, Uniform
-from penstock.pack import Packing
-from penstock.send.timeouts import Timeouts
-from penstock.serve import PlaneSettings, Replay, Server, Target
+from penstock.serve import Server
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
-from penstock.train.config import TrainConfig
+from penstock.train.run_config import TrainConfig
 
 _LONGEST = 100
 """A socket's path has room for 107 characters."""
@@ -27,42 +24,15 @@ def address(config: TrainConfig) -> str:
     return f"shm+ipc://{path}"
 
 
-def settings_of(config: TrainConfig, timeouts: Timeouts) -> PlaneSettings:
-    data, replay = config.data, config.replay
-    samplers: dict[str, Selector] = {
-        "fifo": Fifo(),
-        "uniform": Uniform(),
-        "prioritized": Prioritized(replay.exponent),
-    }
-    return PlaneSettings(
-        packing=Packing(
-            ranks=config.ranks,
-            seq_len=data.seq_len,
-            micro_batch_max_tokens=data.micro_batch_max_tokens,
-            pad_to_multiple_of=data.pad_to_multiple_of,
-            long_rows=data.long_rows,
-        ),
-        target=Target(groups=data.groups_per_step),
-        run=config.run,
-        replay=Replay(
-            capacity=max(int(replay.capacity_steps * data.groups_per_step), data.groups_per_step),
-            sampler=samplers[replay.sampler],
-            remover=None if replay.sampler == "fifo" else MinPriority(),
-            max_times_sampled=replay.max_times_sampled,
-            max_staleness=replay.max_staleness,
-            seed=config.seed,
-        ),
-        timeouts=timeouts,
-    )
-
-
-def run_plane(config: TrainConfig, timeouts: Timeouts) -> None:
+def run_plane(config: TrainConfig) -> None:
     """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
-    urls = [address(config), *filter(None, [config.listen])]
-    log = Log(Path(config.folder) / "plane")  # first: it refuses where another run is at work in this folder
+    urls = [address(config), *config.listen]
+    log = Log(
+        Path(config.folder) / "plane", max_disk_bytes=config.max_disk_bytes
+    )  # first: it refuses where another run is at work in this folder
     Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
-    carriers = [plane_carrier(url, config.keys or None) for url in urls]
-    server = Server(settings_of(config, timeouts), log, carriers)
+    carriers = [plane_carrier(url, config.keys) for url in urls]
+    server = Server(config, log, carriers)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.run()

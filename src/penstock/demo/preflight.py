@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from penstock.errors import ConfigError, Conflict
 from penstock.extras import require
 from penstock.serve.process.prometheus import parse_address
-from penstock.train.config import TrainConfig
 from penstock.train.metrics_sinks import check_installed
+from penstock.train.run_config import TrainConfig
 
 
 def check_surroundings(config: TrainConfig) -> None:
@@ -24,8 +24,8 @@ def check_surroundings(config: TrainConfig) -> None:
     check_installed(list(config.metrics))
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; give the folder of a saved model")
-    if config.listen:
-        _check_listen(config.listen)
+    for url in config.listen:
+        _check_listen(url)
     if config.prometheus:
         require("prometheus", "prometheus_client")
         host, port = parse_address(config.prometheus)

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 from penstock.errors import ConfigError, Fenced, PeerError
-from penstock.send.timeouts import Timeouts
-from penstock.train.config import TrainConfig, load
+from penstock.train.run_config import TrainConfig, load
 
-TIMEOUTS = Timeouts(heartbeat_s=1.0, peer_s=8.0, delivery_s=30.0, plane_s=60.0, resend_s=0.5)
 ABORTED = 3
 """Exit code of a rank that stopped because another process failed: start all ranks again."""
 REFUSED = 4
@@ -21,14 +19,14 @@ REFUSED = 4
 def plane(config: TrainConfig) -> None:
     from penstock.demo.planes import run_plane
 
-    run_plane(config, TIMEOUTS)
+    run_plane(config)
 
 
 def worker(config: TrainConfig, index: int) -> None:
     from penstock.demo.planes import address
     from penstock.demo.worker import work
 
-    work(config, address(config), index, timeouts=TIMEOUTS)
+    work(config, address(config), index)
 
 
 def rank(config: TrainConfig, index: int) -> None:
@@ -43,7 +41,7 @@ def rank(config: TrainConfig, index: int) -> None:
         exporter = TokenExporter(
             config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt
         )
-    train(config, rank=index, url=address(config), timeouts=TIMEOUTS, observer=exporter)
+    train(config, rank=index, url=address(config), observer=exporter)
 
 
 def run(name: str, config: Path, index: int) -> int:

@@ -13,7 +13,7 @@ from penstock.capture import Turn
 from penstock.convert.advantages import Advantage, Std, grpo
 from penstock.convert.rollouts import Rollouts
 from penstock.demo import reverse
-from penstock.train.config import ModelConfig, TaskConfig
+from penstock.train.run_config import ModelConfig, TaskConfig
 
 
 class Prompt(Protocol):
@@ -78,5 +78,5 @@ def model_of(name: str) -> ModelConfig:
     from penstock.demo.color import MODEL, PROCESSOR, ColorTask
 
     return ModelConfig(
-        family="qwen3_vl", config=dict(MODEL), image_processor=dict(PROCESSOR), never_sampled=list(ColorTask.banned)
+        family="qwen3_vl", config=dict(MODEL), image_processor=dict(PROCESSOR), never_sampled=tuple(ColorTask.banned)
     )

@@ -21,18 +21,17 @@ from penstock.convert import Group, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
 from penstock.errors import PlaneLost
-from penstock.send.timeouts import Timeouts
 from penstock.serve import Plane
 from penstock.serve import open as open_plane
-from penstock.train.config import TrainConfig
 from penstock.train.model import build_model
 from penstock.train.published_weights import Weights
+from penstock.train.run_config import TrainConfig
 
 _PUTTING = 8
 """Puts under way at once: the plane writes them all with one sync."""
 
 
-def work(config: TrainConfig, url: str, index: int, *, timeouts: Timeouts) -> None:
+def work(config: TrainConfig, url: str, index: int) -> None:
     """Generate until the process is stopped."""
     torch.set_num_threads(1)
     assert config.task is not None
@@ -42,7 +41,7 @@ def work(config: TrainConfig, url: str, index: int, *, timeouts: Timeouts) -> No
     rng = random.Random(f"{config.seed}/{name}")
     generator = torch.Generator().manual_seed(rng.getrandbits(48))
     policy = _Policy(config, Weights(folder / "weights"))
-    with open_plane(url, timeouts=timeouts) as plane, ThreadPoolExecutor(_PUTTING) as pool:
+    with open_plane(url, timeouts=config.timeouts) as plane, ThreadPoolExecutor(_PUTTING) as pool:
         number = 0
         while True:
             version = policy.refresh()

@@ -10,6 +10,7 @@ from penstock.hold.freshest import Freshest
 from penstock.hold.importance import importance_weights
 from penstock.hold.limiters import Limiter, MinSize, Queue, SamplesPerInsert
 from penstock.hold.prioritized import Prioritized
+from penstock.hold.registry import LIMITERS, SELECTORS
 from penstock.hold.selector import Draw, Index, Selector
 from penstock.hold.slots import Key
 from penstock.hold.table import Table
@@ -18,6 +19,8 @@ from penstock.hold.table_settings import Replay, Settings
 from penstock.hold.uniform import Uniform
 
 __all__ = [
+    "LIMITERS",
+    "SELECTORS",
     "Batch",
     "Draw",
     "Fifo",

@@ -75,15 +75,26 @@ class Target:
         return f"{self.amount} {self.unit}"
 
 
+PackingSection = Annotated[Packing, Meta(description="how a step is packed", extra={"flat": True})]
+StepTarget = Annotated[
+    Target,
+    Meta(description="when a step is full: exactly one of groups, samples, tokens", extra={"flat": True, "unit": True}),
+]
+ReplaySection = Annotated[
+    Replay,
+    Meta(
+        description="how groups wait for training; a run keeps the replay settings it began with", extra={"flat": True}
+    ),
+]
+TimeoutsSection = Annotated[Timeouts, Meta(description="how long anybody may be silent")]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneSettings:
     """Everything a plane is told when it starts."""
 
-    packing: Annotated[Packing, Meta(description="how a step is packed", extra={"flat": True})]
-    target: Annotated[
-        Target,
-        Meta(description="when a step is full: exactly one of groups, samples, tokens", extra={"flat": True}),
-    ]
+    packing: PackingSection
+    target: StepTarget
     run: Annotated[
         str,
         Meta(min_length=1, description="the run's name; ranks and workers that name another are refused"),
@@ -149,14 +160,8 @@ class PlaneSettings:
             "of other runs are refused; empty: runs are not kept apart"
         ),
     ] = field(default_factory=dict)
-    replay: Annotated[
-        Replay,
-        Meta(
-            description="how groups wait for training; a run keeps the replay settings it began with",
-            extra={"flat": True},
-        ),
-    ] = field(default_factory=Replay)
-    timeouts: Annotated[Timeouts, Meta(description="how long anybody may be silent")] = field(default_factory=Timeouts)
+    replay: ReplaySection = field(default_factory=Replay)
+    timeouts: TimeoutsSection = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         check(self)

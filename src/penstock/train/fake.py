@@ -10,20 +10,20 @@ import numpy as np
 from penstock.arrays import Sample
 from penstock.pack import RankPlan, fill, pack
 from penstock.serve import SourceStep
-from penstock.train.config import TrainConfig
+from penstock.train.run_config import TrainConfig
 
 
 class FakeSource:
     """Takes the place of a `Source`: every step has `micro_batches` of `batch_size` full-length samples."""
 
     def __init__(self, config: TrainConfig, rank: int, vocabulary: int) -> None:
-        assert config.data.fake is not None
+        assert config.fake is not None
         self._config, self._rank, self._vocabulary = config, rank, vocabulary
         self._number = 0
 
     def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
         self._number += 1
-        fake, length = self._config.data.fake, self._config.data.seq_len
+        fake, length = self._config.fake, self._config.packing.seq_len
         assert fake is not None
         rng = np.random.default_rng([self._config.seed, self._number])
         samples = [

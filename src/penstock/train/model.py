@@ -18,7 +18,7 @@ except ImportError as error:
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.train.attention import NAME, buckets_of, register
-from penstock.train.config import ModelConfig
+from penstock.train.run_config import ModelConfig
 
 TOLERANCE = 1e-4
 """Largest difference in log-probability between packed and unpacked rows that is still rounding."""

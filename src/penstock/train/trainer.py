@@ -24,12 +24,11 @@ except ImportError as error:
     raise missing("penstock.train.trainer", error) from None
 
 from penstock.assets import AssetStore
+from penstock.hold import Prioritized
 from penstock.pack import MicroBatch
-from penstock.send.timeouts import Timeouts
 from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
-from penstock.train.config import LossConfig, TrainConfig
 from penstock.train.fake import FakeSource
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
@@ -37,6 +36,7 @@ from penstock.train.metrics_sinks import Journal
 from penstock.train.model import build_model, check_packing, check_vocabulary, forward
 from penstock.train.modes import ByMode
 from penstock.train.published_weights import Weights
+from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
@@ -68,7 +68,6 @@ def train(
     *,
     rank: int,
     url: str,
-    timeouts: Timeouts | None = None,
     observer: Observer | None = None,
 ) -> None:
     """Train one rank of a run, from its last checkpoint to its end. All ranks call this, each in its own process."""
@@ -77,11 +76,13 @@ def train(
         distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     trainer = Trainer(config, rank, observer)
     source: Source | FakeSource
-    if config.data.fake is not None:
+    if config.fake is not None:
         source = FakeSource(config, rank, trainer.vocabulary)
     else:
         first = trainer.done + 1
-        source = connect(url, rank=rank, world=config.ranks, resume_step=first, run=config.run, timeouts=timeouts)
+        source = connect(
+            url, rank=rank, world=config.ranks, resume_step=first, run=config.run, timeouts=config.timeouts
+        )
     with source:
         trainer.run(source)
         source.flush()
@@ -149,7 +150,7 @@ class Trainer:
         sums = self.train_step(step, inputs)
         self.done = step.number
         self._publish(self.done)
-        if self.config.replay.sampler == "prioritized":
+        if isinstance(self.config.replay.sampler, Prioritized):
             source.report(step, priorities=sums.priorities)
         source.commit(step, policy_version=self.done)
         if self.done % self.config.checkpoint_every == 0:
@@ -219,7 +220,7 @@ class Trainer:
             self._weights.publish(version, state)
 
     def _checkpoint(self) -> None:
-        if self.config.data.fake is None:
+        if self.config.fake is None:
             checkpoint.save(self.folder / "checkpoints", self.done, self.model, self.optimizer, writes=self.rank == 0)
 
     def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:

@@ -14,9 +14,9 @@ from penstock.assets import AssetStore
 from penstock.assets.layouts import layout_from_config
 from penstock.errors import ConfigError
 from penstock.pack import MicroBatch
-from penstock.train.config import ModelConfig
 from penstock.train.materialize import Materializer, mask_segments
 from penstock.train.mrope import mrope_positions
+from penstock.train.run_config import ModelConfig
 
 
 class Vision:
