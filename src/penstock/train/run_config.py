@@ -50,7 +50,7 @@ class ModelConfig(Checked):
         Meta(description="vision: patch layout, as in preprocessor_config.json; read from `path` if there"),
     ] = field(default_factory=dict)
     never_sampled: Annotated[
-        tuple[int, ...],
+        tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(description="ids the sampler never emits, such as image placeholders: left out of the logits"),
     ] = ()
     sharding: Annotated[
@@ -58,12 +58,15 @@ class ModelConfig(Checked):
     ] = "ddp"
 
 
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig(Checked):
     """AdamW."""
 
     lr: Annotated[float, Meta(gt=0, description="learning rate")] = 1e-3
-    betas: Annotated[tuple[float, float], Meta(description="AdamW's moments")] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], Meta(description="AdamW's moments")] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay")] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are scaled down to this norm")] = 1.0
 
