@@ -7,6 +7,7 @@ one that became slow makes the fast lane slow, which is how it is noticed.
 from __future__ import annotations
 
 PROCESS = {
+    "bench/test_path.py",
     "bench/test_plane_benches.py",
     "demo/test_demo.py",
     "demo/test_memory.py",

@@ -1,7 +1,7 @@
 """One contract for every benchmark: rows of ours against a rival, with a target that can be missed.
 
 A benchmark module defines `run(full=, progress=) -> list[Row]`. Ours and every rival run interleaved on the same
-inputs, and what is compared is a ratio, because absolute times on a shared machine are colour only. A row whose rival
+inputs, and what is compared is a ratio, because absolute times depend on the machine. A row whose rival
 is not there says so in `skipped`: it neither meets its target nor misses it.
 """
 

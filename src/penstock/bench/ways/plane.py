@@ -52,7 +52,7 @@ class _Served:
 class _Way:
     def __init__(self, folder: Path, sockets: Path) -> None:
         self._folder, self._sockets = folder, sockets
-        self._producers, self._ranks = Crew(_producer, PRODUCERS), Crew(_rank, int(sys.argv[2]))
+        self._producers, self._ranks = Crew(producer, PRODUCERS), Crew(rank, int(sys.argv[2]))
         self._planes: dict[str, _Served] = {}
 
     def run(self, request: Request) -> Round:
@@ -107,7 +107,7 @@ class _Way:
             del self._planes[plane.name]
 
 
-def _producer(number: int, pipe: Connection) -> None:
+def producer(number: int, pipe: Connection) -> None:
     import penstock as ps
 
     planes: dict[str, ps.Plane] = {}
@@ -123,7 +123,7 @@ def _producer(number: int, pipe: Connection) -> None:
                 return sums_of(groups)
             case "put":
                 for group in groups:
-                    planes[request["plane"]].put(_samples(group))
+                    planes[request["plane"]].put(samples_of(group))
                 groups.clear()
             case "leave":
                 planes.pop(request["plane"]).close()
@@ -132,7 +132,7 @@ def _producer(number: int, pipe: Connection) -> None:
     obey(pipe, handle)
 
 
-def _samples(group: Group) -> list[Any]:
+def samples_of(group: Group) -> list[Any]:
     from penstock import Sample
 
     names = [{"id": f"{group.id}/{i}", "group": group.id} for i in range(len(group.samples))]
@@ -140,7 +140,7 @@ def _samples(group: Group) -> list[Any]:
     return [Sample(**one) for one in given]
 
 
-def _rank(number: int, pipe: Connection) -> None:
+def rank(number: int, pipe: Connection) -> None:
     import torch
 
     import penstock as ps

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from .inputs import add
 
@@ -101,6 +101,16 @@ class Crew:
     def ask(self, request: Request, count: int | None = None) -> list[dict[str, Any]]:
         self.tell(request, count)
         return self.answers(count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Their requests end, so they end."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(PATIENCE_S)
 
 
 def obey(pipe: Connection, handle: Callable[[Request], dict[str, Any]]) -> None:
