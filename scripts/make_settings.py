@@ -16,42 +16,17 @@ from penstock.train.run_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "settings.md"
-
-_TABLE_HEAD = '''"""The keyword arguments of `Table`. Made by scripts/make_settings.py."""
-
-from __future__ import annotations
-
-from typing import TypedDict
-
-from penstock.hold.limiters import Limiter
-from penstock.hold.selector import Selector
-
-
-'''
-_PLANE_HEAD = '''"""The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Literal, TypedDict
-
-from penstock.hold import Limiter, Selector
-from penstock.pack import Cost, Modalities
-from penstock.send.timeouts import Timeouts
-
-
-'''
+_MADE = "Made by scripts/make_settings.py."
 
 
 def modules() -> dict[Path, str]:
     """The modules with keyword types, as they should be."""
     package = ROOT / "src" / "penstock"
-    table = typed_dict("TableKeywords", Settings, "What a table may be told; every setting has a default.")
-    plane = typed_dict("PlaneKeywords", PlaneSettings, "What a plane may be told when it is opened.")
+    table = typed_dict("TableKeywords", Settings, f"The keyword arguments of `Table`. {_MADE}")
+    plane = typed_dict("PlaneKeywords", PlaneSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
     return {
-        package / "hold" / "table_keywords.py": _TABLE_HEAD + table,
-        package / "serve" / "clients" / "plane_keywords.py": _PLANE_HEAD + plane,
+        package / "hold" / "table_keywords.py": table,
+        package / "serve" / "clients" / "plane_keywords.py": plane,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -71,12 +72,28 @@ def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signa
 
 
 def typed_dict(name: str, kind: type[Any], meaning: str) -> str:
-    """The source of a TypedDict of the keyword arguments, for type checkers."""
+    """The source of a module with a TypedDict of the keyword arguments, for type checkers."""
+    return "\n".join([f'"""{meaning}"""', "", *_imports(kind), "", "", *_class(name, kind, meaning)]) + "\n"
+
+
+def _imports(kind: type[Any]) -> list[str]:
+    settings = [keyword.setting for keyword in keywords_of(kind)]
+    words = set(re.findall(r"\w+", " ".join(map(argument_type, settings))))
+    homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal"}}
+    used = {home: sorted(names & words) for home, names in homes.items()}
+    used["typing"] = sorted([*used["typing"], "TypedDict"])
+    ours = {(s.type.__module__, s.type.__name__) for s in settings if s.record is not None or s.kinds is not None}
+    lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
+    more = [f"from {home} import {one}" for home, one in sorted(ours)]
+    return ["from __future__ import annotations", "", *lines, *(["", *more] if more else [])]
+
+
+def _class(name: str, kind: type[Any], meaning: str) -> list[str]:
     lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
     for keyword in keywords_of(kind):
         lines.append(f"    {keyword.name}: {argument_type(keyword.setting)}")
         lines += textwrap.wrap(f'"""{_sentence(keyword)}"""', 118, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def argument_type(setting: Setting) -> str:

@@ -9,7 +9,7 @@ from penstock.hold.selector import Selector
 
 
 class TableKeywords(TypedDict, total=False):
-    """What a table may be told; every setting has a default."""
+    """The keyword arguments of `Table`. Made by scripts/make_settings.py."""
 
     capacity: int
     """Items held at most; in a plane an item is a group."""

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from penstock.hold import Limiter, Selector
-from penstock.pack import Cost, Modalities
+from penstock.hold.limiters import Limiter
+from penstock.hold.selector import Selector
+from penstock.pack.cost import Cost
+from penstock.pack.packing import Modalities
 from penstock.send.timeouts import Timeouts
 
 
 class PlaneKeywords(TypedDict, total=False):
-    """What a plane may be told when it is opened."""
+    """The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""
 
     ranks: int
     """Data ranks that take part in every step."""
