@@ -6,15 +6,18 @@ from collections import deque
 
 import pytest
 
-from penstock.errors import PeerError
+from penstock.errors import PenstockError
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, MemberLeft, Send, StepCommitted
 from penstock.send.members import Place
 from penstock.send.messages import (
     Aborted,
+    Attach,
+    Attached,
     Bye,
     Fail,
     Frames,
+    FromClient,
     FromPlane,
     FromRank,
     Hello,
@@ -24,16 +27,14 @@ from penstock.send.messages import (
     read_from_client,
     read_from_plane,
 )
-from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Released
+from penstock.send.rank_session import Arrived, Event, RankSession, Released
+from penstock.send.retry import Failed, Out
 from penstock.send.session import TRANSITIONS, Happened, ImpossibleTransition, Phase, Session
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.testing.simulation import Simulation
 
 TIMES = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
-
-SEEDS_FOR_ARROWS = (17, 97, 105, 164, 266, 492)
-"""In these runs of the simulation nearly everything happens that can."""
 
 
 class Rank:
@@ -46,7 +47,7 @@ class Rank:
         )
         self.arrived: list[int] = []
         self.released: list[int] = []
-        self.error: PeerError | None = None
+        self.error: PenstockError | None = None
         self.do(self.rank_session.start(world.now))
 
     def do(self, events: list[Event]) -> None:
@@ -67,7 +68,7 @@ class World:
 
     def __init__(self, ranks: int = 2) -> None:
         self.now, self.ranks, self.epoch = 100.0, ranks, 0
-        self.up: deque[tuple[object, FromRank]] = deque()
+        self.up: deque[tuple[object, FromClient]] = deque()
         self.down: deque[tuple[object, FromPlane, Frames]] = deque()
         self.left: dict[Place, int] = {}
         self.session, self.next_step, self.last_step = 0, 1, 0
@@ -109,6 +110,10 @@ class World:
             if self.up:
                 peer, message = self.up.popleft()
                 said = read_from_client(pack_message(message))
+                if isinstance(said, Attach):
+                    attached = Attached(ticket=0, run_id=bytes(range(16)), run="r", epoch=self.epoch, ranks=self.ranks)
+                    self.down.append((peer, attached, ()))
+                    continue
                 self.do(self.plane.on_message(peer, said, self.now))  # type: ignore[arg-type]
                 self.session = self.plane.session
                 continue
@@ -328,48 +333,55 @@ def test_every_arrow_of_the_table_is_taken_by_some_run(monkeypatch: pytest.Monke
         go(self, happened)
 
     monkeypatch.setattr(Session, "on", watched)
-    for seed in SEEDS_FOR_ARROWS:
+    for seed in range(60):
         Simulation(seed).run()
-    _fail_while_forming()
-    _ask_too_far(World())
-    for last in (Fail(session=1, step=1, reason="x"), Bye(session=1), Request(session=1, step=99)):
-        for back in (1, 2):
-            _end_while_rejoining(last, back)
+    for session, script in RARE:
+        _act(Coordinator(run="r", ranks=3, epoch=2, session=session, timeouts=TIMES), script)
     assert set(TRANSITIONS) - taken == set()
 
 
-def _fail_while_forming() -> None:
-    world = World(2)
-    world.start_plane()
-    world.session = 0
-    world.plane = Coordinator(run="r", ranks=2, epoch=9, timeouts=TIMES)
-    world.members = [Rank(world, 0)]
-    world.settle()
-    world.members[0].do(world.members[0].rank_session.fail(1, "x", world.now))
-    world.settle()
-    assert str(world.members[0].error) == "step 1: rank 0: x"
+def _hello(rank: int, session: int, step: int = 1) -> Hello:
+    name = f"{rank} of {session}"
+    return Hello(run="r", rank=rank, world=3, replica=0, replicas=1, incarnation=name, session=session, step=step)
 
 
-def _ask_too_far(world: World) -> None:
-    world.up.append(("rank1", Request(session=1, step=99)))
-    world.settle()
+FAR, BYE, FAIL = Request(session=0, step=99), Bye(session=0), Fail(session=0, step=1, reason="x")
+NEW, OLD = [_hello(rank, 0) for rank in range(3)], [_hello(rank, 4) for rank in range(3)]
+RARE: list[tuple[int, list[FromRank | float]]] = [
+    (0, [NEW[0], 2.0]),
+    (0, [NEW[0], BYE]),
+    (0, [NEW[0], FAIL]),
+    (0, [NEW[0], _hello(1, 0, step=2)]),
+    (0, [NEW[0], NEW[1], BYE]),
+    (0, [*NEW, FAR]),
+    (4, [OLD[0], FAIL]),
+    (4, [OLD[0], FAR]),
+    (4, [OLD[0], OLD[1], BYE]),
+    (4, [OLD[0], BYE]),
+    (4, [OLD[0], NEW[1]]),
+    (4, [OLD[0], 2.0]),
+    (4, [NEW[0]]),
+]
+"""What seldom happens in a simulation: the session that an earlier plane served, and what is said then; a number is a
+time that passes. What is not a hello is said by the process that spoke last."""
 
 
-def _end_while_rejoining(last: FromRank, back: int) -> None:
-    """Some of three ranks come back to a plane that restarted; then one of them says this."""
-    world = World(3)
-    world.take(1)
-    world.start_plane()
-    for member in world.members[:back]:
-        member.do(member.rank_session._say_hello(world.now))
-    world.up.append(("rank0", last))
-    world.settle()
-    assert world.plane.phase is not Phase.RUNNING
+def _act(plane: Coordinator, script: list[FromRank | float]) -> None:
+    peer, now = "", 0.0
+    for act in script:
+        if isinstance(act, float):
+            for _ in range(int(act / 0.1)):
+                now += 0.1
+                plane.on_tick(now)
+        else:
+            peer = act.incarnation if isinstance(act, Hello) else peer
+            plane.on_message(peer, act, now)
 
 
 def test_a_request_far_ahead_ends_the_session_for_all() -> None:
     world = World()
-    _ask_too_far(world)
+    world.up.append(("rank1", Request(session=1, step=99)))
+    world.settle()
     assert {str(member.error) for member in world.members} == {
         "step 99: rank 1: asks for step 99; the last one planned is 0"
     }

@@ -14,7 +14,7 @@ from penstock.pack import Packing
 from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.serve.decisions.step_builder import BuiltStep, Facts, StepBuilder
-from penstock.testing.simulated import RUNS
+from penstock.testing.simulated import run_of_group
 from penstock.testing.simulation import Simulation, main
 
 PLAIN_SEEDS, REAL_SEEDS, PARTS = 2000, 64, 8
@@ -46,7 +46,7 @@ def _frame(data: Buffer) -> bytes:
         Sample.from_prompt(
             id=f"{name}/{i}",
             group=name,
-            run=RUNS[sum(name.encode()) % len(RUNS)],
+            run=run_of_group(name),
             policy_version=version,
             prompt_ids=rng.integers(0, 1000, 3),
             completion_ids=rng.integers(0, 1000, 1 + i),

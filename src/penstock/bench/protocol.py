@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
+from penstock.send.admission import Admission
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, Send, StepCommitted
-from penstock.send.messages import Packer, pack_message, read_from_client
-from penstock.send.rank_session import Arrived, Event, Out, RankSession
+from penstock.send.messages import Attach, Packer, pack_message, read_from_client
+from penstock.send.rank_session import Arrived, Event, RankSession
+from penstock.send.retry import Out
 from penstock.send.steps import Staged
 
 _Said: TypeAlias = list[tuple[object, Event]]
@@ -31,6 +33,14 @@ class _Bench:
         self.now, self._spent, self._clock = 0.0, 0.0, clock
         self._pack = Packer()
         self._plane = Coordinator(run="bench", ranks=ranks, epoch=1)
+        self._admission = Admission(
+            run="bench",
+            run_id=bytes(range(16)),
+            epoch=1,
+            ranks=ranks,
+            promise_s=1.0,
+            pulse=lambda: self._plane.pulse(self.now),
+        )
         self._ranks = [
             RankSession(run="bench", rank=rank, world=ranks, step=1, incarnation=str(rank)) for rank in range(ranks)
         ]
@@ -71,7 +81,10 @@ class _Bench:
         return self._timed(lambda: [effect for peer, header in headers for effect in self._handle(peer, header)])
 
     def _handle(self, peer: object, header: bytes) -> list[Effect]:
-        effects = self._plane.on_message(peer, read_from_client(header), self.now)  # type: ignore[arg-type]
+        message = read_from_client(header)
+        if isinstance(message, Attach):
+            return [self._admission.on_attach(peer, message)]
+        effects = self._plane.on_message(peer, message, self.now)  # type: ignore[arg-type]
         assert self._plane.wanted >= 0  # as the server looks after every turn
         for effect in effects:
             if isinstance(effect, StepCommitted):

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.send.carrier import Peer
-from penstock.send.effects import Detach, Effect, MemberLeft, Resume, Send
+from penstock.send.effects import Detach, Effect, MemberLeft, Note, Resume, Send
 from penstock.send.members import Member, Members, Place
 from penstock.send.messages import (
     MAX_REASON,
@@ -85,6 +85,12 @@ class Coordinator:
         self.timeouts = timeouts or Timeouts()
         self.waiting_for = ""
         """What the plane waits for before it can stage a step, in words."""
+        self.remark = ""
+        """What else ranks should know while they wait."""
+        self.policy_version: int | None = None
+        """The version of the weights that was published last."""
+        self._start = 0
+        """The step that those who join want to begin at; 0 for wherever the plane is."""
         self._rejoining_since = 0.0
         self._ticked: float | None = None
         self._members = Members(run, ranks, replicas)
@@ -137,6 +143,11 @@ class Coordinator:
         """The engine has written down that a step is trained: now the ranks may hear of it."""
         return self._steps.committed(session, step)
 
+    def refuse(self, resume: Resume, next_step: int, reason: str) -> list[Effect]:
+        """The trainer cannot resume where it wants to; `next_step` is where the run is."""
+        self._session.next_step = next_step
+        return self._abort(Happened.FAIL, resume.step, -1, reason)
+
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
         """End the session for everybody; rank -1 is the plane itself."""
         return self._abort(Happened.FAIL, step or self.next_step, rank, reason)
@@ -157,7 +168,8 @@ class Coordinator:
         step, late = self._steps.late()
         if late:
             return f"{self._members.names(late)} to receive step {step}"
-        return self.waiting_for or f"a rank to ask for step {self.next_step}"
+        words = self.waiting_for or f"a rank to ask for step {self.next_step}"
+        return f"{words}; {self.remark}" if self.remark else words
 
     # -------------------------------------------------------------- messages
 
@@ -187,7 +199,7 @@ class Coordinator:
         if isinstance(message, Beat):
             member = self._members[place]
             member.beat(message.number, message.heard, now)
-            return [Send(member.peer, self._pulse(message.number, now))]
+            return [Send(member.peer, self.pulse(now, message.number))]
         if isinstance(message, Report):
             return self._steps.on_report(place, message)
         if isinstance(message, Request):
@@ -217,11 +229,14 @@ class Coordinator:
 
     def _drop_silent(self, now: float) -> list[Effect]:
         """Who falls silent before the session runs has taken no part: its place is free again."""
+        notes: list[Effect] = []
         for place in self._members.silent_since(now - self.timeouts.peer_s):
             self._session.on(Happened.SILENCE)
             self._members.leave(place)
             self._steps.forget(place)
-        return []
+            notes.append(Note(f"session {self.session}: {self._members.name(place)} went silent before all had joined"))
+        self._find_start()
+        return notes
 
     def _notice_silence(self, now: float) -> list[Effect]:
         if self.phase is Phase.REJOINING:
@@ -260,12 +275,13 @@ class Coordinator:
             effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, reason)
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
-        first = next(iter(self._members.members), None)
         self._join(peer, place, hello, now)
-        if first is not None and first.start != hello.step:
-            reason = f"wants to resume at step {hello.step}, others at {first.start}; resume all from one checkpoint"
+        start = self._start or hello.step
+        if hello.step and hello.step != start:
+            reason = f"wants to resume at step {hello.step}, others at {start}; resume all from one checkpoint"
             return [*effects, *self._abort(Happened.MISMATCH, hello.step, hello.rank, reason)]
-        return [*effects, *self._admit(peer, now)]
+        self._start = start
+        return [*effects, *self._admit(place, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
         """A process of this session comes back after its connection, or the plane, was lost."""
@@ -282,35 +298,49 @@ class Coordinator:
         if not self._members:
             self._rejoining_since = now
         self._join(peer, place, hello, now)
-        return self._admit(peer, now)
+        return self._admit(place, now)
 
     def _join(self, peer: Peer, place: Place, hello: Hello, now: float) -> None:
-        self._steps.forget(place)
+        if self._members.get(place) is not None:  # another incarnation of it, before all had joined
+            self._members.leave(place)
+            self._steps.forget(place)
+            self._find_start()
         self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
+
+    def _find_start(self) -> None:
+        """The step at which those who are here want to begin; 0 while none of them has named one."""
+        self._start = next((member.start for member in self._members.members if member.start), 0)
 
     def _come_back(self, place: Place, peer: Peer, now: float) -> list[Effect]:
         self._session.on(Happened.HELLO)
         self._members.move(place, peer, now)
         return [Send(peer, self._welcome())]
 
-    def _admit(self, peer: Peer, now: float) -> list[Effect]:
+    def _admit(self, place: Place, now: float) -> list[Effect]:
         """Begin when everybody is there."""
-        if len(self._members) + len(self._steps.left) < self._members.num_places:
+        here, all_ = len(self._members) + len(self._steps.left), self._members.num_places
+        back = "joined" if self.phase is Phase.FORMING else "came back"
+        note = Note(f"session {self.session}: {self._members.name(place)} {back}, {here} of {all_}")
+        if here < all_:
             self._session.on(Happened.HELLO)
-            return [Send(peer, self._welcome())]
+            return [note, Send(self._members[place].peer, self._welcome())]
+        return [note, *self._begin(now)]
+
+    def _begin(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if self.phase is Phase.FORMING:
-            start = next(iter(self._members.members)).start
+            start = self._start or self.next_step
+            effects.append(Resume(self.session, start, named=bool(self._start)))
             self._steps.begin_at(start)
-            effects.append(Resume(self.session, start))
         self._session.on(Happened.LAST_HELLO)
+        effects.append(Note(f"session {self.session} runs: {len(self._members)} processes, at step {self.next_step}"))
         welcome = self._welcome()
         effects += [Send(member.peer, welcome) for member in self._members.members]
         return effects + self._steps.deliver_staged(now)
 
     def _begin_session(self, happened: Happened) -> None:
         self._session.on(happened)
-        self._failure = None
+        self._failure, self._start = None, 0
         self._members.clear()
         self._steps.new_session()
 
@@ -320,15 +350,16 @@ class Coordinator:
         """Leaving is no failure; when all have left, the next hello begins a session of its own."""
         member = self._members.leave(place)
         self._tombstones.left(member.incarnation)
+        note = Note(f"session {self.session}: {self._members.name(place)} left at step {self.next_step}")
         if not self._members:
             self._begin_session(Happened.LAST_BYE)
-            return [Detach(member.peer)]
+            return [note, Detach(member.peer)]
         if self.phase is Phase.FORMING:
             reason = "left before all had joined"
-            return [Detach(member.peer), *self._abort(Happened.BYE, self.next_step, place[0], reason)]
+            return [note, Detach(member.peer), *self._abort(Happened.BYE, self.next_step, place[0], reason)]
         self._session.on(Happened.BYE)
         last = self._steps.leave(place)
-        return [Detach(member.peer), MemberLeft(self.session, *place, last)]
+        return [note, Detach(member.peer), MemberLeft(self.session, *place, last)]
 
     def _judge(self, outcome: Outcome) -> list[Effect]:
         if isinstance(outcome, Violation):
@@ -349,12 +380,20 @@ class Coordinator:
         )
         members = self._members.members
         self._tombstones.failed(failure, (member.incarnation for member in members))
-        return [effect for member in members for effect in (Send(member.peer, failure), Detach(member.peer))]
+        ends = [effect for member in members for effect in (Send(member.peer, failure), Detach(member.peer))]
+        return [Note(f"session {self.session} failed: {failure.reason}"), *ends]
 
     def _welcome(self) -> Welcome:
         ready = self.phase is Phase.RUNNING
         return Welcome(epoch=self.epoch, session=self.session, ready=ready, step=self.next_step)
 
-    def _pulse(self, number: int, now: float) -> Pulse:
-        left = next((rank for rank, _ in reversed(self._steps.left)), -1)
-        return Pulse(epoch=self.epoch, session=self.session, waiting_for=self.waits_for(now), left=left, number=number)
+    def pulse(self, now: float, number: int = 0) -> Pulse:
+        """A sign of life, and what there is to know while one waits."""
+        return Pulse(
+            epoch=self.epoch,
+            session=self.session,
+            waiting_for=self.waits_for(now),
+            left=next((rank for rank, _ in reversed(self._steps.left)), -1),
+            number=number,
+            policy_version=self.policy_version,
+        )

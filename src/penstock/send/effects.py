@@ -42,6 +42,8 @@ class Resume:
 
     session: int
     step: int
+    named: bool
+    """Whether the trainer named the step; else it goes on at the first one that is not committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +71,11 @@ class Reported:
     metrics: dict[str, float]
 
 
-Effect: TypeAlias = Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line of the run's story, for the log."""
+
+    text: str
+
+
+Effect: TypeAlias = Note | Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported

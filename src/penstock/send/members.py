@@ -23,7 +23,7 @@ class Member:
     peer: Peer
     incarnation: str
     start: int
-    """The first step it wants."""
+    """The first step it wants; 0 for the first that is not committed."""
     heard: float
     sent: dict[int, float] = field(default_factory=dict)
     """Step -> when it was first sent; removed when received."""
@@ -161,8 +161,8 @@ class Members:
         if not (0 <= hello.rank < self._ranks and 0 <= hello.replica < self._replicas):
             have = f"{self._ranks} ranks of {self._replicas} processes"
             return f"rank {hello.rank}, replica {hello.replica}: the plane has {have}, counted from 0"
-        if hello.step < 1:
-            return f"step {hello.step}: steps are counted from 1"
+        if hello.step < 0:
+            return f"step {hello.step}: steps are counted from 1; 0 is the first that is not committed"
         return ""
 
     def names(self, places: Iterable[Place]) -> str:

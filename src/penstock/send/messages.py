@@ -1,20 +1,36 @@
 """What the plane, the ranks and the producers say to each other: small typed records, payloads beside them.
 
-A message is a msgpack header and a list of payload buffers. Payloads are frames (penstock.encode) and are
-never copied into the header. Fields are only ever appended; readers ignore what they do not know.
+A message is a header and a list of payload buffers. Payloads are frames (penstock.encode) and are never copied into
+the header. A header is
+
+    checksum   8 bytes    XXH3 of the rest
+    protocol   1 byte
+    run id    16 bytes    the run that sender and receiver belong to; zeros in a client's first message
+    record    msgpack     one of the records below; fields are only ever appended, readers ignore what they do not know
+
+A run gets its id when its folder is made. A client learns it at its first contact (`Attach`, answered by `Attached`),
+and everything it says from then on carries it: what was meant for another run, also one that lay in the same folder or
+was reached at the same address before, is answered with `Foreign` and goes no further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import xxhash
 
 from penstock.errors import CorruptFrame
 
-SCHEMA = 1
+SCHEMA = 2
+PROTOCOL = 2
+"""The first byte after the checksum."""
+NO_RUN = bytes(16)
+"""The run id of a client that has not heard of the plane yet."""
+MAX_VERSION = 2**53
+"""Policy versions are counted from 0 to this: beyond, JSON and floats would change them."""
+Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 MAX_HEADER = 1 << 24
 MAX_REASON = 2000
 """Characters of what went wrong."""
@@ -48,7 +64,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     session: int
     """0 for a process that just started; else the session it belongs to."""
     step: int
-    """The first step it wants."""
+    """The first step it wants; 0 for the first that is not committed."""
     schema: int = SCHEMA
 
 
@@ -69,7 +85,7 @@ class Received(_Message, frozen=True, tag="received"):
 class Commit(_Message, frozen=True, tag="commit"):
     session: int
     step: int
-    policy_version: int | None = None
+    policy_version: Version | None = None
 
 
 class Report(_Message, frozen=True, tag="report"):
@@ -200,6 +216,34 @@ class Pulse(_Message, frozen=True, tag="pulse"):
     """A rank that left: no further step can be served to all."""
     number: int = 0
     """The beat that it answers."""
+    policy_version: int | None = None
+    """The version of the weights that was published last."""
+
+
+# ------------------------------------------------------------------ first contact, of anybody
+
+
+class Attach(_Message, frozen=True, tag="attach"):
+    """Which run is this? The first thing a client says, and the only one without the run's id."""
+
+    ticket: int
+    run: str = ""
+    """The name of the run it wants; empty for whichever is here."""
+
+
+class Attached(_Message, frozen=True, tag="attached"):
+    ticket: int
+    run_id: bytes
+    run: str
+    epoch: int
+    ranks: int
+    policy_version: int | None = None
+
+
+class Foreign(_Message, frozen=True, tag="foreign"):
+    """What you said was meant for another run: you belong to an earlier one, and must be opened anew."""
+
+    reason: str
 
 
 # ------------------------------------------------------------------ producers and onlookers
@@ -210,7 +254,6 @@ class Put(_Message, frozen=True, tag="put"):
 
     ticket: int
     """Chosen by the sender, returned with the answer."""
-    run: str
     group: str
     digest: bytes = b""
     """xxh3-128 of the frame, as it was sent."""
@@ -223,6 +266,25 @@ class Trace(_Message, frozen=True, tag="trace"):
     ticket: int
     group: str
     digest: bytes
+
+
+class AskRoom(_Message, frozen=True, tag="ask-room"):
+    """May I put a group of so many bytes? Asked instead of sending it, once a put was refused for want of room.
+    Answered by `Room`, now or later, or by `Rejected` for the time being."""
+
+    ticket: int
+    """Of the put."""
+    run: str
+    """Of the group's samples."""
+    size: int
+    waits: bool = True
+    """Whether to be told when there is room; else the answer is for now."""
+
+
+class GiveUp(_Message, frozen=True, tag="give-up"):
+    """Nobody waits for room for this put any more."""
+
+    ticket: int
 
 
 class Discard(_Message, frozen=True, tag="discard"):
@@ -246,6 +308,10 @@ class SetWeight(_Message, frozen=True, tag="weight"):
 class Accepted(_Message, frozen=True, tag="accepted"):
     ticket: int
     duplicate: bool = False
+    policy_version: int | None = None
+    """The version of the weights that was published last."""
+    stale: bool = False
+    """It was too old for `max_staleness`: taken, counted, and dropped."""
 
 
 class Missing(_Message, frozen=True, tag="missing"):
@@ -253,6 +319,13 @@ class Missing(_Message, frozen=True, tag="missing"):
 
     put: int
     """The ticket of its put, which remains open."""
+
+
+class Room(_Message, frozen=True, tag="room"):
+    """There is room for the group of this put now: send it."""
+
+    ticket: int
+    policy_version: int | None = None
 
 
 class Rejected(_Message, frozen=True, tag="rejected"):
@@ -274,7 +347,8 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
-FromClient: TypeAlias = FromRank | Put | Trace | Discard | SetWeight | Ask
+FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SetWeight | Ask
+FromClient: TypeAlias = FromRank | FromProducer | Attach
 FromPlane: TypeAlias = (
     Welcome
     | Deliver
@@ -286,34 +360,45 @@ FromPlane: TypeAlias = (
     | Refused
     | Unknown
     | Pulse
+    | Attached
+    | Foreign
     | Accepted
     | Missing
+    | Room
     | Rejected
     | Status
 )
 
+_HEAD = 25
+_PREFIX = bytes([PROTOCOL])
 _PACK = msgspec.msgpack.Encoder()
 _TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPlane)
 
 
-def pack_message(message: FromClient | FromPlane) -> bytes:
-    """A checksum and the message: not every path between two hosts keeps bytes as they were."""
-    body = _PACK.encode(message)
+def pack_message(message: FromClient | FromPlane, run_id: bytes = NO_RUN) -> bytes:
+    """Everything but the payload, behind a checksum: not every path between two hosts keeps bytes as they were."""
+    body = _PREFIX + run_id + _PACK.encode(message)
     return xxhash.xxh3_64_digest(body) + body
 
 
 class Packer:
-    """Packs messages one after another; one that goes to many processes is packed once."""
+    """Packs messages of one run, one after another; one that goes to many processes is packed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: bytes = NO_RUN) -> None:
+        self._run_id = run_id
         self._last: FromClient | FromPlane | None = None
         self._packed = b""
 
     def __call__(self, message: FromClient | FromPlane) -> bytes:
         if message is not self._last:
-            self._last, self._packed = message, pack_message(message)
+            self._last, self._packed = message, pack_message(message, self._run_id)
         return self._packed
+
+
+def run_of(header: Buffer) -> bytes:
+    """The run that a message belongs to; read the message first, to know that the header is one."""
+    return bytes(memoryview(header)[9:_HEAD])
 
 
 def read_from_client(header: Buffer) -> FromClient:
@@ -334,8 +419,11 @@ def read_from_plane(header: Buffer) -> FromPlane:
 
 def _checked(header: Buffer) -> memoryview:
     view = memoryview(header)
-    if not 8 < len(view) <= MAX_HEADER:
-        raise CorruptFrame(f"message: a header of {len(view)} bytes; from 9 to {MAX_HEADER} are allowed")
+    if not _HEAD < len(view) <= MAX_HEADER:
+        raise CorruptFrame(f"message: a header of {len(view)} bytes; from {_HEAD + 1} to {MAX_HEADER} are allowed")
     if xxhash.xxh3_64_digest(view[8:]) != view[:8]:
         raise CorruptFrame("message: checksum does not match; the bytes were altered on the way")
-    return view[8:]
+    if view[8] != PROTOCOL:
+        both = f"protocol {view[8]}, and this is protocol {PROTOCOL}"
+        raise CorruptFrame(f"message: of {both}; use the same version of Penstock on both sides")
+    return view[_HEAD:]

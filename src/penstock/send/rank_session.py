@@ -2,7 +2,14 @@
 
 It joins, asks for steps, acknowledges them, waits for their release, commits them, and asks again whatever was not
 answered: every message may be lost, doubled or late, and the plane may die and come back in between. What it cannot
-survive is told to it by the plane (`Aborted`, `Refused`) or by silence, and ends in one typed error.
+survive is told to it by the plane (`Aborted`, `Refused`, `Foreign`) or by silence, and ends in one typed error.
+
+    JOINING   attach             -> attached(run id)              which run is this?
+              hello(session 0)   -> welcome(session 4, not ready)
+                                 <- welcome(session 4, ready)     all have joined
+    READY     request, received, commit, report, beat
+              beat               -> unknown                       the plane restarted, or the connection was lost
+              hello(session 4)   -> welcome(session 4, ready)     we are back: say again what is open
 """
 
 from __future__ import annotations
@@ -16,14 +23,19 @@ import msgspec
 from penstock.errors import Fenced, PeerError, PlaneLost, StepAborted
 from penstock.send.messages import (
     MAX_REASON,
+    NO_RUN,
     Aborted,
+    Attach,
+    Attached,
     Beat,
     Bye,
     Commit,
     Committed,
     Deliver,
     Fail,
+    Foreign,
     Frames,
+    FromClient,
     FromPlane,
     FromRank,
     Hello,
@@ -38,6 +50,7 @@ from penstock.send.messages import (
     Unknown,
     Welcome,
 )
+from penstock.send.retry import Contact, Failed, Out, Pending
 from penstock.send.timeouts import Timeouts
 
 
@@ -49,17 +62,11 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
-    """Give this to the carrier."""
-
-    message: FromRank
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """All processes have joined."""
 
     step: int
+    """The first one that is not committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +91,7 @@ class StepDone:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """It is over."""
-
-    error: PeerError
-
-
 Event: TypeAlias = Out | Ready | Arrived | Released | StepDone | Failed
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A message that waits for its answer."""
-
-    message: FromRank
-    sent: float
-    patience: float
-    """Doubles each time, up to a limit."""
 
 
 class RankSession:
@@ -113,18 +103,21 @@ class RankSession:
         run: str,
         rank: int,
         world: int,
-        step: int,
+        step: int | None,
         incarnation: str,
         replica: int = 0,
         replicas: int = 1,
         timeouts: Timeouts | None = None,
     ) -> None:
+        """`step` is the first one it wants; None for the first that is not committed."""
         self.timeouts = timeouts or Timeouts()
+        self.run_id = NO_RUN
+        """Of the run this process belongs to; everything it says carries it."""
         self.standing = Standing.JOINING
         self.waiting_for = "the plane to answer"
         self.session = 0
         self.epoch = 0
-        self.done = step - 1
+        self.done = (step or 1) - 1
         """The last step known to be committed."""
         self.left = -1
         """A rank that left; no further step can come."""
@@ -136,30 +129,31 @@ class RankSession:
             replicas=replicas,
             incarnation=incarnation,
             session=0,
-            step=step,
+            step=step or 0,
         )
         self.was_ready = False
         """Whether it took part in a session, to which it would return."""
-        self._heard = self._beat = self._hello = float("-inf")
-        self._ticked: float | None = None
-        self._requests: dict[int, _Pending] = {}
+        self._beat = self._hello = float("-inf")
+        self._contact = Contact(self.timeouts.heartbeat_s)
+        self._requests: dict[int, Pending] = {}
         self._lost: dict[int, int] = {}
         """How many copies of a step are known to be lost."""
-        self._received: dict[int, _Pending] = {}
+        self._received: dict[int, Pending] = {}
         """Steps this process has and that are not committed. Each is said until its release answers, and again to a
         plane that restarted: that forgot who has what, and others may still wait for their release."""
         self._released: set[int] = set()
-        self._commits: dict[int, _Pending] = {}
-        self._reports: dict[int, _Pending] = {}
+        self._commits: dict[int, Pending] = {}
+        self._reports: dict[int, Pending] = {}
         self._report_number = 0
-        self._failing: _Pending | None = None
+        self._failing: Pending | None = None
+        self._leaving = False
         self._beats = self._pulses = 0
         """Said, and heard of."""
 
     # -------------------------------------------------------------- what the rank does
 
     def start(self, now: float) -> list[Event]:
-        self._heard = now
+        self._contact.hear(now)
         return self._say_hello(now)
 
     def request(self, step: int, now: float) -> list[Event]:
@@ -188,18 +182,32 @@ class RankSession:
 
     def fail(self, step: int, reason: str, now: float) -> list[Event]:
         """Something went wrong here; said again until the plane has told everybody, us included."""
-        if self.standing in (Standing.FAILED, Standing.LEFT):
+        if self.has_left:
             return []
         message = Fail(session=self.session, step=step, reason=reason[:MAX_REASON])
-        self._failing = self._failing or _Pending(message, now, self.timeouts.resend_s)
+        self._failing = self._failing or Pending(message, now, self.timeouts.resend_s)
         return [Out(self._failing.message)]
 
     def leave(self) -> list[Event]:
-        if self.standing in (Standing.FAILED, Standing.LEFT):
+        """Say goodbye; or, before the plane was ever heard, wait for it to say what went wrong here (`has_left`)."""
+        if self.has_left:
+            return []
+        if self.run_id == NO_RUN and self._failing:
+            self._leaving = True
             return []
         self.standing = Standing.LEFT
+        if self.run_id == NO_RUN:
+            return []
         # After a failure our silence must be noticed, should the word of it have been lost: so no goodbye then.
         return [Out(self._failing.message)] if self._failing else [Out(Bye(session=self.session))]
+
+    @property
+    def has_left(self) -> bool:
+        return self.standing in (Standing.FAILED, Standing.LEFT)
+
+    def beat_now(self, now: float) -> list[Event]:
+        """Ask what the plane waits for, without waiting for the next heartbeat."""
+        return self._say_beat(now) if self.standing is Standing.READY else []
 
     @property
     def uncommitted(self) -> list[int]:
@@ -209,13 +217,17 @@ class RankSession:
     # -------------------------------------------------------------- messages
 
     def on_message(self, message: FromPlane, frames: Frames, now: float) -> list[Event]:
-        if self.standing in (Standing.FAILED, Standing.LEFT):
+        if self.has_left:
             return []
+        if isinstance(message, Foreign):
+            return self._end(Fenced(message.reason))
         epoch = getattr(message, "epoch", 0)
         if epoch < self.epoch:
             return []  # an old plane that does not know it was replaced
         self.epoch = epoch
-        self._heard = now
+        self._contact.hear(now)
+        if isinstance(message, Attached):
+            return self._on_attached(message, now)
         if isinstance(message, Refused):
             return self._on_refused(message, now)
         if isinstance(message, Welcome):
@@ -243,12 +255,9 @@ class RankSession:
 
     def on_tick(self, now: float) -> list[Event]:
         """Beat, ask again, notice silence. Call it at least twice per heartbeat."""
-        if self.standing in (Standing.FAILED, Standing.LEFT):
+        if self.has_left:
             return []
-        if self._ticked is not None and now - self._ticked > self.timeouts.heartbeat_s:
-            self._heard += now - self._ticked  # we stood still ourselves; what was said meanwhile is still to be read
-        self._ticked = now
-        silent = now - self._heard
+        silent = self._contact.tick(now)
         if silent > self.timeouts.plane_s:
             return self._end(PlaneLost(f"no word from the plane for {silent:.1f} s; waited for: {self.waiting_for}"))
         if self.standing is Standing.JOINING:
@@ -263,10 +272,18 @@ class RankSession:
 
     def _say_hello(self, now: float) -> list[Event]:
         self._hello = now
+        if self.run_id == NO_RUN:
+            return [Out(Attach(ticket=0, run=self._hello_message.run))]
         for pending in self._received.values():  # whoever does not know us does not know what we have
             pending.patience = min(pending.patience, self.timeouts.resend_s)
         session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
         return [Out(msgspec.structs.replace(self._hello_message, session=session))]
+
+    def _on_attached(self, message: Attached, now: float) -> list[Event]:
+        if self.run_id != NO_RUN:
+            return []  # said twice
+        self.run_id = message.run_id
+        return [*self._say_hello(now), *(self.leave() if self._leaving else [])]
 
     def _say_beat(self, now: float) -> list[Event]:
         self._beat, self._beats = now, self._beats + 1
@@ -287,6 +304,7 @@ class RankSession:
             self._restamp()
         if not message.ready:
             return [Out(self._failing.message)] if self._failing else self._say_beat(now)
+        self.waiting_for = "the plane to say what for"
         self._count_anew()
         was_ready, self.standing = self.standing is Standing.READY, Standing.READY
         self.was_ready = True
@@ -306,23 +324,23 @@ class RankSession:
         for step, pending in self._requests.items():
             pending.message = Request(session=self.session, step=step)
 
-    def _pending(self) -> list[_Pending]:
+    def _pending(self) -> list[Pending]:
         tables = (self._requests, self._received, self._commits, self._reports)
         found = [pending for table in tables for pending in table.values()]
         return [self._failing, *found] if self._failing else found
 
-    def _ask(self, table: dict[int, _Pending], key: int, message: FromRank, now: float) -> list[Event]:
-        table[key] = _Pending(message, now, self.timeouts.resend_s)
+    def _ask(self, table: dict[int, Pending], key: int, message: FromRank, now: float) -> list[Event]:
+        table[key] = Pending(message, now, self.timeouts.resend_s)
         return [Out(message)] if self.standing is Standing.READY else []
 
     def _due(self, now: float) -> list[Event]:
         """What has waited long enough for an answer to be said again."""
-        due = [pending for pending in self._pending() if now - pending.sent >= pending.patience]
+        due = [pending for pending in self._pending() if pending.is_due(now)]
         for pending in due:
-            pending.sent, pending.patience = now, min(pending.patience * 2, self._most_patience(pending.message))
+            pending.asked(now, self._most_patience(pending.message))
         return [Out(pending.message) for pending in due]
 
-    def _most_patience(self, message: FromRank) -> float:
+    def _most_patience(self, message: FromClient) -> float:
         """All wait for a step that one has not got, or not been heard to have; what comes after is not so urgent."""
         urgent = isinstance(message, (Request, Received))
         return self.timeouts.heartbeat_s if urgent else self.timeouts.delivery_s / 4
@@ -330,7 +348,7 @@ class RankSession:
     def _say_all(self, now: float) -> list[Event]:
         """The plane was lost and may know nothing: tell it everything that is open, and ask patiently from anew."""
         for pending in self._pending():
-            pending.sent, pending.patience = now, self.timeouts.resend_s
+            pending.ask_anew(now, self.timeouts.resend_s)
         return [Out(pending.message) for pending in self._pending()]
 
     def _on_deliver(self, message: Deliver, frames: Frames, now: float) -> list[Event]:

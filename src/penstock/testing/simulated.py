@@ -15,21 +15,15 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 
-from penstock.errors import CorruptFrame, DiskFull, PeerError
+from penstock.errors import CorruptFrame, DiskFull, PenstockError, PlaneLost
 from penstock.send.carrier import Peer
-from penstock.send.messages import (
-    Accepted,
-    Buffer,
-    Frames,
-    FromClient,
-    FromPlane,
-    Put,
-    Rejected,
-    pack_message,
-    read_from_plane,
-)
-from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Ready, Released, Standing, StepDone
+from penstock.send.messages import Accepted, Buffer, Frames, FromClient, Rejected, pack_message, read_from_plane
+from penstock.send.producer import Answered, ProducerSession
+from penstock.send.producer import Event as ProducerEvent
+from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
+from penstock.send.retry import Failed, Out
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import BuiltStep, Facts, digest_of
@@ -58,6 +52,9 @@ class Faults:
     fill_failure: float = 0.0
     """Share of steps that a rank fails to unpack."""
     disk_full: float = 0.0
+    producer_crash: float = 0.0
+    give_up: float = 0.0
+    """Share of puts that do not wait long for room."""
 
     @staticmethod
     def drawn(rng: Random) -> Faults:
@@ -75,6 +72,8 @@ class Faults:
             pause=maybe(0.3),
             fill_failure=maybe(0.1),
             disk_full=maybe(0.3),
+            producer_crash=maybe(0.3),
+            give_up=maybe(0.3),
         )
 
 
@@ -126,7 +125,11 @@ class KeptLog(Log):
 
 
 RUNS = ("a", "b")
-"""Each group belongs to one of them, by its name."""
+
+
+def run_of_group(group: str) -> str:
+    """Each group belongs to a run, by its name."""
+    return RUNS[sum(group.encode()) % len(RUNS)]
 
 
 class PlainMaker:
@@ -139,7 +142,7 @@ class PlainMaker:
         name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
         if name != group:
             raise CorruptFrame(f"group {group!r}: holds {name!r}")
-        run = RUNS[sum(group.encode()) % len(RUNS)]
+        run = run_of_group(group)
         return Facts(samples=samples, tokens=10 * samples, policy_version=version, run=run)
 
     def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
@@ -212,8 +215,8 @@ class Process:
         elif self.up and self.life == life:
             act()
 
-    def say(self, message: FromClient, frames: Frames = ()) -> None:
-        peer, header = self.peer, pack_message(message)
+    def say(self, message: FromClient, frames: Frames, run_id: bytes) -> None:
+        peer, header = self.peer, pack_message(message, run_id)
         self.world.travel(lambda: self.world.arrive(peer, header, frames))
 
     def stop(self) -> None:
@@ -265,7 +268,7 @@ class Rank(Process):
             if not self.up:
                 return
             if isinstance(event, Out):
-                self.say(event.message)
+                self.say(event.message, event.frames, self.rank_session.run_id)
             elif isinstance(event, Arrived):
                 self.unpack(event)
             elif isinstance(event, Released):
@@ -296,7 +299,7 @@ class Rank(Process):
                 self.up = False
                 for event in self.rank_session.leave():
                     assert isinstance(event, Out)
-                    self.say(event.message)
+                    self.say(event.message, event.frames, self.rank_session.run_id)
         elif self.next in self.released:
             step = self.next
             self.world.oracle.returned(self, step, self.arrived.pop(step))
@@ -317,7 +320,7 @@ class Rank(Process):
             self.handle(self.rank_session.report(step, groups, {"loss": 1.0}, now))
         self.handle(self.rank_session.commit(step, step, now))
 
-    def fail(self, error: PeerError) -> None:
+    def fail(self, error: PenstockError) -> None:
         self.world.oracle.raised(self, error)
         self.crash()
 
@@ -325,7 +328,7 @@ class Rank(Process):
         """End in order, as a trainer that was told to; another one starts later."""
         for event in self.rank_session.leave():
             assert isinstance(event, Out)
-            self.say(event.message)
+            self.say(event.message, event.frames, self.rank_session.run_id)
         self.crash()
 
     def crash(self) -> None:
@@ -334,38 +337,91 @@ class Rank(Process):
 
 
 class Producer(Process):
-    """Puts numbered groups, one at a time, and again until each is accepted."""
+    """Puts numbered groups, one at a time, each until it is accepted; begins anew after a crash."""
 
     def __init__(self, world: Simulation, number: int, groups: Iterator[int]) -> None:
         super().__init__(world, f"producer{number}")
         self._groups = groups
         self._current: str | None = None
         self._frame = b""
-        self._ticket = 0
+        self._session: ProducerSession
+        self._ticket: int | None = None
 
     def start(self) -> None:
         self.up, self.life = True, self.life + 1
+        self._session = ProducerSession(run="simulated", timeouts=self.world.timeouts)
+        self._ticket = None
         self.put()
+        self.tick()
+
+    def tick(self) -> None:
+        life = self.life
+
+        def look() -> None:
+            if self.life == life:
+                self.handle(self._session.on_tick(self.world.clock.now))
+                self.world.clock.after(self.world.timeouts.resend_s / 2, lambda: self.hears(look))
+
+        self.hears(look)
 
     def put(self) -> None:
+        """The group at hand, or the next one."""
+        if self._ticket is not None:
+            return
         if self._current is None:
             number = next(self._groups, None)
             if number is None:
                 self.stop()
                 return
             self._current = f"g{number}"
-            version = self.world.published
-            self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, version))
-        self._ticket += 1
-        self.say(Put(ticket=self._ticket, run="", group=self._current), [self._frame])
-        ticket = self._ticket
-        self.world.clock.after(0.3, lambda: self.hears(lambda: self.put() if ticket == self._ticket else None))
+            self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, self.world.published))
+        run, now = run_of_group(self._current), self.world.clock.now
+        digest = xxhash.xxh3_128_digest(self._frame)
+        waits = self.world.rng.random() < 0.8
+        self._ticket, events = self._session.put(self._current, self._frame, digest, now, run=lambda: run, waits=waits)
+        if self.world.happens(self.world.faults.give_up):
+            self.world.clock.after(0.3, lambda: self.hears(self.give_up))
+        self.handle(events)
+
+    def give_up(self) -> None:
+        """As a put with a timeout does; and then it puts the same group again."""
+        if self._ticket is not None:
+            refused, events = self._session.stop_waiting(self._ticket)
+            self.handle(events)
+            if refused is not None:
+                self.again()
+
+    def again(self) -> None:
+        self._ticket = None
+        self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(self.put))
 
     def receive(self, header: bytes, _frames: Frames) -> None:
-        message: FromPlane = read_from_plane(header)
-        if isinstance(message, Accepted) and message.ticket == self._ticket and self._current:
+        self.handle(self._session.on_message(read_from_plane(header), self.world.clock.now))
+
+    def handle(self, events: list[ProducerEvent]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self.world.oracle.sent(self, event)
+                self.say(event.message, event.frames, self._session.run_id)
+            elif isinstance(event, Answered):
+                self.answered(event)
+            else:
+                self.world.note(f"{self.name} raised {type(event.error).__name__}: {event.error}")
+                assert isinstance(event.error, PlaneLost), event.error
+                self.again()
+
+    def answered(self, event: Answered) -> None:
+        if event.ticket != self._ticket:
+            return
+        if isinstance(event.answer, Accepted):
+            assert self._current is not None
             self.world.oracle.acknowledged(self._current)
-            self._current, self._ticket = None, self._ticket + 1
-            self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(self.put))
-        elif isinstance(message, Rejected):
-            assert message.kind in ("Overloaded", "DiskFull"), message
+            self._current = None
+        else:
+            assert isinstance(event.answer, Rejected), event.answer
+            assert event.answer.kind in ("Overloaded", "DiskFull"), event.answer
+        self.again()
+
+    def crash(self) -> None:
+        self.stop()
+        self.world.clock.after(0.05 + self.world.rng.random(), self.start)

@@ -20,10 +20,11 @@ from random import Random
 
 import msgspec
 
-from penstock.errors import PeerError, StepAborted
+from penstock.errors import PenstockError, StepAborted
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.pack import Packing
-from penstock.send.messages import Frames
+from penstock.send.messages import Frames, Missing, Put, Room, read_from_plane
+from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.state import Manifest, PlaneState
 from penstock.serve.decisions.step_builder import Builder
@@ -50,6 +51,9 @@ class Oracle:
         self.digests: dict[tuple[int, int], str] = {}
         self._received: dict[tuple[int, int], set[int]] = {}
         self._words: dict[tuple[int, int], str] = {}
+        self._sent: dict[tuple[object, int], int] = {}
+        """By producer and ticket, how many times a group was sent; and how many times the plane asked for it."""
+        self._asked: dict[tuple[object, int], int] = {}
 
     def received(self, rank: Rank, step: int) -> None:
         self._received.setdefault((rank.rank_session.session, step), set()).add(rank.rank)
@@ -61,12 +65,29 @@ class Oracle:
         first = self.digests.setdefault((step, rank.rank), digest)
         self.check(digest == first, f"step {step} of rank {rank.rank} had digest {first}, now {digest}")
 
-    def raised(self, rank: Rank, error: PeerError) -> None:
+    def raised(self, rank: Rank, error: PenstockError) -> None:
         self._world.note(f"{rank.name} raised {type(error).__name__}: {error}")
         if isinstance(error, StepAborted) and rank.rank_session.was_ready:  # else it took part in none
             key = (rank.rank_session.session, rank.rank_session.epoch)
             words = self._words.setdefault(key, str(error))
             self.check(words == str(error), f"session {key[0]} ended as {words!r} and as {error}")
+
+    def sent(self, producer: Producer, out: Out) -> None:
+        """A producer says something: a group is not sent again unless the plane asked for it."""
+        message = out.message
+        if not isinstance(message, Put):
+            return
+        times = self._sent.get((producer.peer, message.ticket), 0)
+        asked = self._asked.get((producer.peer, message.ticket), 0)
+        self.check(times <= asked, f"{producer.name} sends group {message.group} again, and nobody asked for it")
+        self._sent[producer.peer, message.ticket] = times + 1
+
+    def asked(self, peer: object, header: bytes) -> None:
+        """The plane says something to a producer."""
+        message = read_from_plane(header)
+        if isinstance(message, (Missing, Room)):
+            ticket = message.put if isinstance(message, Missing) else message.ticket
+            self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
 
     def acknowledged(self, group: str) -> None:
         self.acked.add(group)
@@ -179,6 +200,9 @@ class Simulation:
             leaves = self.rng.random() < 0.5
             self.note(f"{process.name} {'leaves' if leaves else 'crashes'}")
             (process.depart if leaves else process.crash)()
+        elif isinstance(process, Producer) and self.happens(faults.producer_crash * 0.2):
+            self.note(f"{process.name} crashes")
+            process.crash()
 
     # -------------------------------------------------------------- the plane
 
@@ -237,6 +261,8 @@ class Simulation:
         """A message reaches a client, if it still is who it was."""
         for member in self.members:
             if member.peer == peer:
+                if isinstance(member, Producer):
+                    self.oracle.asked(peer, header)
                 member.hears(partial(member.receive, header, frames))
 
     # -------------------------------------------------------------- the trainer

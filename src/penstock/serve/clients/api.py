@@ -110,13 +110,17 @@ def connect(
     world: int,
     replica: int = 0,
     replicas: int = 1,
-    resume_step: int = 1,
+    resume_step: int | None = None,
     prefetch: int = 1,
     run: str = "",
     keys: str | Path | None = None,
     timeouts: Timeouts | None = None,
 ) -> Source:
-    """One rank's source of steps, from a plane elsewhere."""
+    """One rank's source of steps, from a plane elsewhere.
+
+    `resume_step` is one above the last step of the checkpoint that is loaded; by default the first step that is not
+    committed.
+    """
     return Source(
         client_carrier(url, keys),
         rank=rank,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from penstock.errors import CorruptFrame, PenstockError
-from penstock.send.carrier import ClientCarrier
+from penstock.errors import Closed, CorruptFrame, PenstockError
+from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.messages import Frames, FromClient, FromPlane, pack_message, read_from_plane
 
 OnMessage = Callable[[FromPlane, Frames, float], None]
@@ -33,7 +34,7 @@ class ClientLoop:
         name: str,
     ) -> None:
         self._carrier, self._on_message, self._on_tick, self._on_end = carrier, on_message, on_tick, on_end
-        self._tick_s = tick_s
+        self._tick_s, self._pid = tick_s, os.getpid()
         self._outbox: deque[tuple[bytes, Frames]] = deque()
         self._stopping = False
         self._closing, self._closed = threading.Lock(), False
@@ -42,9 +43,26 @@ class ClientLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: FromClient, frames: Frames = ()) -> None:
+    def check_process(self) -> None:
+        """Threads, locks and connections do not survive a fork: say so at once, before anything is waited for."""
+        if not self.is_mine:
+            raise Closed(
+                f"opened in another process ({self._pid}), this one ({os.getpid()}) was forked from it; open the "
+                "plane, or connect the source, in the process that uses it"
+            )
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process started it."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def send(self, message: FromClient, frames: Frames, run_id: bytes) -> None:
         """From any thread."""
-        self._outbox.append((pack_message(message), frames))
+        self._outbox.append((pack_message(message, run_id), frames))
         self._wake()
 
     def _wake(self) -> None:
@@ -64,6 +82,7 @@ class ClientLoop:
             while not (self._stopping and not self._outbox):
                 self._turn()
         except (PenstockError, OSError) as error:
+            self._read_last_words()
             self._on_end(error)
         except BaseException as error:
             self._on_end(error)
@@ -80,9 +99,20 @@ class ClientLoop:
         got = None if self._stopping else self._carrier.receive(self._tick_s)
         now = time.monotonic()
         if got is not None:
-            try:
-                message = read_from_plane(got[0])
-            except CorruptFrame:
-                return  # as if it had been lost: it will be asked for again
-            self._on_message(message, got[1], now)
+            self._hear(got, now)
         self._on_tick(now)
+
+    def _hear(self, got: Envelope, now: float) -> None:
+        try:
+            message = read_from_plane(got[0])
+        except CorruptFrame:
+            return  # as if it had been lost: it will be asked for again
+        self._on_message(message, got[1], now)
+
+    def _read_last_words(self) -> None:
+        """A plane that ends says why before it is gone: that is what everybody must raise, not that it is gone."""
+        try:
+            while (got := self._carrier.receive(0)) is not None:
+                self._hear(got, time.monotonic())
+        except (PenstockError, OSError):
+            return

@@ -6,12 +6,13 @@ others as well; with an address it is a line to a plane that `penstock serve` ru
 
 from __future__ import annotations
 
-import itertools
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,32 +25,33 @@ from penstock.capture import Trajectory
 from penstock.convert import Group, grpo, make_group, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
-from penstock.encode import encode
-from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError, PlaneLost
+from penstock.encode import encode, read_head
+from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import (
-    BEHIND,
     Accepted,
     Ask,
+    Attach,
     Discard,
     Frames,
     FromClient,
     FromPlane,
-    Missing,
-    Put,
     Rejected,
     SetWeight,
     Status,
-    Trace,
 )
+from penstock.send.producer import Answer, Answered, Event, ProducerSession
+from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.process.server import Server
 
+logger = logging.getLogger("penstock.producer")
 Connect = Callable[[], ClientCarrier]
-_LARGE_S = 3600.0 * 24 * 365
+_LOOK_S = 1.0
+"""How often a call that waits looks whether anybody could still answer it."""
 
 
 class Plane:
@@ -60,6 +62,7 @@ class Plane:
         connect: Connect,
         *,
         url: str,
+        run: str = "",
         timeouts: Timeouts | None = None,
         server: Server | None = None,
         thread: threading.Thread | None = None,
@@ -68,17 +71,18 @@ class Plane:
         """Where it is."""
         self.timeouts = timeouts or Timeouts()
         self._connect, self._server, self._thread = connect, server, thread
-        self._tickets = itertools.count(1)
-        self._open: dict[int, _Question] = {}
+        self._session = ProducerSession(run=run, where=url, timeouts=self.timeouts)
+        self._futures: dict[int, Future[Answer]] = {}
         self._lock = threading.Lock()
-        self._heard = time.monotonic()
         self._closed: BaseException | None = None
+        self.num_stale = 0
+        """Groups that were put here and dropped at once, because they were too old for `max_staleness`."""
         self._loop = ClientLoop(
             connect(),
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,
-            tick_s=min(self.timeouts.resend_s, 0.5),
+            tick_s=min(self.timeouts.resend_s / 2, 0.5),
             name="plane-line",
         )
         self._loop.start()
@@ -113,22 +117,39 @@ class Plane:
         if not samples:
             raise InvalidInput("put: no samples; a group has at least one")
         name = group.id if isinstance(group, Group) else samples[0].group
-        return self.put_frame(name, encode(samples), timeout=timeout)
+        run = samples[0].run
+        return self._put(name, encode(samples), lambda: run, timeout)
 
     def put_frame(self, group: str, frame: bytes, *, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
-        deadline = time.monotonic() + (_LARGE_S if timeout is None else timeout)
+        return self._put(group, frame, partial(_run_of, frame), timeout)
+
+    def _put(self, group: str, frame: bytes, run: Callable[[], str], timeout: float | None) -> bool:
         digest = xxhash.xxh3_128_digest(frame)
-        while True:
-            answer = self._call(lambda ticket: Put(ticket=ticket, run="", group=group, digest=digest), [frame])
-            if isinstance(answer, Accepted):
-                return not answer.duplicate
-            assert isinstance(answer, Rejected)
-            error = _error_of(answer)
-            left = deadline - time.monotonic()
-            if not isinstance(error, Overloaded) or left <= 0:
-                raise error
-            time.sleep(min(left, max(answer.retry_after_s, 0.01)))
+        waits = timeout is None or timeout > 0
+        answer = self._ask(
+            lambda now: self._session.put(group, frame, digest, now, run=run, waits=waits),
+            math.inf if timeout is None else timeout,
+        )
+        if isinstance(answer, Rejected):
+            raise _error_of(answer)
+        assert isinstance(answer, Accepted)
+        if answer.stale:
+            self._on_stale(group, answer.policy_version)
+        return not answer.duplicate
+
+    def _on_stale(self, group: str, version: int | None) -> None:
+        with self._lock:
+            self.num_stale += 1
+            count = self.num_stale
+        if count & (count - 1) == 0:  # the first, second, fourth, ...
+            logger.warning(
+                "group %r was too old for max_staleness and dropped, as %d put here so far; published is version %s: "
+                "generate with newer weights (plane.policy_version), or raise max_staleness",
+                group,
+                count,
+                version,
+            )
 
     def discard(self, reason: str, samples: int) -> None:
         """Count samples that were generated and filtered out before they became a group."""
@@ -151,7 +172,7 @@ class Plane:
         self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=0.0, reason=reason))
 
     def _decide(self, make: Callable[[int], FromClient]) -> None:
-        answer = self._call(make, [])
+        answer = self._call(make)
         if isinstance(answer, Rejected):
             raise _error_of(answer)
 
@@ -169,14 +190,15 @@ class Plane:
     ) -> Source:
         """The steps of one rank. `resume_step` is one above the last step of the checkpoint that is loaded; by
         default the first step that is not committed."""
-        state = self.status() if world is None or resume_step is None else {}
+        self._loop.check_process()
         return Source(
             self._connect(),
             rank=rank,
-            world=int(state["ranks"]) if world is None else world,
+            world=int(self.status()["ranks"]) if world is None else world,
+            run=self._session.run,
             replica=replica,
             replicas=replicas,
-            resume_step=int(state["next_step"]) if resume_step is None else resume_step,
+            resume_step=resume_step,
             prefetch=prefetch,
             timeouts=self.timeouts,
         )
@@ -185,10 +207,21 @@ class Plane:
 
     def status(self) -> dict[str, Any]:
         """Where everything is: phase, steps, ledger, counts, who waits for whom."""
-        answer = self._call(lambda ticket: Ask(ticket=ticket), [])
+        answer = self._call(lambda ticket: Ask(ticket=ticket))
         assert isinstance(answer, Status)
         found: dict[str, Any] = msgspec.json.decode(answer.text)
         return found
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the weights that the trainer published last; None while it has published none.
+
+        It comes with every answer of the plane, so this asks only when there was none for a heartbeat.
+        """
+        self._loop.check_process()
+        if time.monotonic() - self._session.version_heard > self.timeouts.heartbeat_s:
+            self._call(lambda ticket: Attach(ticket=ticket, run=self._session.run))
+        return self._session.policy_version
 
     @property
     def ledger(self) -> Ledger:
@@ -197,9 +230,11 @@ class Plane:
 
     def close(self) -> None:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
+        if not self._loop.is_mine:
+            return  # in a forked process there is nothing to close
         with self._lock:
             self._closed = self._closed or Closed("this plane was closed")
-        self._give_up(self._closed)
+            self._give_up(self._closed)
         self._loop.stop()
         if self._server is not None and self._thread is not None:
             self._server.stop()
@@ -215,93 +250,79 @@ class Plane:
 
     # -------------------------------------------------------------- questions and answers
 
-    def _call(self, make: Callable[[int], FromClient], frames: Frames) -> FromPlane:
-        """Ask, and ask again, until there is an answer or the plane has been silent too long."""
-        ticket = next(self._tickets)
-        message, future = make(ticket), Future[FromPlane]()
+    def _call(self, make: Callable[[int], FromClient]) -> Answer:
+        """Ask something small, until there is an answer or the plane has been silent too long."""
+        return self._ask(lambda now: self._session.ask(make, now), math.inf)
+
+    def _ask(self, ask: Callable[[float], tuple[int, list[Event]]], timeout: float) -> Answer:
+        self._loop.check_process()
         with self._lock:
             self._raise_closed()
-            now = time.monotonic()
-            if not self._open:
-                self._heard = now
-            self._open[ticket] = _Question(message, frames, future, now, self.timeouts.resend_s)
-        self._loop.send(message, frames)
-        return future.result()
+            ticket, events = ask(time.monotonic())
+            future = self._futures[ticket] = Future()
+            self._handle(events)
+        try:
+            return self._wait(ticket, future, time.monotonic() + timeout)
+        finally:
+            with self._lock:
+                self._session.drop(ticket)
+                self._futures.pop(ticket, None)
+
+    def _wait(self, ticket: int, future: Future[Answer], deadline: float) -> Answer:
+        """The answer. After the deadline it no longer waits for room; for the answer itself it waits while the plane
+        gives signs of life."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return future.result(min(max(left, 0.0), _LOOK_S))
+            except TimeoutError:
+                if future.done():
+                    continue
+            self._loop.check_process()
+            if not self._loop.is_alive:
+                raise Closed(f"{self.url}: nobody listens for answers any more")
+            if left <= 0:
+                deadline = math.inf
+                with self._lock:
+                    refused, events = self._session.stop_waiting(ticket)
+                    self._handle(events)
+                if refused is not None:
+                    return refused
 
     def _on_message(self, message: FromPlane, _frames: Frames, now: float) -> None:
-        self._heard = now
-        if isinstance(message, Missing):
-            self._send_again(message.put)
-            return
-        ticket = getattr(message, "ticket", None)
-        if ticket is not None:
-            with self._lock:
-                entry = self._open.pop(ticket, None)
-            if entry is not None:
-                entry.future.set_result(message)
-
-    def _send_again(self, ticket: int) -> None:
-        """The plane did not get a group that somebody still waits for."""
         with self._lock:
-            question = self._open.get(ticket)
-        if question is not None:
-            self._loop.send(question.message, question.frames)
+            self._handle(self._session.on_message(message, now))
 
     def _on_tick(self, now: float) -> None:
         with self._lock:
-            if not self._open:
-                return
-            silent = now - self._heard
-            late = [question for question in self._open.values() if now - question.sent > question.patience]
-            for question in late:
-                question.sent, question.patience = now, min(question.patience * 2, self.timeouts.plane_s / 4)
-        if silent > self.timeouts.plane_s:
-            self._give_up(PlaneLost(f"{self.url}: no answer for {silent:.1f} s; is the plane running?"))
-            return
-        for question in late:
-            for message, frames in question.reminders():
-                self._loop.send(message, frames)
+            self._handle(self._session.on_tick(now))
+
+    def _handle(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self._loop.send(event.message, event.frames, self._session.run_id)
+            elif isinstance(event, Answered):
+                future = self._futures.pop(event.ticket, None)
+                if future is not None:
+                    future.set_result(event.answer)
+            else:
+                self._give_up(event.error)
 
     def _on_end(self, error: BaseException) -> None:
-        self._closed = self._closed or error
-        self._give_up(error)
+        with self._lock:
+            self._closed = self._closed or error
+            self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        with self._lock:
-            lost, self._open = self._open, {}
-        for question in lost.values():
-            question.future.set_exception(error)
+        lost, self._futures = self._futures, {}
+        for future in lost.values():
+            future.set_exception(error)
 
     def _raise_closed(self) -> None:
         if self._server is not None and self._server.failure is not None:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         if self._closed is not None:
             raise Closed(str(self._closed))
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """Something asked that was not answered yet."""
-
-    message: FromClient
-    frames: Frames
-    future: Future[FromPlane]
-    sent: float
-    patience: float
-    """Doubles each time: a large group may be on its way, or wait for a slow disk."""
-
-    def reminders(self) -> list[tuple[FromClient, Frames]]:
-        """What to say while there is no answer.
-
-        A group is not sent again before the plane says that it did not come: on a slow link it may still be on its
-        way, and a copy behind it would make every later one later still. What goes out is a question that takes the
-        group's way and arrives after it, or instead of it; and one for a sign of life.
-        """
-        put = self.message
-        if not isinstance(put, Put):
-            return [(put, self.frames)]
-        trace = Trace(ticket=put.ticket, group=put.group, digest=put.digest)
-        return [(trace, BEHIND), (trace, ())]
 
 
 class GroupBuilder:
@@ -349,6 +370,14 @@ class GroupBuilder:
         if len(group):
             self._plane.put(group, timeout=self._timeout)
         return group
+
+
+def _run_of(frame: bytes) -> str:
+    """The run a group's samples belong to, as its frame says."""
+    try:
+        return read_head(frame).text.get("run", ("",))[0]
+    except PenstockError:
+        return ""  # the plane will say what is wrong with it
 
 
 def _error_of(answer: Rejected) -> PenstockError:

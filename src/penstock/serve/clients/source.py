@@ -15,13 +15,21 @@ from penstock.encode import decode
 from penstock.errors import Closed, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import MicroBatch, RankPlan, RankStep, fill
 from penstock.send.carrier import ClientCarrier
-from penstock.send.messages import Frames, FromPlane
-from penstock.send.rank_session import Arrived, Event, Failed, Out, RankSession, Released, StepDone
+from penstock.send.messages import MAX_VERSION, Frames, FromPlane
+from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, StepDone
+from penstock.send.retry import Failed, Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
 from penstock.serve.decisions.step_builder import digest_of
 
 logger = logging.getLogger("penstock.source")
+_MAX_STEP = 2**53
+_LOOK_S = 1.0
+"""How often a call that waits looks whether anybody still listens."""
+_FRESH_S = 0.25
+"""How old the plane's words may be when a wait ends."""
+_LEAVE_S = 2.0
+"""How long a rank that failed at once waits for the plane to hear of it."""
 
 
 class SourceStep(RankStep):
@@ -68,15 +76,24 @@ class Source:
         run: str = "",
         replica: int = 0,
         replicas: int = 1,
-        resume_step: int = 1,
+        resume_step: int | None = None,
         prefetch: int = 1,
         timeouts: Timeouts | None = None,
     ) -> None:
+        """`resume_step` is one above the last step of the checkpoint that is loaded; None goes on at the first step
+        that is not committed."""
         if prefetch not in (0, 1, 2):
             raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
+        if resume_step is not None and not 1 <= resume_step <= _MAX_STEP:
+            raise InvalidInput(
+                f"resume_step: {resume_step}; must be one above the last step of your checkpoint, counted from 1, or "
+                "None for the first step that is not committed"
+            )
         self.rank, self.world = rank, world
         self.timeouts = timeouts or Timeouts()
-        self._first = self._next = resume_step
+        self._next = 0 if resume_step is None else resume_step
+        """The step to give out next; 0 until the plane has said where it is."""
+        self._first = self._next
         self._prefetch = prefetch
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -92,8 +109,7 @@ class Source:
         )
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
-        self._asked = resume_step - 1
-        self._committed = resume_step - 1
+        self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None
         self._loop = ClientLoop(
             carrier,
@@ -105,8 +121,8 @@ class Source:
         )
         with self._lock:
             self._handle(self._session.start(time.monotonic()))
-            for ahead in range(resume_step, resume_step + prefetch):
-                self._ask(ahead)
+            if resume_step is not None:
+                self._ask_ahead(resume_step)
         self._loop.start()
 
     # -------------------------------------------------------------- the rank's side
@@ -118,25 +134,48 @@ class Source:
         raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank
         or the plane has failed, or a rank has left.
         """
+        self._loop.check_process()
         with self._lock:
+            if number is not None and self._next and number != self._next:
+                raise InvalidInput(f"step {number}: the next one is {self._next}; steps come in order")
+            self._raise_error()
+            if self._next:
+                self._ask(self._next)
+            self._await_step(timeout)
             want = self._next
             if number is not None and number != want:
                 raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
-            self._raise_error()
-            self._ask(want)
-            ready = self._changed.wait_for(lambda: self._error or want in self._released or self._is_alone, timeout)
-            self._raise_error()
-            if not ready:
-                raise WaitTimeout(f"step {want}: not here after {timeout:g} s; waited for: {self._session.waiting_for}")
-            if want not in self._released:
-                rank = self._session.left
-                raise StepAborted(f"step {want}: rank {rank}: left before this step", want, rank)
             self._next = want + 1
             self._released.discard(want)
             got = self._arrived.pop(want)
-            for ahead in range(want + 1, want + 1 + self._prefetch):
-                self._ask(ahead)
+            self._ask_ahead(want + 1)
             return got
+
+    def _await_step(self, timeout: float | None) -> None:
+        """Until the next step is released; raises what ended the wait otherwise."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        fresh = _FRESH_S if timeout is None else min(_FRESH_S, timeout / 2)
+        while not self._is_over and (deadline is None or time.monotonic() < deadline - fresh):
+            self._changed.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline - fresh - time.monotonic()))
+            self._check_loop()
+        if not self._is_over and timeout is not None and deadline is not None:
+            self._handle(self._session.beat_now(time.monotonic()))  # so that the words are of now
+            self._changed.wait_for(lambda: self._is_over, max(deadline - time.monotonic(), 0.0))
+        self._raise_error()
+        if self._next in self._released:
+            return
+        if self._is_alone:
+            rank = self._session.left
+            raise StepAborted(f"step {self._next}: rank {rank}: left before this step", self._next, rank)
+        step = f"step {self._next}" if self._next else "the first step"
+        raise WaitTimeout(
+            f"rank {self.rank}: {step}: not here after {timeout:g} s; waited for: {self._session.waiting_for}"
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return self._error is not None or self._next in self._released or self._is_alone
 
     def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
         """All steps from here on. Commit each one after its optimizer step."""
@@ -150,6 +189,9 @@ class Source:
         word: resume with `resume_step` one above it.
         """
         number = step if isinstance(step, int) else step.number
+        if policy_version is not None and not 0 <= policy_version <= MAX_VERSION:
+            raise InvalidInput(f"policy_version: {policy_version}; must be a whole number from 0 to 2**53")
+        self._loop.check_process()
         with self._lock:
             self._raise_error()
             if number != self._committed + 1 or number >= self._next:
@@ -169,6 +211,7 @@ class Source:
     ) -> None:
         """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
         number = step if isinstance(step, int) else step.number
+        self._loop.check_process()
         with self._lock:
             self._raise_error()
             now = time.monotonic()
@@ -176,8 +219,9 @@ class Source:
 
     def fail(self, reason: str) -> None:
         """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
+        self._loop.check_process()
         with self._lock:
-            step = max(self._next - 1, self._first)  # the one being trained; the first, if none was taken yet
+            step = max(self._next - 1, self._first, 1)  # the one being trained; the first, if none was taken yet
             self._handle(self._session.fail(step, reason, time.monotonic()))
 
     @property
@@ -187,16 +231,23 @@ class Source:
 
     def flush(self, timeout: float = 30.0) -> None:
         """Wait until the plane has confirmed every commit; needs all ranks to have committed."""
+        self._loop.check_process()
         with self._lock:
             done = self._changed.wait_for(lambda: not self._session.uncommitted or self._error is not None, timeout)
             self._raise_error()
             if not done:
-                raise WaitTimeout(f"commits of steps {self._session.uncommitted}: not confirmed after {timeout:g} s")
+                raise WaitTimeout(
+                    f"rank {self.rank}: commits of steps {self._session.uncommitted}: not confirmed after "
+                    f"{timeout:g} s; waited for: the other ranks to commit them too"
+                )
 
     def close(self) -> None:
         """Leave. What was committed is sent on first; steps taken and not committed will be served again."""
+        if not self._loop.is_mine:
+            return  # in a forked process there is nothing to close
         with self._lock:
             self._handle(self._session.leave())
+            self._changed.wait_for(lambda: self._session.has_left or self._error is not None, _LEAVE_S)
             if self._error is None:
                 self._error = Closed("this source was closed")
             self._changed.notify_all()
@@ -217,7 +268,7 @@ class Source:
     def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
         with self._lock:
             events = self._session.on_message(message, frames, now)
-            if self._is_alone:
+            if self._is_alone or self._session.has_left:
                 self._changed.notify_all()
         for event in events:
             if isinstance(event, Arrived):
@@ -254,6 +305,19 @@ class Source:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
 
+    def _ask_ahead(self, step: int) -> None:
+        for ahead in range(step, step + self._prefetch):
+            self._ask(ahead)
+
+    def _begin_at(self, step: int) -> None:
+        """The plane says where it is."""
+        if self._next == 0:
+            self._first = self._next = step
+            self._asked = self._committed = step - 1
+            self._ask_ahead(step)
+            self._ask(step)  # somebody waits for it, or will
+            self._changed.notify_all()
+
     def _ask(self, step: int) -> None:
         if step > self._asked:
             self._asked = step
@@ -262,7 +326,9 @@ class Source:
     def _handle(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Out):
-                self._loop.send(event.message)
+                self._loop.send(event.message, event.frames, self._session.run_id)
+            elif isinstance(event, Ready):
+                self._begin_at(event.step)
             elif isinstance(event, Failed):
                 self._error = self._error or event.error
                 self._changed.notify_all()
@@ -275,6 +341,10 @@ class Source:
     @property
     def _is_alone(self) -> bool:
         return self._session.left >= 0
+
+    def _check_loop(self) -> None:
+        if not self._loop.is_alive and self._error is None:
+            self._error = Closed(f"rank {self.rank}: nobody listens for the plane any more")
 
     def _raise_error(self) -> None:
         if self._error is not None:

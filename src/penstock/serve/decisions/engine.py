@@ -47,6 +47,8 @@ class Outcome:
     ticket: object
     error: PenstockError | None = None
     duplicate: bool = False
+    stale: bool = False
+    """It was too old, and dropped as it came."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class Engine:
         self._full: set[str] = set()
         """RunTables a put was refused in, for want of room, since the last time some became free."""
         self._rebuild()
+        self._last_delivered = self.last_step
+        """The last step that all ranks had; or may have had, of those planned before this plane started."""
         for run, weight in settings.shares.items():
             if run not in self.run_tables.evicted and (
                 run not in self.run_tables.members or self.run_tables.shares.weight(run) != weight
@@ -179,6 +183,30 @@ class Engine:
                 retry_after_s=_RETRY_AFTER_S,
             )
 
+    def table_of(self, run: str) -> str:
+        """Where groups of a run wait; the run itself when they may not."""
+        try:
+            return self.run_tables.table_for(run)
+        except PenstockError:
+            return run
+
+    def no_room(self, table: str, size: int, *, promised_bytes: int, promised_groups: int) -> str:
+        """Why a group of so many bytes must wait, in words; empty if it may come, be it to be refused for good."""
+        if table not in self.run_tables.members and self.run_tables.members:
+            return ""
+        self._arriving[table] += promised_groups
+        self._arriving_bytes[table] += promised_bytes
+        try:
+            self._check_room("", table, size)
+        except Overloaded as error:
+            return str(error).removeprefix("group '': ")
+        except PenstockError:
+            return ""
+        finally:
+            self._arriving[table] -= promised_groups
+            self._arriving_bytes[table] -= promised_bytes
+        return ""
+
     def flush(self) -> list[Outcome]:
         """Write what was put since the last time, as one transaction; what is returned without error is durable."""
         if not self._arrivals:
@@ -193,12 +221,15 @@ class Engine:
         except PenstockError as error:
             self.counts["puts_failed"] += len(rows)
             return [Outcome(ticket, error) for arrival in arrivals for ticket in arrival.tickets]
-        for row in rows:
-            self.state.take_in(without_frame(row))
+        stale = {row.id for row in rows if not self.state.take_in(without_frame(row))}
         self.counts["groups"] += len(rows)
         self.counts["samples"] += sum(row.samples for row in rows)
         self.counts["tokens"] += sum(row.tokens for row in rows)
-        return [Outcome(ticket, duplicate=i > 0) for arrival in arrivals for i, ticket in enumerate(arrival.tickets)]
+        return [
+            Outcome(ticket, duplicate=i > 0, stale=arrival.row.id in stale)
+            for arrival in arrivals
+            for i, ticket in enumerate(arrival.tickets)
+        ]
 
     def discard(self, reason: str, samples: int) -> None:
         """Count samples that were filtered out before they were put."""
@@ -316,6 +347,7 @@ class Engine:
 
     def received(self, step: int) -> None:
         """Every rank has the step."""
+        self._last_delivered = max(self._last_delivered, step)
         if self.state.states.get(step) is State.SCHEDULED:
             self.state.set_step(step, State.DELIVERED)
 
@@ -361,23 +393,38 @@ class Engine:
         if found:
             self._decide("priorities", found)
 
-    def resume(self, session: int, step: int) -> None:
-        """A trainer begins at `step`: what comes before counts as trained, what comes after is served again."""
-        if step > self.last_step + 1:
+    def resume(self, session: int, step: int) -> str:
+        """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in
+        words what that changes.
+
+        A commit does not wait for its answer, so a checkpoint may be ahead of what is written here: its word counts,
+        up to one above the last step that all ranks had. Steps planned before this plane started may have been
+        delivered without that being on disk.
+        """
+        last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
+        if step > last + 1:
             raise InvalidInput(
-                f"resume at step {step}: only {self.last_step} steps were ever planned; "
+                f"resume at step {step}: the last step that was delivered is {last}; "
                 "this checkpoint is of another run, or of a later copy of its folder"
             )
         oldest = min(self.state.oldest_step, self.next_step)
         if step < oldest:
             raise InvalidInput(
                 f"resume at step {step}: steps before {oldest} were given back; resume from a checkpoint of step "
-                f"{oldest - 1} or later, or leave resume_step out to go on at step {self.next_step}"
+                f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
+        first = self.next_step
         with self._transaction():
             self.log.set_meta("session", session)
             self.log.set_meta("next_step", step)
         self.state.begin_at(step)
+        if step < first:
+            self.counts["resumes_rewound"] += 1
+            return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"
+        if step > first:
+            self.counts["resumes_ahead"] += 1
+            return f"resumed ahead at step {step}: steps {first} to {step - 1} count as trained, as the checkpoint says"
+        return ""
 
     # -------------------------------------------------------------- inside
 

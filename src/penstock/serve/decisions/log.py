@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,8 +124,12 @@ class Log:
     def take_over(self) -> None:
         """Begin a new epoch: whoever wrote before may write no more."""
         self.epoch = self.meta("epoch", 0) + 1
+        found = self._db.execute("SELECT value FROM meta WHERE name = 'run_id'").fetchone()
+        self.run_id = secrets.token_hex(16) if found is None else str(found[0])
+        """Tells this run from any other, also from one that lay in the same folder before."""
         self._db.execute("BEGIN IMMEDIATE")
         self.set_meta("format", FORMAT)
+        self.set_meta("run_id", self.run_id)
         self.set_meta("epoch", self.epoch)
         self._db.execute("COMMIT")
 
@@ -169,7 +174,7 @@ class Log:
 
     # -------------------------------------------------------------- writing, inside a transaction
 
-    def set_meta(self, name: str, value: int) -> None:
+    def set_meta(self, name: str, value: int | str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def add_groups(self, rows: Sequence[GroupRow]) -> None:

@@ -42,12 +42,14 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
     with _reading(root / LOG) as log:
-        meta = {str(name): int(value) for name, value in log.execute("SELECT name, value FROM meta")}
+        found = dict(log.execute("SELECT name, value FROM meta"))
+        meta = {str(name): value for name, value in found.items() if isinstance(value, int)}
         if meta.get("format", FORMAT) not in READABLE:
             raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
         next_step = meta.get("next_step", 1)
         return {
             "folder": str(root),
+            "run_id": str(found.get("run_id", "")),
             "epoch": meta.get("epoch", 0),
             "session": meta.get("session", 0),
             "next_step": next_step,

@@ -95,8 +95,8 @@ class PlaneState:
 
     # -------------------------------------------------------------- changes
 
-    def take_in(self, row: GroupRow) -> None:
-        """A group was accepted."""
+    def take_in(self, row: GroupRow) -> bool:
+        """A group was accepted; False if it was too old to be kept."""
         self.op = row.op
         self.rows[row.op], self.by_id[row.id] = row, row.op
         self.ledger.accepted += row.samples
@@ -104,9 +104,11 @@ class PlaneState:
         self.bytes_of[row.run] += row.size
         self.held_tokens += row.tokens
         table, sizes = self.run_tables.table(row.run), {"num_bytes": row.size, "num_tokens": row.tokens}
-        if table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is None:
+        kept = table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is not None
+        if not kept:
             self._left.append((row.id, "stale"))
         self._settle()
+        return kept
 
     def apportion(self, target: Target) -> dict[str, int] | None:
         """How many groups of each table_name make the next step; None if they are not there."""

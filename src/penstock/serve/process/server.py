@@ -6,7 +6,6 @@ looks at the clock. Nothing is done on a timer that a message could have announc
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -14,17 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import xxhash
 import zmq
 
 from penstock.arrays.sample import MAX_TEXT
-from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
+from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, PenstockError
+from penstock.send.admission import Admission, Decide, Offer
+from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import (
     Detach,
     Effect,
     MemberLeft,
+    Note,
     Reported,
     Resume,
     Send,
@@ -32,33 +35,33 @@ from penstock.send.effects import (
     StepReceived,
 )
 from penstock.send.messages import (
-    Accepted,
     Ask,
+    AskRoom,
+    Attach,
     Buffer,
     Discard,
     Frames,
     FromPlane,
-    Missing,
+    GiveUp,
     Packer,
-    Pulse,
     Put,
-    Rejected,
     SetWeight,
     Status,
     Trace,
     read_from_client,
+    run_of,
 )
 from penstock.send.session import Phase
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine, Outcome
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder
+from penstock.serve.process.run_story import RunStory
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = 1.0
 _LOOK_S = 1.0
-_REMEMBERED = 4096
 
 
 class Server:
@@ -87,7 +90,18 @@ class Server:
             timeouts=settings.timeouts,
         )
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
-        self._pack = Packer()
+        self._run_id = bytes.fromhex(log.run_id)
+        self._pack = Packer(self._run_id)
+        self.admission = Admission(
+            run=settings.run,
+            run_id=self._run_id,
+            epoch=log.epoch,
+            ranks=settings.packing.ranks,
+            promise_s=2 * settings.timeouts.resend_s,
+            pulse=lambda: self.coordinator.pulse(self._now),
+        )
+        self.story = RunStory(self.engine.counts)
+        self.story.started(settings.run, log, self.engine)
         self._poller = zmq.Poller()
         for carrier in self._carriers:
             pollable = carrier.pollable()
@@ -96,11 +110,8 @@ class Server:
         self._stopping = threading.Event()
         self._deferred: deque[Effect] = deque()
         """What is decided and could not be done for want of disk space."""
-        self._traces: list[tuple[Peer, Trace]] = []
-        self._decided: dict[tuple[Peer, int], Outcome] = {}
-        """What was answered to questions that must not be acted on twice."""
         self._retry_at = self._look_at = 0.0
-        self._started = time.monotonic()
+        self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
 
@@ -142,68 +153,90 @@ class Server:
 
     def turn(self, now: float) -> None:
         """One turn of the loop."""
+        self._now = now
+        self._tell_version()
         for carrier in self._carriers:
             for peer, header, frames in carrier.receive():
                 self._on_message((carrier, peer), header, frames, now)
         outcomes = self.engine.flush()
         for outcome in outcomes:
             self._answer(outcome)
-        self._answer_traces()
+        self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._run_deferred() and self._plan(now)) else 0.0
         self._carry_out(self.coordinator.on_tick(now))
+        self._admit(self.admission.offer_room(self.engine, now))
+        self.story.look()
         self._on_turn()
+
+    def _tell_version(self) -> None:
+        """Ranks and producers hear of the newest weights with every answer."""
+        self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version or None
+        self.coordinator.remark = self.story.stale_words(self.engine)
 
     # -------------------------------------------------------------- messages
 
     def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
         try:
             message = read_from_client(header)
-        except CorruptFrame as error:
-            self.engine.counts["messages_corrupt"] += 1
-            logger.warning("dropped a message: %s", error)  # it is as if it had been lost: the sender asks again
+        except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
+            self.story.count("messages_corrupt", f"dropped a message: {error}")
             return
-        if isinstance(message, Put):
-            self._on_put(peer, message, frames)
-        elif isinstance(message, Trace):
-            self._on_trace(peer, message, frames)
-        elif isinstance(message, (Discard, SetWeight)):
-            self._on_decision(peer, message)
+        run_id = run_of(header)
+        if isinstance(message, Attach):
+            self._do(self.admission.on_attach(peer, message))
+        elif run_id != self._run_id:
+            self.story.count("messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here")
+            self._do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
-            self._send(peer, Status(ticket=message.ticket, text=json.dumps(self.status()).encode()))
+            self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
+        elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SetWeight)):
+            self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._carry_out(self.coordinator.on_message(peer, message, now))
 
-    def _on_put(self, peer: Peer, message: Put, frames: Frames) -> None:
-        ticket = (peer, message.ticket)
-        if message.run and message.run != self.settings.run:
-            reason = f"run: this producer says {message.run!r}, the plane has {self.settings.run!r}"
-            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
-        elif len(frames) != 1:
-            reason = f"group {message.group!r}: {len(frames)} frames; a group is one"
-            self._send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))
-        elif message.digest and message.digest != xxhash.xxh3_128_digest(frames[0]):
-            self.engine.counts["messages_corrupt"] += 1  # altered on the way
-            self._send(peer, Missing(put=message.ticket))
-        else:
-            outcome = self.engine.put(ticket, message.group, frames[0])
-            if outcome is not None:
-                self._answer(outcome)
+    def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Offer):
+                self._offer(effect)
+            elif isinstance(effect, Decide):
+                self._do(self.admission.decided(effect.ticket, self._decide(effect.message)))
+            else:
+                self._do(effect)
 
-    def _on_trace(self, peer: Peer, message: Trace, frames: Frames) -> None:
-        if frames:  # it came the way of the group it asks for; that may wait for this turn's write
-            self._traces.append((peer, message))
+    def _offer(self, offer: Offer) -> None:
+        if offer.digest and offer.digest != xxhash.xxh3_128_digest(offer.frame):
+            self.story.count(
+                "messages_corrupt", f"group {offer.group[:MAX_TEXT]!r}: altered on the way; asked for again"
+            )
+            self._do(self.admission.missing(offer.ticket))
             return
-        now = self.coordinator  # the group may be on its way for long: say that we live
-        self._send(peer, Pulse(epoch=now.epoch, session=now.session, waiting_for=now.waits_for(time.monotonic())))
+        outcome = self.engine.put(offer.ticket, offer.group, offer.frame)
+        if outcome is not None:
+            self._answer(outcome)
 
-    def _answer_traces(self) -> None:
+    def _decide(self, message: Discard | SetWeight) -> PenstockError | None:
+        try:
+            if isinstance(message, Discard):
+                self.engine.discard(message.reason[:200], max(message.samples, 0))
+            elif message.weight:
+                self.engine.share(message.run[:MAX_TEXT], message.weight)
+            else:
+                self.engine.evict(message.run, message.reason[:200])
+        except PenstockError as refused:
+            return refused
+        return None
+
+    def _answer(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.ticket, tuple)  # as made by admission
+        self.story.put(outcome.error, stale=outcome.stale)
+        answer = self.admission.answer(outcome.ticket, outcome.error, duplicate=outcome.duplicate, stale=outcome.stale)
+        self._do(answer)
+
+    def _is_kept(self, _ticket: object, group: str, digest: bytes) -> bool | None:
         """What was put is written by now, or was refused, or never came."""
-        traces, self._traces = self._traces, []
-        for peer, trace in traces:
-            known = self._log.digest_of(trace.group) == trace.digest
-            self._send(peer, Accepted(ticket=trace.ticket, duplicate=True) if known else Missing(put=trace.ticket))
+        return self._log.digest_of(group) == digest
 
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
         """A plane that was taken over must end, even if nobody makes it write."""
@@ -216,36 +249,6 @@ class Server:
             if current != self._log.epoch:
                 raise Fenced(f"epoch {self._log.epoch}: the run was taken over by epoch {current}; this plane must end")
 
-    def _on_decision(self, peer: Peer, message: Discard | SetWeight) -> None:
-        known = self._decided.get((peer, message.ticket))
-        if known is not None:  # the answer was slow or lost; counting twice would be wrong
-            self._answer(known)
-            return
-        error: PenstockError | None = None
-        try:
-            if isinstance(message, Discard):
-                self.engine.discard(message.reason[:200], max(message.samples, 0))
-            elif message.weight:
-                self.engine.share(message.run[:MAX_TEXT], message.weight)
-            else:
-                self.engine.evict(message.run, message.reason[:200])
-        except PenstockError as refused:
-            error = refused
-        outcome = self._decided[peer, message.ticket] = Outcome((peer, message.ticket), error)
-        while len(self._decided) > _REMEMBERED:
-            self._decided.pop(next(iter(self._decided)))
-        self._answer(outcome)
-
-    def _answer(self, outcome: Outcome) -> None:
-        assert isinstance(outcome.ticket, tuple)
-        peer, ticket = outcome.ticket
-        error = outcome.error
-        if error is None:
-            self._send(peer, Accepted(ticket=ticket, duplicate=outcome.duplicate))
-            return
-        wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-        self._send(peer, Rejected(ticket=ticket, kind=type(error).__name__, reason=str(error), retry_after_s=wait))
-
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
         carrier, address = peer
@@ -255,7 +258,7 @@ class Server:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         """Do what was decided, in order; what needs the disk waits until there is room on it."""
-        if all(isinstance(effect, (Send, Detach)) for effect in effects):
+        if all(isinstance(effect, (Note, Send, Detach)) for effect in effects):
             for effect in effects:
                 self._do(effect)
         else:
@@ -277,6 +280,8 @@ class Server:
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._send(effect.peer, effect.message, effect.frames)
+        elif isinstance(effect, Note):
+            logger.info("%s", effect.text)
         elif isinstance(effect, Detach):
             assert isinstance(effect.peer, tuple)  # as made in `turn`
             carrier, address = effect.peer
@@ -296,16 +301,18 @@ class Server:
 
     def _resume(self, effect: Resume) -> None:
         try:
-            self.engine.resume(effect.session, effect.step)
+            note = self.engine.resume(effect.session, effect.step)
         except CallerError as error:
-            self._carry_out(self.coordinator.fail(str(error), step=effect.step))
+            self._carry_out(self.coordinator.refuse(effect, self.engine.next_step, str(error)))
+            return
+        if note:
+            logger.warning("session %d: %s", effect.session, note)
 
     def _report(self, effect: Reported) -> None:
         try:
-            self.engine.report(effect.priorities, effect.metrics)
+            self.engine.report(effect.priorities, self.story.metrics(effect.metrics, self.engine.numbers))
         except PenstockError as error:
-            logger.warning("step %d: priorities refused: %s", effect.step, error)
-            self.engine.counts["reports_refused"] += 1
+            self.story.count("reports_refused", f"step {effect.step}: priorities refused: {error}")
 
     # -------------------------------------------------------------- steps
 
@@ -347,11 +354,13 @@ class Server:
             "epoch": coordinator.epoch,
             "session": coordinator.session,
             "phase": coordinator.phase.value,
+            "run_id": self._log.run_id,
             "waiting_for": coordinator.waits_for(time.monotonic()),
             "missing": [list(place) for place in coordinator.missing],
             "next_step": engine.next_step,
             "last_step": engine.last_step,
             "policy_version": engine.policy_version,
+            "producers_waiting": self.admission.num_waiting,
             "held_groups": len(engine.run_tables),
             "held_bytes": engine.held_bytes,
             "max_held_bytes": self.settings.max_held_bytes,
