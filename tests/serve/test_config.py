@@ -173,8 +173,8 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         ps.open("memory:", ranks=1)
     with pytest.raises(ConfigError, match=r"memory:: replay\.capacity: 0; must be a whole number from 1 up"):
         ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, capacity=0)
-    with pytest.raises(ConfigError, match="tcp://x:1: ranks, run: the plane there has its own settings"):
-        ps.open("tcp://x:1", ranks=1, run="a")
+    with pytest.raises(ConfigError, match="tcp://x:1: ranks, seed: the plane there has its own settings"):
+        ps.open("tcp://x:1", ranks=1, seed=3, run="a")
 
 
 def test_help_shows_every_setting_with_its_default() -> None:

@@ -369,7 +369,8 @@ FromPlane: TypeAlias = (
     | Status
 )
 
-_HEAD = 25
+HEAD_BYTES = 25
+"""Of a header, before its record."""
 _PREFIX = bytes([PROTOCOL])
 _PACK = msgspec.msgpack.Encoder()
 _TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
@@ -378,7 +379,12 @@ _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPla
 
 def pack_message(message: FromClient | FromPlane, run_id: bytes = NO_RUN) -> bytes:
     """Everything but the payload, behind a checksum: not every path between two hosts keeps bytes as they were."""
-    body = _PREFIX + run_id + _PACK.encode(message)
+    return wrap(_PACK.encode(message), run_id)
+
+
+def wrap(record: bytes, run_id: bytes) -> bytes:
+    """A header around a record that is encoded already."""
+    body = _PREFIX + run_id + record
     return xxhash.xxh3_64_digest(body) + body
 
 
@@ -398,7 +404,7 @@ class Packer:
 
 def run_of(header: Buffer) -> bytes:
     """The run that a message belongs to; read the message first, to know that the header is one."""
-    return bytes(memoryview(header)[9:_HEAD])
+    return bytes(memoryview(header)[9:HEAD_BYTES])
 
 
 def read_from_client(header: Buffer) -> FromClient:
@@ -419,11 +425,11 @@ def read_from_plane(header: Buffer) -> FromPlane:
 
 def _checked(header: Buffer) -> memoryview:
     view = memoryview(header)
-    if not _HEAD < len(view) <= MAX_HEADER:
-        raise CorruptFrame(f"message: a header of {len(view)} bytes; from {_HEAD + 1} to {MAX_HEADER} are allowed")
+    if not HEAD_BYTES < len(view) <= MAX_HEADER:
+        raise CorruptFrame(f"message: a header of {len(view)} bytes; from {HEAD_BYTES + 1} to {MAX_HEADER} are allowed")
     if xxhash.xxh3_64_digest(view[8:]) != view[:8]:
         raise CorruptFrame("message: checksum does not match; the bytes were altered on the way")
     if view[8] != PROTOCOL:
         both = f"protocol {view[8]}, and this is protocol {PROTOCOL}"
         raise CorruptFrame(f"message: of {both}; use the same version of Penstock on both sides")
-    return view[_HEAD:]
+    return view[HEAD_BYTES:]

@@ -108,8 +108,6 @@ class ProducerSession:
         """Of the run this client belongs to; everything it says carries it."""
         self.policy_version: int | None = None
         """The version of the weights that was published last, as far as is known here."""
-        self.version_heard = float("-inf")
-        """When that was said."""
         self._tickets = itertools.count(1)
         self._open: dict[int, Pending] = {}
         self._full: set[str] = set()
@@ -172,7 +170,7 @@ class ProducerSession:
     def on_message(self, message: FromPlane, now: float) -> list[Event]:
         self._contact.hear(now)
         if isinstance(message, (Attached, Accepted, Room, Pulse)):
-            self.policy_version, self.version_heard = message.policy_version, now
+            self.policy_version = message.policy_version
         if isinstance(message, Foreign):
             return self._end(Fenced(f"{self.where}: {message.reason}"))
         if isinstance(message, Refused):

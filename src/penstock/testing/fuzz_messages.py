@@ -19,8 +19,12 @@ from penstock.errors import CorruptFrame, PenstockError
 from penstock.pack import Packing, RankPlan, fill, pack
 from penstock.send.carrier import Peer
 from penstock.send.messages import (
+    HEAD_BYTES,
     Aborted,
     Ask,
+    AskRoom,
+    Attach,
+    Attached,
     Beat,
     Buffer,
     Bye,
@@ -29,9 +33,11 @@ from penstock.send.messages import (
     Deliver,
     Discard,
     Fail,
+    Foreign,
     Frames,
     FromClient,
     FromPlane,
+    GiveUp,
     Hello,
     Noted,
     Pulse,
@@ -49,6 +55,7 @@ from penstock.send.messages import (
     pack_message,
     read_from_client,
     read_from_plane,
+    wrap,
 )
 from penstock.send.rank_session import Arrived, RankSession
 from penstock.serve.decisions.log import Log
@@ -133,6 +140,7 @@ class Messages:
         same: dict[str, int] = {"epoch": 1, "session": 1}
         step = Deliver(run=_RUN, **same, step=1, rank=0, world=1, digest=digest_of(self._one, frame), plan=self._one)
         return [
+            _from_plane(Attached(ticket=0, run_id=bytes(16), run=_RUN, epoch=1, ranks=1)),
             _from_plane(Welcome(**same, ready=True, step=1)),
             _from_plane(Sent(**same, step=1, copies=1)),
             _from_plane(step, frame),
@@ -143,6 +151,7 @@ class Messages:
             _from_plane(Unknown(epoch=1)),
             _from_plane(Aborted(**same, step=2, rank=0, reason="ended")),
             _from_plane(Refused(epoch=1, reason="no")),
+            _from_plane(Foreign(reason="of another run")),
         ]
 
     def close(self) -> None:
@@ -176,8 +185,8 @@ class _Session:
             self.now += min(abs(item), 100.0) if item == item else 0.0
         elif isinstance(item, list) and len(item) == 3 and isinstance(item[0], int) and isinstance(item[2], list):
             peer, message, frames = item
-            header = msgspec.msgpack.encode(_filled_in(message, self.wire.digests.get(peer, "")))
-            header = xxhash.xxh3_64_digest(header) + header
+            record = msgspec.msgpack.encode(_filled_in(message, self.wire.digests.get(peer, "")))
+            header = wrap(record, bytes.fromhex(self.server.engine.log.run_id))
             buffers = [frame for frame in frames if isinstance(frame, bytes)]
             self._to_rank(header, buffers) if peer < 0 else self._to_plane(peer, header, buffers)
         self.server.turn(self.now)
@@ -213,8 +222,12 @@ def _to_plane() -> list[Any]:
     digest = xxhash.xxh3_128_digest(a)
     return [
         _from_client(_hello()),
-        _from_client(Put(ticket=1, run=_RUN, group="a", digest=digest), a),
-        _from_client(Put(ticket=2, run="", group="b"), b),
+        _from_client(Put(ticket=1, group="a", digest=digest), a),
+        _from_client(Put(ticket=2, group="b"), b),
+        _from_client(Attach(ticket=0, run=_RUN)),
+        _from_client(AskRoom(ticket=7, run="", size=1 << 40)),
+        _from_client(AskRoom(ticket=8, run="", size=100, waits=False)),
+        _from_client(GiveUp(ticket=7)),
         _from_client(Trace(ticket=3, group="a", digest=digest), b""),
         _from_client(Trace(ticket=4, group="a", digest=digest)),
         _from_client(Request(session=0, step=1)),
@@ -233,8 +246,8 @@ def _several_runs() -> list[Any]:
     return [
         _from_client(SetWeight(ticket=1, run="a", weight=1.0)),
         _from_client(SetWeight(ticket=2, run="b", weight=2.0)),
-        _from_client(Put(ticket=3, run=_RUN, group="a"), frames[0]),
-        _from_client(Put(ticket=4, run=_RUN, group="b"), frames[1]),
+        _from_client(Put(ticket=3, group="a"), frames[0]),
+        _from_client(Put(ticket=4, group="b"), frames[1]),
         _from_client(_hello()),
         _from_client(Request(session=0, step=1)),
         _from_client(SetWeight(ticket=5, run="b", weight=0.0, reason="enough")),
@@ -259,11 +272,11 @@ def _hello() -> Hello:
 
 
 def _from_client(message: FromClient, *frames: bytes) -> list[Any]:
-    return [0, msgspec.msgpack.decode(pack_message(message)[8:]), list(frames)]
+    return [0, msgspec.msgpack.decode(pack_message(message)[HEAD_BYTES:]), list(frames)]
 
 
 def _from_plane(message: FromPlane, *frames: bytes) -> list[Any]:
-    return [-1, msgspec.msgpack.decode(pack_message(message)[8:]), list(frames)]
+    return [-1, msgspec.msgpack.decode(pack_message(message)[HEAD_BYTES:]), list(frames)]
 
 
 def _filled_in(message: Any, digest: str) -> Any:

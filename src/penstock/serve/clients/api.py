@@ -33,15 +33,16 @@ from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
-_CALLERS = ("keys", "timeouts")
-"""Settings of the line to a plane, not of the plane."""
+_CALLERS = ("keys", "timeouts", "run")
+"""Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
 
 def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa: A001 - ps.open is what it is called
     """A plane: in this process for a folder or "memory:", a line to one elsewhere for an address.
 
     In this process it needs `ranks`, `seq_len` and one of `groups_per_step`, `samples_per_step`, `tokens_per_step`. A
-    plane elsewhere has its own settings; only `keys` and `timeouts` are the caller's. docs/settings.md has all of them.
+    plane elsewhere has its own settings; only `keys` and `timeouts` are the caller's, and `run`, where it must be the
+    plane of that run and no other. docs/settings.md has all of them.
 
     >>> import penstock as ps
     >>> with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane:
@@ -93,7 +94,8 @@ def _line_to(address: str, given: dict[str, Any]) -> Plane:
     if theirs:
         raise ConfigError(f"{address}: {', '.join(theirs)}: the plane there has its own settings; leave them out")
     keys = given.get("keys")
-    return Plane(lambda: client_carrier(address, keys), url=address, timeouts=given.get("timeouts"))
+    timeouts, run = given.get("timeouts"), given.get("run", "")
+    return Plane(lambda: client_carrier(address, keys), url=address, run=run, timeouts=timeouts)
 
 
 def _run(server: Server) -> None:

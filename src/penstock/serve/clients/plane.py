@@ -214,13 +214,8 @@ class Plane:
 
     @property
     def policy_version(self) -> int | None:
-        """The version of the weights that the trainer published last; None while it has published none.
-
-        It comes with every answer of the plane, so this asks only when there was none for a heartbeat.
-        """
-        self._loop.check_process()
-        if time.monotonic() - self._session.version_heard > self.timeouts.heartbeat_s:
-            self._call(lambda ticket: Attach(ticket=ticket, run=self._session.run))
+        """The version of the weights that the trainer published last; None while it has published none."""
+        self._call(lambda ticket: Attach(ticket=ticket, run=self._session.run))
         return self._session.policy_version
 
     @property
