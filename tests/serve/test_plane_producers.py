@@ -164,7 +164,7 @@ def test_a_put_left_in_a_mail_folder_is_not_taken_by_a_plane_of_another_run(tmp_
     with ThreadPoolExecutor() as pool:
         left = pool.submit(producer.put, named_group("b"))  # nobody reads it
         with pytest.raises(ps.PenstockError):
-            left.result(30)
+            left.result(60)
     shutil.rmtree(tmp_path / "run")
     with ps.open(tmp_path / "run", listen=[url], **settings) as new:  # type: ignore[arg-type]
         until(lambda: new.status()["counts"].get("messages_foreign", 0) > 0)

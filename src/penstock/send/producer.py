@@ -113,7 +113,7 @@ class ProducerSession:
         self._full: set[str] = set()
         """Runs (of samples) that the plane has no room for."""
         self._attach: Pending | None = None
-        self._contact = Contact(max(self.timeouts.heartbeat_s, self.timeouts.resend_s))
+        self._contact = Contact(self.timeouts.plane_s / 4)
 
     # -------------------------------------------------------------- questions
 
