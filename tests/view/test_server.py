@@ -229,18 +229,21 @@ def test_a_question_that_cannot_be_answered_says_what_is_wrong(
     assert len(body) < 500
 
 
-def test_a_step_that_vanishes_while_it_is_read_is_not_found(tmp_path: Path) -> None:
+def test_a_step_that_is_damaged_or_taken_back_is_an_answer_with_words(tmp_path: Path) -> None:
     make_export(tmp_path / "demo", steps=1, ranks=1, groups=1, size=1)
-    library = Library(exports={"demo": Export(tmp_path / "demo")})
-    with serving(library) as (_, port, token):
+    step = tmp_path / "demo/token_exports/step_1"
+    with serving(Library(exports={"demo": Export(tmp_path / "demo")})) as (_, port, token):
         caller = Caller(port, token, "")
         assert caller(f"/api/sample?{STEP}&sample=0")[0] == 200
-        (tmp_path / "demo/token_exports/step_1/rank_0.jsonl").unlink()  # its rows are still known
+        (step / "rank_0.jsonl").unlink()  # its rows are still known
         status, _, body = caller(f"/api/sample?{STEP}&sample=0")
-        assert status == 404 and body == b"the step is being written again; reload"
-        (tmp_path / "demo/token_exports/step_1/rank_0.done").write_bytes(b"x")
+        assert status == 500 and b"rank_0.jsonl" in body and len(body) < 500
+        (step / "rank_0.done").write_bytes(b"x")
         status, _, body = caller(f"/api/run?{STEP}")
         assert status == 500 and b"rank_0.done: not a rank's marker" in body
+        (step / "STABLE").unlink()  # as a rank does that writes it again
+        status, _, body = caller(f"/api/sample?{STEP}&sample=0")
+        assert status == 404 and b"no finished step 1" in body
 
 
 def test_many_range_headers_and_a_body_change_nothing(viewer: Caller) -> None:

@@ -24,11 +24,12 @@ from penstock.bench.report import Row, best, faster, smaller
 from penstock.pack import MicroBatch, pack
 from penstock.testing.exports import terms_of
 from penstock.train.terms import Terms
+from penstock.view.batch_records import Snapshot
 from penstock.view.export import TokenExporter
 from penstock.view.jsonl import Jsonl
 from penstock.view.parquet import ParquetFile
 from penstock.view.reader import Export
-from penstock.view.record import Snapshot, filled
+from penstock.view.record import filled
 from penstock.view.step_files import Format
 from penstock.view.tally import tally
 

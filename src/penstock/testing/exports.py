@@ -83,6 +83,7 @@ def samples_of_step(rng: np.random.Generator, words: Words, step: int, *, groups
                 Sample(
                     id=f"s{step}-g{group}-{member}",
                     group=f"s{step}-g{group}",
+                    prompt=f"sums-{group}",
                     env=env,
                     mode=mode,
                     policy_version=max(step - int(rng.integers(1, 4)), 0),

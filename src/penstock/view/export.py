@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
 from penstock.pack import MicroBatch
 from penstock.pack.denominators import Totals
+from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
-from penstock.view.record import COLUMNS, SCHEMA_VERSION, Snapshot, finite
+from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
 from penstock.view.step_files import Format, StepFile
 
 if TYPE_CHECKING:

@@ -55,6 +55,7 @@
       facts.env_name,
       facts.training_mode,
       facts.group_id && "group " + facts.group_id,
+      facts.prompt && "prompt " + facts.prompt,
       "rank " + facts.rank + ", micro-step " + facts.micro_step,
       facts.policy_version !== null && "policy " + facts.policy_version,
       facts.staleness !== null && facts.staleness + " behind",

@@ -1,0 +1,150 @@
+"""From a micro-batch and what the loss did with it to records, with null on tokens for which nothing was measured.
+
+A micro-batch has 0.0 where a token has no log-probability, because arrays need a number. A record must not, or every
+mean over it would count "probability 1" for tokens that nobody sampled. So null stands on them, on what the loss
+computed from them, and on a sequence's first token for what the model predicts: it has predicted nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import ALL_OR_NONE, Array
+from penstock.arrays.columns import COLUMNS as GIVEN
+from penstock.arrays.versions import known
+from penstock.errors import InvalidInput
+from penstock.pack import MicroBatch
+from penstock.view.record import COLUMNS, OF_SAMPLE, TABLE, ExportColumn, Record, finite, without_empty
+
+if TYPE_CHECKING:
+    from penstock.train.terms import Terms
+
+_COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith("is_masked")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """A micro-batch and what the loss did with it, on the host and nobody else's: safe to write later."""
+
+    batch: MicroBatch
+    columns: dict[str, Array]
+    """[T, ...] by export name: all of the table that batch and terms have."""
+    rules: Mapping[str, Mapping[str, float | str]]
+
+    @staticmethod
+    def of(batch: MicroBatch, terms: Terms, *, omit: Collection[str] = ()) -> Snapshot:
+        """Copy what will be exported; the only part of exporting that costs the training thread time."""
+        columns: dict[str, Array] = {}
+        for column in TABLE:
+            if column.name in omit:
+                continue
+            if column.source == "batch":
+                value = batch.columns.get(column.attribute)
+                found = None if value is None else np.array(value)
+            else:
+                found = _to_host(getattr(terms, column.attribute), column.kind)
+            if found is None:
+                continue
+            if len(found) != batch.num_tokens:
+                raise InvalidInput(
+                    f"{column.attribute}: {len(found)} values for {batch.num_tokens} tokens; "
+                    "give one per token of the micro-batch, padding included"
+                )
+            columns[column.name] = found
+        return Snapshot(batch=batch, columns=columns, rules=terms.rules)
+
+    def records(self, facts: Mapping[str, Any], policy_version: int | None) -> Iterator[Record]:
+        """One record per sequence that has a trained token; padding and dummies have none."""
+        segments, columns = self.batch.segments, self._measured()
+        for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
+            own = slice(start, start + count)
+            if not columns["loss_mask"][own].any():
+                continue
+            named = self._named(i)
+            mode, version = named["training_mode"], named["policy_version"]
+            rule = self.rules.get(mode, self.rules.get(""))
+            found = {name: values[own] for name, values in columns.items() if _applies(name, mode)}
+            yield Record(
+                facts={
+                    **facts,
+                    "micro_sequence_idx": i,
+                    **named,
+                    "staleness": None if policy_version is None or version is None else policy_version - version,
+                    "rule": None if rule is None else {name: finite(value) for name, value in rule.items()},
+                    "images": self._images(start, count),
+                },
+                columns=without_empty(found),
+            )
+
+    def _measured(self) -> dict[str, Array]:
+        """The columns with NaN on tokens for which nothing was measured."""
+        out, offsets = dict(self.columns), self.batch.segments.offsets
+        absent = {column.name: self._unrecorded(column) for column in TABLE if column.null == "unrecorded"}
+        for name, values in self.columns.items():
+            null = COLUMNS[name].null
+            if null != "never":
+                unsampled = absent["inference_logprobs"]
+                out[name] = values.copy()
+                out[name][{"unrecorded": absent.get(name), "unsampled": unsampled, "first": offsets}[null]] = np.nan
+        return out
+
+    def _unrecorded(self, column: ExportColumn) -> NDArray[np.bool_]:
+        """[T] tokens without a value in a log-probability column: 0.0 stands there, and nothing says it was measured.
+
+        Trained tokens of a mode that cannot do without the column have it (packing refuses others), so there 0.0 is
+        a probability of 1. Anywhere else it is what packing filled in.
+        """
+        segments, trained = self.batch.segments, self.columns["loss_mask"]
+        values = self.columns.get(column.name)
+        missing = np.ones(len(trained), np.bool_) if values is None else values == GIVEN[column.attribute].fill
+        needing = ALL_OR_NONE.get(column.attribute, ())
+        for mode, start, count in zip(segments.modes, segments.offsets, segments.lengths, strict=True):
+            if mode in needing:
+                missing[start : start + count] &= ~trained[start : start + count]
+        return missing
+
+    def _named(self, i: int) -> dict[str, Any]:
+        """What the sample of a segment is: its columns per sample, null where empty or not known."""
+        out: dict[str, Any] = {}
+        for name, column in OF_SAMPLE.items():
+            if column.name == "run":
+                out[name] = self.batch.run or None
+                continue
+            values = getattr(self.batch.segments, f"{column.name}s", None)
+            value = None if values is None else values[i]
+            out[name] = (value or None) if column.is_text or value is None else known(int(value))
+        return out
+
+    def _images(self, start: int, count: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "hash": image.hash,
+                "offset": image.offset - start,
+                "length": image.length,
+                "media_type": image.media_type,
+                "width": image.width,
+                "height": image.height,
+            }
+            for image in self.batch.images
+            if start <= image.offset < start + count
+        ]
+
+
+def _applies(name: str, mode: str) -> bool:
+    """Supervised samples have no sampler to compare with, whatever their neighbours in the micro-batch have."""
+    return mode != "sft" or name not in _COMPARED
+
+
+def _to_host(value: Any, kind: str) -> Array | None:
+    """A tensor, on any device and of any float type, as an array of its own; arrays pass too."""
+    if value is None:
+        return None
+    if hasattr(value, "detach"):
+        value = value.detach().reshape(-1)
+        value = (value.bool() if kind == "bool" else value.float()).cpu().numpy()
+    return np.array(value, np.bool_ if kind == "bool" else np.float32).reshape(-1)
