@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.assets import AssetStore, FeatureStore, PackedImages, worker_environment
+from penstock.assets import AssetStore, FeatureStore, worker_environment
 from penstock.assets.claims import pending_name
 from penstock.assets.maintenance import list_assets, remove_run_assets, sweep_assets, verify_assets
 from penstock.assets.urls import path_of
 from penstock.cli import main
-from penstock.errors import ConfigError
 
 Picture = Callable[[int], bytes]
 
@@ -79,11 +78,3 @@ def test_worker_processes_get_one_thread_and_the_parent_keeps_its_own() -> None:
     assert environment["MALLOC_ARENA_MAX"] == "2"
     assert environment["PATH"] == before["PATH"]
     assert dict(os.environ) == before
-
-
-def test_packing_images_is_refused_with_every_reason_until_all_is_declared() -> None:
-    with pytest.raises(ConfigError) as caught:
-        PackedImages(context_parallel=2, runs_per_micro_batch=3).require()
-    for reason in ("explicit_boundaries", "varlen_attention", "context_parallel is 2", "runs_per_micro_batch is 3"):
-        assert reason in str(caught.value)
-    PackedImages(explicit_boundaries=True, varlen_attention=True).require()

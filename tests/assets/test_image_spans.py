@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.arrays import ImageSpan, Sample
+from penstock.arrays import TOKEN_COLUMNS, ImageSpan, Ragged, Sample, Samples
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, ImageRef, Layout, span
-from penstock.errors import InvalidInput
+from penstock.capture import Turn
+from penstock.encode import decode, encode
+from penstock.errors import CorruptFrame, InvalidInput
+
+SPAN = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=2, length=4)
 
 sizes = st.tuples(st.integers(8, 900), st.integers(8, 900))
 # Text tokens before each image, then the image; adjacent images have none between them.
@@ -66,3 +70,38 @@ def test_a_span_off_by_anything_is_refused(parts: list[tuple[int, tuple[int, int
     for images in (wrong, dropped, doubled):
         with pytest.raises(InvalidInput, match="images"):
             Sample(token_ids=np.ones(len(types), np.uint32), mm_token_type_ids=types, images=images)
+
+
+def test_a_sample_takes_the_types_of_its_images_from_their_spans() -> None:
+    made = Sample(token_ids=range(8), images=[SPAN])
+    assert made["mm_token_type_ids"].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert list(made.columns) == [name for name in TOKEN_COLUMNS if name in made.columns]
+
+
+@pytest.mark.parametrize("make", [Sample, Turn], ids=["sample", "turn"])
+@pytest.mark.parametrize(
+    ("types", "images", "message"),
+    [
+        ([0, 0, 1, 1, 1, 1, 0, 0], [], "0 images cover 0 tokens, but mm_token_type_ids has 4 image tokens"),
+        ([0, 0, 1, 1, 1, 1, 0, 1], [SPAN], "1 images cover 4 tokens, but mm_token_type_ids has 5 image tokens"),
+        ([0, 0, 2, 2, 0, 0, 0, 0], [], r"mm_token_type_ids\[2\]: 2, a video token"),
+    ],
+)
+def test_image_tokens_without_images_and_video_tokens_are_refused(
+    make: Any, types: list[int], images: list[ImageSpan], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        make(token_ids=range(8), mm_token_type_ids=types, images=images)
+
+
+def test_a_frame_with_images_without_types_or_with_video_tokens_is_refused() -> None:
+    good = Samples.of([Sample(id="a", token_ids=range(8), images=[SPAN])])
+    without = {name: column for name, column in good.columns.items() if name != "mm_token_type_ids"}
+    bare = Samples(columns=without, text=good.text, policy_versions=good.policy_versions, images=good.images)
+    with pytest.raises(CorruptFrame, match="sample 'a': 1 images without mm_token_type_ids"):
+        decode(encode(bare))
+    video = Ragged(np.array([0, 0, 2, 2, 0, 0, 0, 0], np.uint8), good.offsets)
+    columns = {**good.columns, "mm_token_type_ids": video}
+    moving = Samples(columns=columns, text=good.text, policy_versions=good.policy_versions)
+    with pytest.raises(CorruptFrame, match="a video token"):
+        decode(encode(moving))

@@ -190,3 +190,14 @@ def test_inlining_gives_back_the_bytes_and_spares_large_and_missing_ones(store: 
 def test_a_lookup_gives_readers_the_descriptor_of_a_url(store: AssetStore, picture: Picture) -> None:
     ref = store.put(picture(1))
     assert image_lookup(store, QWEN3_VL)(store.url(ref)) == span(ref, QWEN3_VL, offset=0)
+
+
+@pytest.mark.parametrize("kind", ["video_url", "input_video", "video"])
+def test_a_video_is_refused_and_its_message_named(store: AssetStore, kind: str) -> None:
+    messages = [
+        user({"type": "text", "text": "watch"}),
+        user({"type": kind, kind: {"url": "data:video/mp4;base64,AAAA"}}),
+    ]
+    with pytest.raises(ImageRefused, match=rf"messages\[1\]: a part of type '{kind}'; videos are not supported"):
+        offload_messages(messages, store)
+    assert inline_messages(messages, store) == messages  # a log is better with it than not written

@@ -21,7 +21,7 @@ from penstock.demo.worker import life_name
 from penstock.pack import pack
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
-from penstock.train.run_config import TaskConfig
+from penstock.train.run_config import PACKED_IMAGES, TaskConfig
 from penstock.train.tensors import to_torch
 
 
@@ -66,7 +66,7 @@ def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, 
         for i, (p, r) in enumerate(zip(prompts, rollouts, strict=True))
     ]
     samples = Samples.of(s for group in groups for s in group.samples)
-    for batch in pack(samples, ranks=1, seq_len=64).ranks[0]:
+    for batch in pack(samples, ranks=1, seq_len=64, packed_images=PACKED_IMAGES).ranks[0]:
         tensors, extra = to_torch(batch), None
         if batch.images:
             from penstock.assets import AssetStore

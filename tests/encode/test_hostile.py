@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 import penstock as ps
-from penstock.arrays import Samples
+from penstock.arrays import Ragged, Samples
 from penstock.encode import Limits, decode, read_head
 from penstock.encode.codings import CONSTANT, NARROW, PACKED, PLANES, RAW, RUNS, SPARSE
 from penstock.encode.layout import PREFIX_SIZE
@@ -356,9 +356,12 @@ def test_a_trained_first_token_is_refused_in_a_frame_as_well() -> None:
 
 
 def test_image_tokens_without_an_image_are_refused_in_a_frame_as_well() -> None:
-    header, head, body = good_frame(mm_token_type_ids=[0, 2, 0, 0])
-    with pytest.raises(CorruptFrame, match="image tokens"):
-        decode(forged(header, head, body.replace(bytes([0, 2, 0, 0]), bytes([0, 1, 0, 0]))))
+    good = Samples.of([ps.Sample(id="a", token_ids=range(4))])
+    types = Ragged(np.array([0, 1, 0, 0], np.uint8), good.offsets)
+    columns = {**good.columns, "mm_token_type_ids": types}
+    frame = ps.encode(Samples(columns=columns, text=good.text, policy_versions=good.policy_versions))
+    with pytest.raises(CorruptFrame, match="mm_token_type_ids has 1 image tokens"):
+        decode(frame)
 
 
 def test_text_with_a_control_character_is_refused_in_a_frame_as_well() -> None:

@@ -15,6 +15,7 @@ from penstock.pack import (
     Cost,
     MicroBatch,
     Modalities,
+    PackedImages,
     Packing,
     RankPlan,
     SampleFacts,
@@ -24,6 +25,8 @@ from penstock.pack import (
     pack,
     plan,
 )
+
+SAFE = PackedImages(explicit_boundaries=True, varlen_attention=True)
 
 
 def sample(length: int, name: str | None = None, **more: Any) -> Sample:
@@ -140,19 +143,10 @@ def test_one_image_sample_with_sixty_four_ranks_runs_the_vision_tower_everywhere
 def test_text_and_images_share_a_micro_batch_only_where_declared_safe() -> None:
     samples = [picture(8, image(1), name="image"), sample(8, "text")]
     assert all(b.sample_count == 1 for b in batches_of(pack(samples, ranks=1, seq_len=16)))
-    (batch,) = pack(samples, ranks=1, seq_len=16, modalities=Modalities(together=("text", "image"))).ranks[0]
+    (batch,) = pack(
+        samples, ranks=1, seq_len=16, modalities=Modalities(together=("text", "image")), packed_images=SAFE
+    ).ranks[0]
     assert batch.segments.ids == ("image", "text") and batch.modality == "image"
-
-
-def test_video_is_a_modality_of_its_own_and_is_cut_only_before_it() -> None:
-    types = [0, 0, 2, 2, 2, 2, 0, 0]
-    video = Sample(id="v", token_ids=range(8), mm_token_type_ids=types)
-    step = pack([video, picture(8, image(1))], ranks=1, seq_len=16)
-    assert [b.modality for b in step.ranks[0]] == ["video", "image"]
-    (cut,) = pack([video], ranks=1, seq_len=4).ranks[0]
-    assert cut.modality == "text" and cut.num_tokens == 2
-    (whole,) = pack([video], ranks=1, seq_len=6).ranks[0]
-    assert whole.modality == "video" and whole.num_tokens == 6
 
 
 def test_a_step_without_trained_tokens_has_zero_denominators_and_no_nan() -> None:
@@ -223,7 +217,7 @@ def test_a_sample_that_begins_with_an_image_that_does_not_fit_is_dropped_and_cou
 
 def test_patch_and_sample_caps_hold() -> None:
     pictures = [picture(8, image(1)) for _ in range(9)]
-    by_patches = pack(pictures, ranks=1, seq_len=80, max_patches=32)
+    by_patches = pack(pictures, ranks=1, seq_len=80, max_patches=32, packed_images=SAFE)
     assert max(sum(i.num_patches for i in b.images) for b in by_patches.ranks[0]) == 32
     by_samples = pack([sample(2) for _ in range(10)], ranks=1, seq_len=80, max_samples=3)
     assert sorted(b.sample_count for b in by_samples.ranks[0]) == [2, 2, 3, 3]

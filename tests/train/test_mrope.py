@@ -78,7 +78,7 @@ def test_plain_text_and_padding_count_up_in_all_rows() -> None:
         ([image(6, (1, 4, 4))], [8], None, "6..10 of 8"),
         ([image(2, (1, 4, 4)), image(3, (1, 4, 4))], [9], None, "sorted, apart"),
         ([], [4], [0, 2, 2, 0], "video token"),
-        ([], [4], [0, 1, 1, 0], "0 tokens covered by spans but 2 image tokens"),
+        ([], [4], [0, 1, 1, 0], "0 images cover 0 tokens, but mm_token_type_ids has 2"),
         ([image(0, (1, 4, 4))], [5], [1, 1, 1, 0, 0], "not all of image type"),
         ([], [4], [0, 0], "2 values for 4 tokens"),
         ([image(0, (1, 1, 4))], [5], None, "multiples of merge"),

@@ -106,7 +106,7 @@ TABLE: tuple[Column, ...] = (
         pad=0,
         meaning="experts chosen per [layer, top_k]",
     ),
-    _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image, 2 video"),
+    _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image"),
     _token(
         "weight_versions",
         "<i4",

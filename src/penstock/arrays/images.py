@@ -45,9 +45,34 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def end(self) -> int:
         return self.offset + self.length
 
+    def shifted(self, by: int) -> ImageSpan:
+        """The same image, so many tokens further on.
+
+        >>> ImageSpan(hash="0" * 64, grid=(1, 2, 2), offset=3, length=1).shifted(-2).offset
+        1
+        """
+        return msgspec.structs.replace(self, offset=self.offset + by)
+
+
+def types_of(spans: Sequence[ImageSpan], num_tokens: int) -> NDArray[np.uint8]:
+    """[num_tokens] mm_token_type_ids: 1 on the tokens of images, 0 elsewhere."""
+    types = np.zeros(num_tokens, np.uint8)
+    for span in spans:
+        types[span.offset : span.end] = 1
+    return types
+
 
 def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.uint8] | None, where: str) -> None:
-    """Raise unless the spans lie inside the sample, in order, apart, on image tokens, and match their grids."""
+    """Raise unless the spans lie inside the sample, in order, apart, on image tokens, and match their grids.
+
+    With `types` (mm_token_type_ids), every image token must be in a span, and there may be no video token.
+    """
+    if types is not None and int(types.max(initial=0)) > 1:
+        video = int(np.argmax(types > 1))
+        raise InvalidInput(
+            f"{where}.mm_token_type_ids[{video}]: {int(types[video])}, a video token; videos are not "
+            "supported, leave the sample out"
+        )
     end = 0
     for i, span in enumerate(spans):
         at = f"{where}.images[{i}]"
@@ -71,7 +96,10 @@ def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.u
         placeholders = int(np.count_nonzero(types == 1))
         covered = sum(span.length for span in spans)
         if placeholders != covered:
-            raise InvalidInput(f"{where}.images: {covered} tokens covered by spans but {placeholders} image tokens")
+            raise InvalidInput(
+                f"{where}.images: {len(spans)} images cover {covered} tokens, but mm_token_type_ids has {placeholders} "
+                "image tokens; give the span of every image"
+            )
 
 
 def _check_fields(span: object, at: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import COLUMNS, MODES, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
-from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.run_lengths import bit_view
 from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
@@ -79,6 +79,9 @@ class Sample:
         arrays = _coerce(given, where)
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
+        if spans and "mm_token_type_ids" not in arrays:
+            given["mm_token_type_ids"] = types_of(spans, len(arrays["token_ids"]))
+            arrays = _coerce(given, where)
         versions = arrays.get("weight_versions")
         if policy_version is None and versions is not None:
             policy_version = known(int(versions.min()))

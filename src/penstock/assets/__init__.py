@@ -4,7 +4,6 @@ from penstock.assets.claims import remove_run
 from penstock.assets.deltas import Branch, Delta, image_delta, longest_prefix
 from penstock.assets.features import FeatureStore, sweep
 from penstock.assets.fingerprints import feature_fingerprint, processor_fingerprint
-from penstock.assets.gate import PackedImages
 from penstock.assets.image_ref import ImageRef, describe, span
 from penstock.assets.layouts import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Layout, layout_from_config
 from penstock.assets.object_store import ObjectStore
@@ -30,7 +29,6 @@ __all__ = [
     "Layout",
     "Limits",
     "ObjectStore",
-    "PackedImages",
     "Processor",
     "RawRef",
     "Resolved",

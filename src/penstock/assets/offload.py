@@ -10,6 +10,8 @@ Parts are found in dicts and in objects with the same attribute names:
     {"type": "input_image", "image_url": ...}
     {"type": "image", "image": ...}                      (bytes, a Pillow image, a data: URI or a file: URL)
     {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}
+
+Videos (`video_url`, `input_video`, `video`) are refused: nothing behind here could train on them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from penstock.assets.store import AssetStore
 from penstock.errors import AssetError, ImageRefused, StorageError
 
 _TYPES = ("image_url", "input_image", "image")
+_VIDEOS = ("video_url", "input_video", "video")
 _MAX_DEPTH = 16
 INLINE_BYTES = 2 << 20
 
@@ -36,7 +39,7 @@ def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[A
     """The messages with every image replaced by its URL in the store, and the images in reading order.
 
     The input is not changed, what holds no image is shared with it, and a second pass changes nothing. An
-    image that cannot be stored raises, and names its message; images stored before it stay stored.
+    image that cannot be stored raises, and names its message; images stored before it stay stored. So does a video.
 
     >>> import tempfile
     >>> from penstock.testing.reference_images import as_data_uri, draw_screenshot
@@ -52,7 +55,10 @@ def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[A
         refs.append(store.put(source))
         return store.url(refs[-1])
 
-    return _each(messages, to_url), refs
+    def refuse(part: Any) -> Any:
+        raise ImageRefused(f"a part of type {_field(part, 'type')!r}; videos are not supported, leave the message out")
+
+    return _each(messages, to_url, refuse), refs
 
 
 def image_lookup(store: AssetStore, layout: Geometry) -> Callable[[str], ImageSpan]:
@@ -85,31 +91,37 @@ def _inlined(url: str, store: AssetStore, max_bytes: int) -> str:
         return url  # a log is better with a URL in it than not written
 
 
-def _each(messages: Sequence[Any], replace: Replace) -> list[Any]:
+def _as_it_is(part: Any) -> Any:
+    return part
+
+
+def _each(messages: Sequence[Any], replace: Replace, video: Replace = _as_it_is) -> list[Any]:
     done = []
     for i, message in enumerate(messages):
         try:
-            done.append(_walk(message, replace, 0))
+            done.append(_walk(message, replace, video, 0))
         except AssetError as error:
             missing = error.missing
             raise type(error)(f"messages[{i}]: {error}", error_type=error.error_type, missing=missing) from error
     return done
 
 
-def _walk(value: Any, replace: Replace, depth: int) -> Any:
+def _walk(value: Any, replace: Replace, video: Replace, depth: int) -> Any:
     """The value with its images replaced; the same object when nothing was."""
     if depth > _MAX_DEPTH:
         raise ImageRefused(f"message content is nested more than {_MAX_DEPTH} deep; flatten it")
     if isinstance(value, (list, tuple)):
-        items = [_walk(item, replace, depth + 1) for item in value]
+        items = [_walk(item, replace, video, depth + 1) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if isinstance(value, (str, bytes, int, float, type(None))):
         return value
     if _field(value, "type") in _TYPES:
         return _image_part(value, replace)
+    if _field(value, "type") in _VIDEOS:
+        return video(value)
     content = _field(value, "content")
     if isinstance(content, (list, tuple)):
-        return _with(value, "content", _walk(content, replace, depth + 1))
+        return _with(value, "content", _walk(content, replace, video, depth + 1))
     return value
 
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -205,7 +204,7 @@ def _context(step: Step, start: int) -> dict[str, Any]:
     count = len(step.prompt_ids)
     return {
         "token_ids": step.prompt_ids[start:].copy(),
-        "images": [moved(span, -start) for span in step.images if span.offset >= start],
+        "images": [span.shifted(-start) for span in step.images if span.offset >= start],
         "mm_token_type_ids": None if step.types is None else step.types[start:count].copy(),
         "where": step.where,
     }
@@ -222,8 +221,3 @@ def _completion(step: Step) -> dict[str, Any]:
         "where": step.where,
         **step.columns,
     }
-
-
-def moved(span: ImageSpan, by: int) -> ImageSpan:
-    """The span, `by` tokens further on."""
-    return msgspec.structs.replace(span, offset=span.offset + by)

@@ -10,7 +10,6 @@ import numpy as np
 
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.sample import Values
-from penstock.capture.fold import moved
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
@@ -57,7 +56,7 @@ def _cut(whole: Turn, start: int, stop: int, sampled: bool, before: int, where: 
         whole.token_ids[start:stop],
         sampled=sampled,
         logprobs=logprobs,
-        images=[moved(span, -start) for span in whole.images if start <= span.offset < stop],
+        images=[span.shifted(-start) for span in whole.images if start <= span.offset < stop],
         where=f"{where} tokens {start}..{stop}",
         **columns,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
-from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.run_lengths import bit_view
 from penstock.arrays.sample import MAX_TEXT, Values, coerce
 from penstock.errors import InvalidInput
@@ -154,10 +154,10 @@ def _columns(
         for name, column in TURN_COLUMNS.items()
         if given.get(name) is not None
     }
-    if images and "mm_token_type_ids" not in arrays:
-        arrays["mm_token_type_ids"] = _types_of(images, len(ids))
     types = arrays.get("mm_token_type_ids")
     check_spans(images, len(ids), None if types is None else np.broadcast_to(types, len(ids)), where)
+    if images and types is None:
+        arrays["mm_token_type_ids"] = types_of(images, len(ids))
     return {name: owned(_one_number(values)) for name, values in arrays.items()}
 
 
@@ -172,13 +172,6 @@ def _column(column: Column, value: Any, sampled: NDArray[np.bool_], where: str) 
     if bad is not None:
         raise InvalidInput(f"{at}[{bad[0]}]: {bad[1]}")
     return values[0].reshape(()) if scalar else values
-
-
-def _types_of(images: Sequence[ImageSpan], count: int) -> NDArray[np.uint8]:
-    types = np.zeros(count, np.uint8)
-    for span in images:
-        types[max(span.offset, 0) : max(span.end, 0)] = 1
-    return types
 
 
 def _one_number(values: Array) -> Array:

@@ -30,7 +30,7 @@ from penstock.extras import EXTRAS, install
 from penstock.hold import MinPriority, Prioritized, Replay
 from penstock.pack import Packing
 from penstock.serve import Target
-from penstock.train.run_config import LossConfig, TaskConfig, TrainConfig, template
+from penstock.train.run_config import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
@@ -72,7 +72,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         export_every=min(10, args.steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
-        packing=Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True),
+        packing=Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True, packed_images=PACKED_IMAGES),
         target=Target(groups=groups),
         replay=_reuse(groups, args.seed)
         if args.replay

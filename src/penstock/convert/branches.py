@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -192,7 +191,7 @@ def _images(parts: Sequence[Part]) -> list[ImageSpan]:
     spans, offset = [], 0
     for part in parts:
         inside = [span for span in part.turn.images if span.end <= part.keep]
-        spans += [msgspec.structs.replace(span, offset=span.offset + offset) for span in inside]
+        spans += [span.shifted(offset) for span in inside]
         offset += part.keep
     return spans
 

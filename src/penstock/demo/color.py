@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -126,7 +125,7 @@ class ColorTask:
         """Pixels of the prompts' images, and which tokens stand for them."""
         model.model.rope_deltas = None  # the model remembers the last call's positions
         pixels = self._materializer.materialize(
-            [_shifted(p.image, i * len(p.token_ids)) for i, p in enumerate(prompts)],
+            [p.image.shifted(i * len(p.token_ids)) for i, p in enumerate(prompts)],
             [len(p.token_ids) for p in prompts],
         )
         ids = torch.tensor([p.token_ids for p in prompts])
@@ -135,10 +134,6 @@ class ColorTask:
             "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
             "mm_token_type_ids": (ids == _ID["<image>"]).int(),
         }
-
-
-def _shifted(image: ImageSpan, by: int) -> ImageSpan:
-    return msgspec.structs.replace(image, offset=image.offset + by)
 
 
 def draw(color: str, shape: str, rng: random.Random) -> bytes:

@@ -95,11 +95,13 @@ def _check_values(samples: Samples, front: Front) -> None:
         for name, column in samples.columns.items():
             _check_column(name, column, samples)
         types = samples.columns.get("mm_token_type_ids")
-        if samples.images is None and types is not None and (types.values == 1).any():
-            raise CorruptFrame("mm_token_type_ids: image tokens in a frame without images")
+        if samples.images is None and types is not None:
+            check_spans((), len(types.values), types.values, "frame without images")
         for i, spans in enumerate(samples.images or ()):
-            row = None if types is None or not len(types[i]) else types[i]
-            check_spans(spans, int(samples.lengths[i]), row, f"sample {samples.ids[i]!r}")
+            where, row = f"sample {samples.ids[i]!r}", None if types is None or not len(types[i]) else types[i]
+            if spans and row is None:
+                raise CorruptFrame(f"{where}: {len(spans)} images without mm_token_type_ids")
+            check_spans(spans, int(samples.lengths[i]), row, where)
     except InvalidInput as error:
         raise CorruptFrame(str(error)) from None
 

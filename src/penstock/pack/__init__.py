@@ -5,6 +5,7 @@ from penstock.pack.cost import Cost, Observation
 from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import bytes_needed, fill
 from penstock.pack.micro_batch import MicroBatch, Segments
+from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import check_columns, plan
 from penstock.pack.rank_plan import Plan, RankPlan
@@ -19,6 +20,7 @@ __all__ = [
     "MicroBatch",
     "Modalities",
     "Observation",
+    "PackedImages",
     "Packing",
     "Plan",
     "RankPlan",

@@ -39,10 +39,16 @@ class Items:
     length_array: NDArray[np.int64]
     patch_array: NDArray[np.int64]
     cost_array: NDArray[np.float64]
+    alone: NDArray[np.bool_]
+    """Those that share a bin with nothing, whatever room there is."""
 
     @staticmethod
     def of(
-        lengths: NDArray[np.int64], costs: NDArray[np.float64], caps: Caps, patches: NDArray[np.int64] | None = None
+        lengths: NDArray[np.int64],
+        costs: NDArray[np.float64],
+        caps: Caps,
+        patches: NDArray[np.int64] | None = None,
+        alone: NDArray[np.bool_] | None = None,
     ) -> Items:
         patches = np.zeros(len(lengths), np.int64) if patches is None else patches
         return Items(
@@ -53,6 +59,7 @@ class Items:
             length_array=lengths,
             patch_array=patches,
             cost_array=costs,
+            alone=np.zeros(len(lengths), np.bool_) if alone is None else alone,
         )
 
     def longest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:

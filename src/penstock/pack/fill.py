@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -243,7 +242,7 @@ def _images(
     if samples.images is None:
         return ()
     return tuple(
-        msgspec.structs.replace(span, offset=offset + span.offset)
+        span.shifted(offset)
         for row, length, offset in zip(rows.tolist(), lengths.tolist(), offsets.tolist(), strict=False)
         for span in samples.images[row]
         if span.end <= length

@@ -88,6 +88,11 @@ class MicroBatch:
         """Tokens of samples: the first ones of the micro-batch."""
         return int(self.segments.lengths.sum())
 
+    def sample_at(self, token: int) -> str:
+        """The id of the sample that a token of the row belongs to; empty for padding and dummies."""
+        inside = (self.segments.offsets <= token) & (token < self.segments.offsets + self.segments.lengths)
+        return self.segments.ids[int(inside.argmax())] if inside.any() else ""
+
     @property
     def padding(self) -> int:
         """Tokens of no sample: the last ones of the micro-batch, or all of a dummy."""

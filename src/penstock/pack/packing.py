@@ -11,6 +11,7 @@ from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.pack.bins import Caps
 from penstock.pack.cost import Cost
+from penstock.pack.packed_images import PackedImages
 from penstock.pack.sample_facts import MODALITIES
 
 UNLIMITED = 2**62
@@ -74,6 +75,10 @@ class Packing:
     modalities: Annotated[Modalities, Meta(description="which modalities may share a micro-batch")] = field(
         default_factory=Modalities
     )
+    packed_images: Annotated[
+        PackedImages,
+        Meta(description="what the trainer declares; without it a sample with images is alone in its micro-batch"),
+    ] = field(default_factory=PackedImages)
     rows_by: Annotated[
         Literal["modality", "run"],
         Meta(description="what all ranks share at a micro-batch index: the modality, or the run as well"),
@@ -83,6 +88,8 @@ class Packing:
 
     def __post_init__(self) -> None:
         check(self)
+        if "image" in self.modalities.together:
+            self.packed_images.require("modalities.together with images")
         if self.cap > self.seq_len and not self.long_rows:
             raise ConfigError(
                 f"micro_batch_max_tokens: {self.cap} with seq_len {self.seq_len}; lower it to {self.seq_len} or less, "

@@ -23,7 +23,7 @@ from penstock.pack.packing import Packing
 from penstock.pack.rank_plan import Plan, RankPlan
 from penstock.pack.row_targets import Bound, lower_bound
 from penstock.pack.rows import rows_of
-from penstock.pack.sample_facts import MODALITIES, TERMS, SampleFacts
+from penstock.pack.sample_facts import MODALITIES, TERMS, TEXT, SampleFacts
 
 UNPACKABLE = "unpackable"
 """Reason of a sample that begins with an image longer than seq_len."""
@@ -37,7 +37,8 @@ def plan(facts: SampleFacts, packing: Packing) -> Plan:
         _raise_nothing_left(facts, packing)
     check_columns(facts)
     costs = packing.cost.of_samples(facts.kept, facts.patches)
-    items = Items.of(facts.kept, costs, packing.caps, facts.patches)
+    alone = (facts.modality != TEXT) & bool(packing.packed_images.refusals)
+    items = Items.of(facts.kept, costs, packing.caps, facts.patches, alone)
     if packing.over_cap == "strict":
         _raise_over_cap(facts, items, packed, packing)
     grid, bounds = _grid(facts, items, _classes(facts, packed, packing), packing)

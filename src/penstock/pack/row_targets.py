@@ -11,7 +11,7 @@ other ranks may as well be filled up to it. The remaining rows share what is lef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,8 @@ def lower_bound(items: Items, ids: NDArray[np.intp], ranks: int) -> Bound:
     most the cost of that many of the costliest tokens; all the rest must be paid, evenly at best, by the other rows.
     With k = 0 this is the even share of everything, with all rows the sum of what is forced.
     """
+    if items.alone.any():  # such a sample takes a whole bin, as if it had the cap's tokens
+        items = replace(items, length_array=np.where(items.alone, items.caps.tokens, items.length_array))
     longest_first = items.longest_first(ids)
     forced = forced_costs(items, longest_first, len(ids))
     # A sample beyond the cap takes a whole bin of its own, as if it had the cap's tokens.

@@ -49,7 +49,7 @@ class _Key:
     """Samples that may share a micro-batch."""
 
     alone: NDArray[np.intp]
-    """Those beyond a cap: each has a bin of its own."""
+    """Those beyond a cap, and those that share with nothing: each has a bin of its own."""
     longest_first: NDArray[np.intp]
     """The others."""
     dearest_first: NDArray[np.intp]
@@ -136,10 +136,10 @@ def _more_rows(fewest: int) -> list[int]:
 
 
 def _key(items: Items, ids: NDArray[np.intp]) -> _Key:
-    beyond = items.beyond_caps(ids)
-    rest = ids[~beyond]
+    alone = items.beyond_caps(ids) | items.alone[ids]
+    rest = ids[~alone]
     return _Key(
-        alone=ids[beyond],
+        alone=ids[alone],
         longest_first=items.longest_first(rest),
         dearest_first=items.dearest_first(rest),
         cost=float(items.cost_array[rest].sum()),

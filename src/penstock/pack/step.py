@@ -16,6 +16,7 @@ from penstock.pack.cost import Cost
 from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import fill
 from penstock.pack.micro_batch import MicroBatch
+from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import plan
 from penstock.pack.rank_plan import Plan, RankPlan
@@ -114,6 +115,7 @@ def pack(
     cost: Cost | None = None,
     over_cap: Literal["soft", "strict"] = "soft",
     modalities: Modalities | None = None,
+    packed_images: PackedImages | None = None,
     rows_by: Literal["modality", "run"] = "modality",
     pad_id: int = 0,
     long_rows: bool = False,
@@ -125,8 +127,9 @@ def pack(
     A sample longer than the cap is not cut again: it is alone in its micro-batch and counted (`over_cap="strict"`
     raises instead). `max_samples` and `max_patches` cap a micro-batch in the same way.
 
-    Never in one micro-batch: two runs, two modalities (unless `modalities` declares it safe), samples with and
-    without routed experts. An empty batch gives a step without micro-batches.
+    Never in one micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with images
+    (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch gives a
+    step without micro-batches.
 
     >>> from penstock import Sample
     >>> batch = [Sample(id=str(n), token_ids=range(1, n + 1), loss_mask=[0] + [1] * (n - 1)) for n in (5, 3, 2, 2)]
@@ -146,6 +149,7 @@ def pack(
         cost=cost or Cost(),
         over_cap=over_cap,
         modalities=modalities or Modalities(),
+        packed_images=packed_images or PackedImages(),
         rows_by=rows_by,
         pad_id=pad_id,
         long_rows=long_rows,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 try:
     import torch
     from torch import Tensor
@@ -103,9 +101,7 @@ def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
     if int(ids.max(initial=0)) < vocabulary:
         return
     at = int(ids.argmax())
-    segments = batch.segments
-    sample = segments.ids[int(np.searchsorted(segments.offsets, at, side="right")) - 1] if len(segments) else ""
     raise InvalidInput(
-        f"sample {sample!r}: token id {int(ids[at])} for a model of {vocabulary} tokens; the sampler has another "
-        "vocabulary than the trainer"
+        f"sample {batch.sample_at(at)!r}: token id {int(ids[at])} for a model of {vocabulary} tokens; the "
+        "sampler has another vocabulary than the trainer"
     )

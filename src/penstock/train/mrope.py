@@ -64,12 +64,8 @@ def _check(
 ) -> None:
     if len(lengths) and int(lengths.min()) < 1:
         raise InvalidInput(f"sequence_lengths: {int(lengths.min())}; every segment has at least one token")
-    if types is not None:
-        if len(types) != num_tokens:
-            raise InvalidInput(f"types: {len(types)} values for {num_tokens} tokens; must be one per token")
-        if (types > 1).any():
-            at = int(np.argmax(types > 1))
-            raise InvalidInput(f"types[{at}]: {int(types[at])}, a video token; positions of videos are not implemented")
+    if types is not None and len(types) != num_tokens:
+        raise InvalidInput(f"types: {len(types)} values for {num_tokens} tokens; must be one per token")
     check_spans(images, num_tokens, types, "row")
     for i, image in enumerate(images):
         if image.grid[1] % image.merge or image.grid[2] % image.merge:

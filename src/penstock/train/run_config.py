@@ -17,7 +17,7 @@ from penstock import config
 from penstock.config import Checked, Given
 from penstock.errors import ConfigError
 from penstock.hold import Replay
-from penstock.pack import Packing
+from penstock.pack import PackedImages, Packing
 from penstock.send.sockets import check_url
 from penstock.send.timeouts import Timeouts
 from penstock.serve.settings import (
@@ -34,6 +34,9 @@ _TITLE = """\
 A run. Start it, or go on with it:  penstock train FILE
 Every key may be left out. An unknown name is an error. "none" switches off what may be off.
 """
+
+PACKED_IMAGES = PackedImages(explicit_boundaries=True, varlen_attention=True)
+"""What the reference trainer declares: it cuts attention and positions at `sequence_lengths`, images included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ class TaskConfig(Checked):
 class TrainConfig(PlaneSettings):
     """A run: its plane and its trainer. Every key may be left out."""
 
-    packing: PackingSection = field(default_factory=lambda: Packing(ranks=2, seq_len=64))
+    packing: PackingSection = field(default_factory=lambda: Packing(ranks=2, seq_len=64, packed_images=PACKED_IMAGES))
     target: StepTarget = field(default_factory=lambda: Target(groups=32))
     replay: ReplaySection = field(default_factory=lambda: Replay(capacity=64, max_staleness=8))
     timeouts: TimeoutsSection = field(

@@ -40,7 +40,7 @@ from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
-from penstock.train.vision import Vision
+from penstock.train.vision import Vision, check_placeholders
 
 _RECENT = 10
 """Steps over which the reward is averaged to decide whether the target is reached."""
@@ -159,6 +159,7 @@ class Trainer:
 
     def _prepare(self, batch: MicroBatch) -> Inputs:
         check_vocabulary(batch, self.vocabulary)
+        check_placeholders(batch, self.model.config)
         tensors = to_torch(batch)
         extra = self._vision.inputs(batch, tensors) if self._vision and batch.images else None
         return Inputs(batch, tensors, extra)

@@ -10,13 +10,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.arrays.images import types_of
 from penstock.assets import AssetStore
 from penstock.assets.layouts import layout_from_config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
-from penstock.train.materialize import Materializer, mask_segments
+from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
 from penstock.train.mrope import mrope_positions
 from penstock.train.run_config import ModelConfig
+
+
+def check_placeholders(batch: MicroBatch, config: Any) -> None:
+    """Raise unless exactly the tokens of the batch's images are the model's image tokens, and none is a video's.
+
+    `config` is the model's. A placeholder that no image stands behind would be trained as text, silently; an image
+    whose tokens are no placeholders would not be seen.
+    """
+    ids, image_token = batch["token_ids"], getattr(config, "image_token_id", None)
+    if image_token is None:
+        if batch.images:
+            raise InvalidInput(
+                f"sample {batch.sample_at(batch.images[0].offset)!r}: has an image, and the model "
+                f"({config.model_type}) takes none; train another model or leave the images out"
+            )
+        return
+    video_token = getattr(config, "video_token_id", None)
+    if video_token is not None and (ids == video_token).any():
+        at = int(np.argmax(ids == video_token))
+        raise InvalidInput(
+            f"sample {batch.sample_at(at)!r}: token {at} of the row is the video token {video_token}; videos are not "
+            "supported, leave the sample out"
+        )
+    wrong = (ids == image_token) != types_of(batch.images, batch.num_tokens).astype(np.bool_)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InvalidInput(
+            f"sample {batch.sample_at(at)!r}: token {at} of the row is {int(ids[at])}, "
+            + (
+                "the model's image token, and no image stands there; a placeholder was sampled, or images= was left out"
+                if ids[at] == image_token
+                else f"in the span of an image; the model's image token is {image_token}"
+            )
+        )
 
 
 class Vision:
@@ -29,15 +64,18 @@ class Vision:
             found = json.loads(path.read_text())
         if not found:
             raise ConfigError("model.image_processor: not given, and no preprocessor_config.json; images need a layout")
-        self._materializer = Materializer(store, layout_from_config(model.config.model_type, found))
+        self._layout = layout_from_config(model.config.model_type, found)
+        self._image_token = int(model.config.image_token_id)
+        self._materializer = Materializer(store, self._layout)
 
     def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Arguments for the model; positions, and the loss mask where an image is lost, are changed in `tensors`."""
         pixels = self._materializer.materialize(batch.images, batch.sequence_lengths)
+        check_image_tokens(batch["token_ids"], self._image_token, pixels, self._layout.merge)
         if pixels.masked:
             mask = mask_segments(batch["loss_mask"], batch.sequence_lengths, pixels.masked)
             tensors["loss_mask"] = torch.from_numpy(np.ascontiguousarray(mask))[None]
-        positions = mrope_positions(batch.images, batch.sequence_lengths)
+        positions = mrope_positions(batch.images, batch.sequence_lengths, types=batch["mm_token_type_ids"])
         tensors["position_ids"] = torch.from_numpy(positions)[:, None]
         return {
             "pixel_values": torch.from_numpy(pixels.pixel_values),

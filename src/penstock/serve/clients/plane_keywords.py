@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 from penstock.hold.limiters import Limiter
 from penstock.hold.selector import Selector
 from penstock.pack.cost import Cost
+from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities
 from penstock.send.timeouts import Timeouts
 
@@ -35,6 +36,8 @@ class PlaneKeywords(TypedDict, total=False):
     """A sample beyond a cap: soft, alone in its micro-batch and counted; strict, an error."""
     modalities: Modalities
     """Which modalities may share a micro-batch."""
+    packed_images: PackedImages
+    """What the trainer declares; without it a sample with images is alone in its micro-batch."""
     rows_by: Literal["modality", "run"]
     """What all ranks share at a micro-batch index: the modality, or the run as well."""
     pad_id: int
