@@ -38,7 +38,7 @@ TABLES: dict[str, Any] = {"folder": "x", "packing": {"ranks": 1, "seq_len": 8}, 
 
 
 def open_like(where: str, **settings: Any) -> WithOneMore:
-    return build(WithOneMore, nested(WithOneMore, settings, where), where)
+    return build(WithOneMore, nested(WithOneMore, settings, where))
 
 
 def test_a_setting_declared_in_one_line_is_a_keyword_with_its_type_and_default() -> None:

@@ -39,26 +39,27 @@ def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str,
     settings = {setting.name: setting for setting in settings_of(kind)}
     for name in tables:
         if name not in settings:
-            raise ConfigError(f"{given.who(_join(path, name))}: {_join(path, name)}: {unknown(name, settings)}")
+            at = _join(path, name)
+            raise ConfigError(f"{given.who(at)}: {given.name(at)}: {unknown(name, settings)}")
     values = dict(defaults)
     for name, setting in settings.items():
         if name in tables:
             values[name] = _value(setting, tables[name], given, _join(path, name))
         elif setting.required and name not in values:
-            raise ConfigError(f"{given.who(path)}: {_join(path, name)}: missing; {setting.meaning or 'give it'}")
+            at = given.name(_join(path, name))
+            raise ConfigError(f"{given.who(path)}: {at}: missing; {setting.meaning or 'give it'}")
     try:
         return kind(**values)
     except ConfigError as error:
-        table = f"{path}: " if path else ""
-        raise ConfigError(
-            f"{given.who(path) if path else given.where}: {table}{str(error).removeprefix(table)}"
-        ) from None
+        who = given.who(path) if path else given.where
+        table = f"{given.name(path)}: " if given.name(path) else ""
+        raise ConfigError(f"{who}: {table}{str(error).removeprefix(table)}") from None
 
 
 def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
     if setting.record is None and setting.kinds is None:
         try:
-            return setting.convert(value, path)
+            return setting.convert(value, given.name(path))
         except ConfigError as error:
             raise ConfigError(f"{given.who(path)}: {error}") from None
     if setting.optional and (value is None or value == NONE):
@@ -69,7 +70,7 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
         return _part(setting, setting.kinds, value, given, path)
     assert setting.record is not None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, path)}")
+        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
     merged = isinstance(setting.default, setting.record) and not setting.extra.get("unit")
     whole = setting.default if merged else None
     defaults = {} if whole is None else {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
@@ -80,10 +81,10 @@ def _part(setting: Setting, kinds: Kinds, value: Any, given: Given, path: str) -
     """One of several classes, from its name or from a table with its name as `kind`."""
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, path)}")
+        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
     kind = table["kind"]
     if kind not in kinds:
-        raise ConfigError(f"{given.who(path)}: {path}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
+        raise ConfigError(f"{given.who(path)}: {given.name(path)}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
     return _record(kinds[kind], {name: v for name, v in table.items() if name != "kind"}, given, path, {})
 
 

@@ -33,6 +33,7 @@ def read_flags(args: argparse.Namespace, kind: type[Any], given: Given, *, witho
     for keyword in flagged(kind, without):
         value = getattr(args, _PREFIX + keyword.name)
         if value is not None:
+            given.names[keyword.path] = f"--{keyword.name.replace('_', '-')}"
             given.set(keyword.path, value if _is_list(keyword) else _value(keyword, value))
     for text in args.set:
         given.assign(text)

@@ -22,6 +22,8 @@ class Given:
     """A file, or whatever else the tables came from."""
     assigned: set[str] = field(default_factory=set)
     """Paths that were given on the command line, and so win over the file."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the caller calls a path, where that is not the path itself: a keyword argument, a flag."""
 
     @staticmethod
     def read(path: str | Path, *, hint: str, paths_of: type[Any] | None = None) -> Given:
@@ -59,6 +61,13 @@ class Given:
                 raise ConfigError(f"--set {path}: {parent} is a value, not a table; set {parent} itself")
         tables[name] = value
         self.assigned.add(path)
+
+    def name(self, path: str) -> str:
+        """A path as the caller knows it."""
+        if path in self.names:
+            return self.names[path]
+        table, dot, last = path.rpartition(".")
+        return f"{self.name(table)}.{last}".lstrip(".") if dot else path
 
     def who(self, path: str) -> str:
         """Who gave the value at a path, or in the table at it."""

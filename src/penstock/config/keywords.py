@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.config.build import unknown
+from penstock.config.given import Given
 from penstock.config.setting import Setting, settings_of
 from penstock.errors import ConfigError
 
@@ -43,16 +44,18 @@ def keywords_of(kind: type[Any]) -> tuple[Keyword, ...]:
     return tuple(sorted(found, key=lambda keyword: keyword.default is not dataclasses.MISSING))
 
 
-def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keyword arguments as the tables they mean; check those with `build`."""
+def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> Given:
+    """Keyword arguments as the tables they mean, but known by their own names; check them with `build`."""
     known = {keyword.name: keyword for keyword in keywords_of(kind)}
+    names = {keyword.path: keyword.name for keyword in known.values()}
+    names |= {setting.name: "" for setting in settings_of(kind) if setting.extra.get("flat")}
     tables: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in known:
             raise ConfigError(f"{where}: {name}: {unknown(name, known, 'setting')}")
         table, _, key = known[name].path.rpartition(".")
         (tables.setdefault(table, {}) if table else tables)[key] = value
-    return tables
+    return Given(tables, where, names=names)
 
 
 def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signature:

@@ -66,7 +66,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         raise ConfigError(
             f"{address}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len"
         )
-    return open_settings(address, build(PlaneSettings, tables, address))
+    return open_settings(address, build(PlaneSettings, tables))
 
 
 open.__signature__ = signature_of(open, PlaneSettings)  # type: ignore[attr-defined]
