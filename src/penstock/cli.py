@@ -21,7 +21,7 @@ COMMANDS = {
     "runs": "the runs that share a plane: what each has and had, give or take away a share",
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
-    "diff": "where two recorded runs part: step, sample, token and column",
+    "diff": "where two recorded runs first differ: step, sample, token and column",
     "inspect": "show what a frame or a run's folder holds",
     "assets": "look after the images of a run: list, verify, sweep",
     "keys": "make the keys that let other hosts connect to a plane",

@@ -24,7 +24,7 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(body: Body, folder: Path, *args: Any, world: int = 2, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(body: Body, folder: Path, *args: Any, world: int = 2, timeout_s: float = 280.0) -> list[Any]:
     """Run `body(rank, note, *args)` in `world` processes; returns what each noted last, None where nothing."""
     port = free_port()
     ranks = [CONTEXT.Process(target=_rank, args=(body, rank, world, port, folder, args)) for rank in range(world)]

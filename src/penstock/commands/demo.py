@@ -1,4 +1,4 @@
-"""A complete RL run on this machine: watch a tiny policy learn through the whole of Penstock.
+"""A complete RL run on this machine: watch a tiny policy learn through all of Penstock.
 
   penstock demo                       reverse three letters, about a minute on two cores
   penstock demo --chaos               the same, while a random process is killed every few seconds

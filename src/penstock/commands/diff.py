@@ -1,9 +1,9 @@
-"""Where two recorded runs part: the first step, sample, token and column, in one sentence.
+"""Where two recorded runs first differ: step, sample, token and column, in one sentence.
 
   penstock diff runs/a runs/b                 all finished steps
   penstock diff runs/a runs/b --step 12       one step; --json for programs, --view to open the viewer there
 
-Exits 0 when the runs are the same, 1 when they part.
+Exits 0 when the runs are the same, 1 when they differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="compare this step only")
     parser.add_argument("--run", dest="of_run", help="the run, where the folders hold several")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--view", action="store_true", help="open both runs in the viewer, where they part")
+    parser.add_argument("--view", action="store_true", help="open both runs in the viewer, where they differ")
     parser.add_argument("--tokenizer", type=Path, help="for --view: a folder with tokenizer.json")
     parser.add_argument("--assets", type=Path, help="for --view: the asset store with the samples' images")
     parser.add_argument("--assets-run", default="local", help="for --view: the run the images were stored under")

@@ -124,8 +124,8 @@ def _curve() -> Iterator[Finding]:
     public, secret = zmq.curve_keypair()
     mine, _ = zmq.curve_keypair()
     plane = PlaneKeys(public=public, secret=secret, allowed=frozenset([mine]))
-    SocketPlane("tcp://127.0.0.1:*", keys=plane).close()  # refuses to open unless strangers are turned away
-    yield Finding(name="keys", verdict="ok", text=f"libzmq {version} with CURVE; strangers are turned away (tried)")
+    SocketPlane("tcp://127.0.0.1:*", keys=plane).close()  # refuses to open unless unknown keys are refused
+    yield Finding(name="keys", verdict="ok", text=f"libzmq {version} with CURVE; unknown keys are refused (tried)")
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -77,7 +77,7 @@ class Launcher:
         self._status: dict[str, Any] = {}
 
     def run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
-        """The whole run; returns the plane's last status."""
+        """Run it to the end; returns the plane's last status."""
         began = time.monotonic()
         self.prepare()
         show(Progress(rows=[], status={}, kills={}, seconds=0.0))
@@ -138,7 +138,7 @@ class Launcher:
         self._processes[name] = self._nursery.start(name, words)
 
     def _start_ranks(self) -> None:
-        """All ranks together, at an address of their own: those of an earlier life must not meet these."""
+        """All ranks together, at an address of their own: those that were started before must not meet these."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

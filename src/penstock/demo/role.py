@@ -36,7 +36,7 @@ def rank(config: TrainConfig, index: int) -> None:
 
     exporter = None
     if config.export_every:
-        # The rendezvous port is new in every life of the ranks, and the same for all of them.
+        # The rendezvous port is new each time the ranks start, and the same for all of them.
         attempt = os.environ.get("MASTER_PORT", "")
         exporter = TokenExporter(
             config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt

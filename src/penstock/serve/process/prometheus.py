@@ -36,7 +36,7 @@ _TOTALS = {
     "train/items", "train/batches", "train/tokens", "train/first_uses", "train/filled", "train/wait_s",
     "train/priority_updates", "train/priority_updates_stale",
 }  # fmt: skip
-"""Of the table's numbers, those that only grow while the plane lives."""
+"""Of the table's numbers, those that only grow while the plane runs."""
 _STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
