@@ -8,6 +8,7 @@ from __future__ import annotations
 
 PROCESS = {
     "bench/test_path.py",
+    "assets/test_asset_store.py::test_killed_writers_leave_whole_images_or_none",
     "assets/test_asset_store.py::test_the_store_works_the_same_on_s3",
     "assets/test_blobs.py::test_s3_conforms",
     "bench/test_plane_benches.py",
@@ -31,12 +32,14 @@ PROCESS = {
     "train/test_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_browser.py",
+    "view/test_columns.py::test_a_column_added_in_one_line_travels_all_the_way",
     "view/test_export_torture.py",
     "view/test_server.py::test_reading_and_showing_need_no_torch",
     "view/test_server.py::test_view_command_serves_until_it_is_interrupted",
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
+    "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
     "hold/test_checkpoint.py::test_taking_a_checkpoint_does_not_disturb_the_table",
     "hold/test_model.py",

@@ -293,7 +293,9 @@ class Network:
 
     def __init__(self) -> None:
         self.name, self._link = f"penstock{os.getpid()}", f"ps{os.getpid()}"
-        self.here, self.there = "10.213.77.1", "10.213.77.2"
+        # A subnet of its own: tests of another checkout may run at the same time.
+        net, first = os.getpid() % 256, os.getpid() // 256 % 64 * 4
+        self.here, self.there = (f"10.213.{net}.{first + end}" for end in (1, 2))
 
     def make(self) -> str:
         """Why it cannot be made; empty if it was."""
