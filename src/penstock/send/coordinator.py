@@ -112,6 +112,11 @@ class Coordinator:
         return self._session.phase
 
     @property
+    def failure(self) -> Aborted | None:
+        """What everybody was told when the session failed."""
+        return self._failure
+
+    @property
     def next_step(self) -> int:
         """The first step that is not committed."""
         return self._session.next_step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from penstock.errors import Closed
 from penstock.send.carrier import Envelope, Peer
@@ -22,6 +23,8 @@ class MemoryPlane:
         self._clients: dict[Peer, MemoryClient] = {}
         self._numbers = itertools.count(1)
         self._wake = Wake()
+        self.last_words: Callable[[], bytes | None] = lambda: None
+        """What a plane that ended by a failure answers to who still speaks to it."""
 
     @property
     def url(self) -> str:
@@ -41,7 +44,11 @@ class MemoryPlane:
     def deliver(self, peer: Peer, header: bytes, frames: Frames) -> None:
         """A client's message; called from the client's thread."""
         if self._wake.closed:
-            raise Closed("the plane in this process was closed")
+            words = self.last_words()
+            if words is None:
+                raise Closed("the plane in this process was closed")
+            self.send(peer, words)
+            return
         self._inbox.append((peer, header, frames))
         self._wake.call()
 

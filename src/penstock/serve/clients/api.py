@@ -79,6 +79,7 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     try:
         others = [plane_carrier(url, settings.keys) for url in settings.listen]
         server = Server(settings, log, [memory, *others])
+        memory.last_words = server.last_words
     except BaseException:
         log.close()
         raise

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import Conflict, CorruptFile, DiskFull, Fenced, StorageError
+from penstock.serve.decisions import fork
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
 
 FORMAT = 2
@@ -270,7 +271,7 @@ class Log:
             self._checkpointer.close()
         self._db.close()
         if self._lock is not None:
-            os.close(self._lock)
+            fork.close(self._lock)
 
 
 def _own(folder: Path) -> int:
@@ -287,6 +288,7 @@ def _own(folder: Path) -> int:
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    fork.close_in_children(descriptor)
     return descriptor
 
 

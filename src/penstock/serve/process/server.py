@@ -127,10 +127,24 @@ class Server:
                 self.turn(time.monotonic())
         except BaseException as error:
             self.failure = error
-            self._carry_out(self.coordinator.fail(f"the plane ended: {error}"))
+            self._end_session(error)
             raise
         finally:
             self._close()
+
+    def _end_session(self, error: BaseException) -> None:
+        """Tell every rank, also those whose message was not read yet."""
+        self._carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
+        words = self.coordinator.failure
+        for carrier in self._carriers:
+            for peer, _header, _frames in carrier.receive():
+                if words is not None:
+                    self._send((carrier, peer), words)
+
+    def last_words(self) -> bytes | None:
+        """What a plane that ended answers to whoever can still reach it; None if it ended in order."""
+        words = self.coordinator.failure
+        return None if self.failure is None or words is None else self._pack(words)
 
     def _close(self) -> None:
         for carrier in self._carriers:

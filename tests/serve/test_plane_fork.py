@@ -1,0 +1,88 @@
+"""A forked process has the plane's memory and none of its threads: it must say so, and hold nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.testing.groups import named_group
+from tests.serve.conftest import OpenPlane
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def in_child(act: Callable[[], object]) -> str:
+    """What a forked child says; it must not take long."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        began = time.monotonic()
+        try:
+            said = f"returned {act()!r}"
+        except BaseException as error:  # noqa: BLE001 - the child has nobody else to tell
+            said = f"{type(error).__name__}: {error}"
+        late = " late" if time.monotonic() - began > 2 else ""
+        os.write(write, f"{said}{late}".encode())
+        os._exit(0)
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], 60)
+    said = os.read(read, 4096).decode() if ready else "nothing"
+    os.close(read)
+    if not ready:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.parametrize("where", ["memory:", "ipc"])
+def test_a_handle_used_in_a_forked_process_raises_at_once(open_plane: OpenPlane, tmp_path: Path, where: str) -> None:
+    url = f"ipc://{tmp_path}/plane.sock"
+    local = open_plane(ranks=1, groups_per_step=1, listen=[url])
+    plane = local if where == "memory:" else ps.open(url)
+    plane.put(named_group("a"))
+    source = local.source(0) if where == "memory:" else ps.connect(url, rank=0, world=1)
+    step = source.step(timeout=20)
+    calls: list[Callable[[], object]] = [
+        lambda: plane.put(named_group("b"), timeout=3),
+        plane.status,
+        lambda: plane.policy_version,
+        lambda: plane.source(0),
+        lambda: source.step(timeout=3),
+        lambda: source.commit(step),
+        lambda: source.report(step),
+        source.flush,
+    ]
+    for call in calls:
+        said = in_child(call)
+        assert said.startswith("Closed: opened in another process"), said
+        assert not said.endswith("late"), said
+    for close in (plane.close, source.close):
+        assert in_child(close) == "returned None"
+    source.commit(step)  # here all goes on
+    source.flush()
+    source.close()
+    if plane is not local:
+        plane.close()
+
+
+def test_a_forked_child_does_not_keep_the_folder_locked(open_plane: OpenPlane, tmp_path: Path) -> None:
+    plane = open_plane(tmp_path / "run", ranks=1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    plane.close()
+    try:
+        open_plane(tmp_path / "run", ranks=1).close()
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
