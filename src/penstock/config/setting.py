@@ -40,13 +40,15 @@ _KNOWN: dict[type[Any], tuple[Setting, ...]] = {}
 class Kinds(dict[str, type[Any]]):
     """Classes that a setting may be made of, by the name a file gives them."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def example(self) -> str:
-        """The first of them that takes parameters, as a file writes it."""
-        name, kind = next((item for item in self.items() if dataclasses.fields(item[1])), ("", object))
-        values = [f"{setting.name} = {setting.default}" for setting in settings_of(kind)]
-        return f'{{ kind = "{name}", {", ".join(values)} }}'
+    @property
+    def takes(self) -> str:
+        """The names, and how the first of them that has parameters is given them."""
+        names = f"one of {', '.join(self)}"
+        for name, kind in self.items():
+            values = [f"{setting.name} = {setting.default}" for setting in settings_of(kind)]
+            if values:
+                return f'{names}; or with parameters, {{ kind = "{name}", {", ".join(values)} }}'
+        return names
 
     def name_of(self, value: object) -> str | None:
         """The name of a value's class; None where it is not one of these."""
@@ -211,7 +213,7 @@ def _finite(value: Any) -> Any:
 
 def _words(setting: Setting) -> str:
     if setting.kinds is not None:
-        return f"one of {', '.join(setting.kinds)}; or with parameters, {setting.kinds.example()}"
+        return setting.kinds.takes
     if setting.record is not None:
         return "a table"
     if setting.is_size:
