@@ -292,6 +292,18 @@ def test_a_restart_takes_back_the_marker_and_keeps_the_finished_file_beside(tmp_
     assert (folder / "rank_0.jsonl.1").read_bytes() == before
 
 
+def test_a_dummy_takes_back_the_marker_too(tmp_path: Path) -> None:
+    """A rank may have nothing else in a step; what it said of it in an earlier attempt must not stand."""
+    step = pack([sample("a", 5)], ranks=2, seq_len=8)
+    for rank, own in enumerate(step.ranks):
+        export(tmp_path, *own, rank=rank, world=2)
+    (dummy,) = step.ranks[1]
+    assert dummy.is_dummy and len(Export(tmp_path).steps()) == 1
+    with TokenExporter(tmp_path, rank=1, world=2) as exporter:
+        exporter.write(1, dummy, terms_for(dummy))
+        assert Export(tmp_path).steps() == []
+
+
 def test_a_rank_of_an_attempt_before_does_not_complete_a_step(tmp_path: Path) -> None:
     batch = batch_of(sample("a", 5))
     for rank in range(2):

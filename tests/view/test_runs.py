@@ -37,6 +37,20 @@ def test_where_there_are_several_runs_none_is_chosen_in_silence(two_runs: Path) 
     assert [run["run"] for run in Library(exports={"both": export}).overview()["exports"][0]["runs"]] == export.runs
 
 
+def test_a_rank_with_nothing_but_a_dummy_makes_no_run_of_its_own(tmp_path: Path) -> None:
+    samples = samples_of_step(np.random.default_rng(0), Words(), 1, groups=1, size=1)
+    packed = pack([sample.replace(run="r") for sample in samples], ranks=2, seq_len=512)
+    assert [batch.is_dummy for own in packed.ranks for batch in own] == [False, True]
+    for rank, own in enumerate(packed.ranks):
+        with TokenExporter(tmp_path, rank=rank, world=2) as exporter:
+            for batch in own:
+                exporter.write(1, batch, terms_of(np.random.default_rng(0), batch))
+            exporter.close_step(1, runs={"r": 1})
+    export = Export(tmp_path)
+    assert export.runs == ["r"] and not (tmp_path / "token_exports").exists()
+    assert [one.is_dummy for mark in export.step(1).done().values() for one in mark.micro_batches] == [False, True]
+
+
 def test_tokens_command_shows_every_run(two_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokens", str(two_runs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()

@@ -47,6 +47,7 @@ _Key = tuple[str, int]
 class _Write:
     key: _Key
     facts: dict[str, Any]
+    packed: PackedBatch
     snapshot: Snapshot
     policy_version: int | None
 
@@ -57,6 +58,7 @@ class _Finish:
     step: int
     seconds: float | None
     metrics: dict[str, float | None]
+    dummies: list[PackedBatch]
 
 
 class TokenExporter:
@@ -119,6 +121,8 @@ class TokenExporter:
         self._begun: dict[_Key, float | None] = {}
         """Steps being written, and when the trainer's step before their first one ended."""
         self._closed_steps: set[_Key] = set()
+        self._dummies: list[tuple[str, PackedBatch]] = []
+        """Since the last step of a run that was closed, with the run where they say one."""
         self._last_close: tuple[int, float] | None = None
         """The trainer's step that was closed last, exported or not, and when."""
         self._error: BaseException | None = None
@@ -145,10 +149,16 @@ class TokenExporter:
         if number % self.every:
             return
         self._check()
-        key = (batch.run, number if run_step is None else run_step)
-        self._begin(key, number)
         micro_step = self._micro_steps.get(number, 0)
         self._micro_steps[number] = micro_step + 1
+        packed = _describe(batch, number, micro_step)
+        key = (batch.run, number if run_step is None else run_step)
+        # A dummy has no record and may not know its run: it takes back a step that is there, and makes none.
+        if not batch.is_dummy or step_folder(self.folder, *key).is_dir():
+            self._begin(key, number)
+        if batch.is_dummy:
+            self._dummies.append((batch.run, packed))
+            return
         facts = {
             "schema_version": SCHEMA_VERSION,
             "step": number,
@@ -159,7 +169,7 @@ class TokenExporter:
             "export_sequence_idx": 0,
         }
         snapshot = Snapshot.of(batch, terms, omit=self._omit)
-        self._queue.put(_Write(key=key, facts=facts, snapshot=snapshot, policy_version=policy_version))
+        self._queue.put(_Write(key=key, facts=facts, packed=packed, snapshot=snapshot, policy_version=policy_version))
 
     def close_step(
         self,
@@ -191,7 +201,11 @@ class TokenExporter:
             before = self._begun.pop(key)
             self._closed_steps.add(key)
             seconds = None if before is None else now - before
-            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=kept))
+            # A dummy that names no run is the only run's; with several nobody can say whose it is.
+            dummies = [packed for run, packed in self._dummies if run == key[0] or (not run and len(runs) == 1)]
+            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=kept, dummies=dummies))
+        if runs:
+            self._dummies = []
         self._last_close = (number, now)
         if self._barrier is not None:
             self.flush()
@@ -263,11 +277,12 @@ class TokenExporter:
     def _handle(self, item: _Write | _Finish, files: dict[_Key, StepFile]) -> None:
         if isinstance(item, _Write):
             file = self._file(item.key, item.facts["step"], files)
-            file.micro_batches.append(_describe(item))
+            file.micro_batches.append(item.packed)
             file.add(item.snapshot.records(item.facts, item.policy_version))
             return
         file = self._file(item.key, item.step, files)
         del files[item.key]
+        file.micro_batches = sorted((*file.micro_batches, *item.dummies), key=lambda one: (one.step, one.micro_step))
         done = Done(rank=self.rank, world=self.world, attempt=self._attempt, seconds=item.seconds, metrics=item.metrics)
         file.finish(done)
         if self._barrier is None:
@@ -290,12 +305,11 @@ class TokenExporter:
             promote(folder)
 
 
-def _describe(item: _Write) -> PackedBatch:
-    batch = item.snapshot.batch
+def _describe(batch: MicroBatch, step: int, micro_step: int) -> PackedBatch:
     return PackedBatch(
-        step=item.facts["step"],
-        micro_step=item.facts["micro_step"],
-        tokens=len(item.snapshot.columns["token_ids"]),
+        step=step,
+        micro_step=micro_step,
+        tokens=batch.num_tokens,
         padding=batch.padding,
         samples=batch.segments.lengths.tolist(),
         modality=batch.modality,
