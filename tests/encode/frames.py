@@ -28,4 +28,4 @@ def parts(frame: bytes) -> tuple[list[Any], bytes, bytes]:
 def forged(header: Any, head: bytes, body: bytes) -> bytes:
     """A frame of these parts whose sizes and checksums are right."""
     raw = header if isinstance(header, bytes) else msgspec.msgpack.encode(header)
-    return assemble(raw, [head], [body])
+    return b"".join(assemble(raw, [head], [body]))

@@ -9,34 +9,38 @@ import numpy as np
 import pytest
 
 from penstock.arrays import Sample
-from penstock.encode import encode
-from penstock.pack import Packing
-from penstock.send.messages import Buffer
-from penstock.send.steps import Staged
-from penstock.serve.decisions.step_builder import BuiltStep, Facts, StepBuilder
-from penstock.testing.simulated import run_of_group
+from penstock.arrays.digests import sample_digests
+from penstock.encode import decode, encode
+from penstock.send.messages import Buffer, Frames
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.step_builder import StepBuilder
+from penstock.serve.process.pipeline import Pipeline
+from penstock.serve.process.workers import Workers
+from penstock.testing.plain_groups import run_of_group
 from penstock.testing.simulation import Simulation, main
 
 PLAIN_SEEDS, REAL_SEEDS, PARTS = 2000, 64, 8
 
 
-class RealMaker:
-    """Plans, packs and encodes real samples; a group's name stands for its content."""
+class RealIntake(Intake):
+    """Makes real samples of a group's name."""
 
-    def __init__(self, ranks: int) -> None:
-        self._builder = StepBuilder(Packing(ranks=ranks, seq_len=64))
+    def run_of(self, frame: Buffer) -> str:
+        return super().run_of(_frame(frame))
 
-    def look(self, group: str, frame: Buffer) -> Facts:
-        return self._builder.look(group, _frame(frame))
+    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
+        return super().take([(group, _frame(frame)) for group, frame in batch])
 
-    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
-        return self._builder.make(step, [_frame(frame) for frame in frames])
 
-    def again(self, step: int, frames: Sequence[Buffer], shares: Sequence[bytes]) -> Staged:
-        return self._builder.again(step, [_frame(frame) for frame in frames], shares)
+def real_pipeline(engine: Engine, workers: Workers) -> Pipeline:
+    """Plans, packs and encodes real samples."""
+    builder = StepBuilder(engine.settings.packing, engine.keeper)
+    return Pipeline(engine, RealIntake(engine.settings, engine.keeper), builder, workers)
 
-    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
-        return self._builder.misfits([_frame(frame) for frame in frames])
+
+def real_digests(frames: Frames) -> list[bytes]:
+    return sample_digests(decode(frames[0]))
 
 
 def _frame(data: Buffer) -> bytes:
@@ -66,7 +70,7 @@ def test_every_promise_holds_whatever_fails(part: int) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_holds_with_real_samples_and_packing(part: int) -> None:
     for seed in range(10_000 + part, 10_000 + REAL_SEEDS, PARTS):
-        Simulation(seed, builder=RealMaker).run()
+        Simulation(seed, pipeline=real_pipeline, digests=real_digests).run()
 
 
 # Seeds that once failed, with what they found.

@@ -12,16 +12,16 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target
+from penstock.testing.engines import DirectEngine
 from penstock.testing.pace import pace, stretched
 
 FAST = stretched(Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2), pace())
 """Short on an idle machine; as long as a busy one needs, measured when the tests begin."""
 
 OpenPlane = Callable[..., ps.Plane]
-OpenEngine = Callable[..., Engine]
+OpenEngine = Callable[..., DirectEngine]
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def open_plane() -> Iterator[OpenPlane]:
 @pytest.fixture
 def open_engine() -> Iterator[OpenEngine]:
     """An engine over a log; every one of them must balance, and so must what it wrote down."""
-    opened: list[Engine] = []
+    opened: list[DirectEngine] = []
 
-    def open_(folder: Path | None = None, *, log: Log | None = None, **settings: Any) -> Engine:
+    def open_(folder: Path | None = None, *, log: Log | None = None, **settings: Any) -> DirectEngine:
         replay = settings.pop("replay", Replay())
         target = settings.pop("target", Target(groups=2))
         packing = Packing(ranks=settings.pop("ranks", 2), seq_len=64)
         log = log or Log(folder, max_disk_bytes=settings.get("max_disk_bytes"))
-        engine = Engine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)
+        engine = DirectEngine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)
         opened.append(engine)
         return engine
 
@@ -69,7 +69,7 @@ def open_engine() -> Iterator[OpenEngine]:
         engine.log.close()
 
 
-def check_written(engine: Engine) -> None:
+def check_written(engine: DirectEngine) -> None:
     """What the log says of every group is what the ledger counts."""
     totals = {(state.name.lower(), reason): n for (state, reason), n in engine.log.totals().items()}
     counted = engine.ledger.as_dict()

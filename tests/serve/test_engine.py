@@ -12,26 +12,26 @@ from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, DiskFull, InvalidInput, Overloaded
 from penstock.hold import Fifo, SamplesPerInsert, Uniform
 from penstock.send.steps import Staged
-from penstock.serve.decisions.engine import Engine
 from penstock.serve.settings import Replay, Target
+from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine
 
 
-def put(engine: Engine, *names: str, **group: Any) -> None:
+def put(engine: DirectEngine, *names: str, **group: Any) -> None:
     """Put groups, which must all be accepted."""
     for name in names:
         assert engine.put(name, name, encode(named_group(name, **group))) is None
     assert [(o.ticket, o.error) for o in engine.flush()] == [(name, None) for name in names]
 
 
-def plan(engine: Engine) -> Staged:
+def plan(engine: DirectEngine) -> Staged:
     staged = engine.plan_step(engine.last_step + 1)
     assert isinstance(staged, Staged), staged
     return staged
 
 
-def train(engine: Engine, version: int | None = None) -> Staged:
+def train(engine: DirectEngine, version: int | None = None) -> Staged:
     """Plan, deliver and commit a step."""
     staged = plan(engine)
     engine.received(staged.step)
@@ -225,7 +225,7 @@ def test_a_group_pushed_out_after_its_use_is_committed_with_the_step_that_used_i
 def test_one_group_nothing_can_be_made_with_does_not_stop_the_others(open_engine: OpenEngine) -> None:
     engine = open_engine()
     put(engine, "a", "b", "c")
-    engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op = 1")
+    damage_frame(engine, "a")
     plan(engine)
     assert (engine.ledger.quarantined, engine.ledger.scheduled) == (2, 4)
     assert engine.counts["groups_quarantined"] == 1
@@ -245,7 +245,7 @@ def test_a_group_that_does_not_go_with_the_others_is_set_aside(open_engine: Open
 def test_quarantine_survives_a_restart(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     put(engine, "a", "b", "c", "d", "e")
-    engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op = 1")
+    damage_frame(engine, "a")
     plan(engine)
     before = engine.ledger.as_dict()
     engine.log.close()
@@ -276,8 +276,9 @@ def test_a_failed_write_is_no_acknowledgement_and_leaves_no_trace(open_engine: O
     engine = open_engine(tmp_path)
     put(engine, "a", "b", "c", "d")
     engine.log._db.execute("PRAGMA max_page_count=1")  # as large as it is now: SQLite reports a full disk
-    engine.put(1, "big", encode(named_group("big", tokens=60_000)))
-    assert isinstance(engine.flush()[0].error, DiskFull)
+    for i in range(40):  # a transaction that needs more pages than there are
+        engine.put(i, f"more-{i}", encode(named_group(f"more-{i}", samples=40)))
+    assert all(isinstance(outcome.error, DiskFull) for outcome in engine.flush())
     assert engine.ledger.accepted == 8
     engine.log._db.execute("PRAGMA max_page_count=1000000")
     put(engine, "big", tokens=60_000)

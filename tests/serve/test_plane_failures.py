@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 import penstock as ps
+from penstock.arrays.digests import sample_digests, step_digest
+from penstock.encode import decode
 from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted
 from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.messages import Deliver, pack_message, read_from_plane
 from penstock.serve.clients.source import Source
-from penstock.serve.decisions.step_builder import digest_of
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace
 from tests.serve.conftest import FAST, OpenPlane
@@ -50,7 +51,7 @@ class NonsenseClient:
         got = self._inner.receive(timeout_s)
         message = read_from_plane(got[0]) if got else None
         if got and isinstance(message, Deliver):
-            digest = digest_of(b"nonsense", got[1][0])
+            digest = step_digest(b"nonsense", sample_digests(decode(got[1][0])))
             return pack_message(msgspec.structs.replace(message, plan=b"nonsense", digest=digest)), got[1]
         return got
 

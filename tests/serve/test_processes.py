@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
+from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import TIMEOUTS, settings
 from penstock.testing.torture import CARRIERS, Run, torture
 
@@ -81,7 +81,7 @@ source = plane.source(0)
 for i in range(4):
     plane.put(named_group(f"g{i}", tokens=20_000))
 source.step(timeout=20)
-size = sum(path.stat().st_size for path in Path(sys.argv[1]).iterdir())
+size = max(path.stat().st_size for path in Path(sys.argv[1], "frames").iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))
 refused = ""
 for i in range(4, 60):
@@ -136,12 +136,12 @@ ONE_PUT = """
 import sys
 import penstock as ps
 from penstock.encode import encode
-from penstock.serve.decisions.engine import Engine
+from penstock.testing.engines import DirectEngine
 from penstock.serve.decisions.log import Log
 from penstock.testing.groups import named_group
 from penstock.testing.processes import settings
 
-engine = Engine(settings(2), Log(sys.argv[1]))
+engine = DirectEngine(settings(2), Log(sys.argv[1]))
 for i in range(6):
     engine.put(i, f"g{i}", encode(named_group(f"g{i}")))
     if engine.flush()[0].error is None:
@@ -183,7 +183,7 @@ def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path,
         ]
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=250, check=False)
         said = done.stdout.split("\n")
-        engine = Engine(settings(2), Log(folder))
+        engine = DirectEngine(settings(2), Log(folder))
         known = {row.id for row in engine.log.groups()}
         assert {line for line in said if line.startswith("g")} <= known
         assert engine.next_step > max([int(line[10:]) for line in said if line.startswith("committed")], default=0)

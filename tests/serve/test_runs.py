@@ -15,27 +15,28 @@ from penstock.errors import ConfigError, Evicted, InvalidInput, Overloaded, Unkn
 from penstock.hold import Fifo, MinSize, Prioritized
 from penstock.pack import Packing
 from penstock.send.steps import Staged
-from penstock.serve.decisions.engine import Engine, Outcome
+from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.settings import PlaneSettings, Replay, Target
+from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine, OpenPlane
 
 HALVES = {"a": 1.0, "b": 1.0}
 
 
-def offer(engine: Engine, name: str, run: str, **group: Any) -> Outcome | None:
+def offer(engine: DirectEngine, name: str, run: str, **group: Any) -> Outcome | None:
     """Put a group; the outcome if it was refused."""
     return engine.put(name, name, encode(named_group(name, run=run, **group))) or next(
         (outcome for outcome in engine.flush() if outcome.error is not None), None
     )
 
 
-def fill(engine: Engine, run: str, count: int, *, first: int = 0, **group: Any) -> None:
+def fill(engine: DirectEngine, run: str, count: int, *, first: int = 0, **group: Any) -> None:
     for i in range(first, first + count):
         assert offer(engine, f"{run}{i}", run, **group) is None
 
 
-def train(engine: Engine) -> Counter[str]:
+def train(engine: DirectEngine) -> Counter[str]:
     """Plan and commit a step; the tokens that each run had in it."""
     staged = engine.plan_step(engine.last_step + 1)
     assert isinstance(staged, Staged), staged
@@ -180,7 +181,9 @@ def test_a_run_whose_groups_cannot_be_packed_is_evicted(open_engine: OpenEngine)
     engine = open_engine(shares=HALVES, target=Target(groups=2), evict_after=2)
     fill(engine, "a", 4)
     fill(engine, "b", 4)
-    engine.log._db.execute("UPDATE frames SET frame = X'00112233' WHERE op IN (SELECT op FROM groups WHERE run = 'b')")
+    for row in list(engine.state.rows.values()):
+        if row.run == "b":
+            damage_frame(engine, row.id)
     assert train(engine) == {"a": 24}
     assert engine.counts["runs_evicted"] == 1
     assert "2 of its groups could not be packed" in engine.run_tables.evicted["b"]

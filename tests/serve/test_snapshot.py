@@ -12,10 +12,11 @@ import pytest
 from penstock.encode import encode
 from penstock.hold import Fifo, Freshest, MinPriority, Prioritized, Uniform
 from penstock.send.steps import Staged
-from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import Replay
+from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine
 
@@ -27,7 +28,7 @@ POLICIES = {
 }
 
 
-def live(engine: Engine, first: int, last: int) -> list[list[str]]:
+def live(engine: DirectEngine, first: int, last: int) -> list[list[str]]:
     """What a run with two members does between two step numbers; the digests of its steps."""
     digests = []
     for step in range(first, last):
@@ -70,9 +71,9 @@ def test_a_restart_from_memory_equals_one_from_the_whole_log(
     assert got == straight
     taken = engine.log.snapshot()
     assert taken is not None and taken[0] > engine.state.op // 2  # of late, so that the test means something
-    short = PlaneState.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    short = rebuild(engine.log, POLICIES[policy], retain_steps=3)
     engine.log._db.execute("DELETE FROM snapshots")
-    whole = PlaneState.rebuild(engine.log, POLICIES[policy], retain_steps=3)
+    whole = rebuild(engine.log, POLICIES[policy], retain_steps=3)
     assert everything(short) == everything(whole) == everything(engine.state)
 
 
@@ -121,7 +122,7 @@ def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path:
     seen: list[str] = []
     again = open_engine(tmp_path, retain_steps=2)
     again.log._db.set_trace_callback(seen.append)
-    PlaneState.rebuild(again.log, Replay(), retain_steps=2)
+    rebuild(again.log, Replay(), retain_steps=2)
     again.log._db.set_trace_callback(None)
     held = len(again.state.rows)
     single = [query for query in seen if "WHERE op = " in query]

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.arrays.versions import known
 from penstock.commands.tables import aligned
 from penstock.encode.codings import NAMES
-from penstock.encode.head import Front
+from penstock.encode.head import Head
 from penstock.encode.layout import Block
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput
@@ -79,7 +79,7 @@ def inspect_frame(data: bytes) -> dict[str, Any]:
     }
 
 
-def _codings(front: Front) -> dict[str, str]:
+def _codings(front: Head) -> dict[str, str]:
     header = front.header
     named = {"lengths": header.lengths, "loss_tokens": header.loss_tokens, "policy_version": header.policy_versions}
     named |= {spec.name: spec.values for spec in (*header.head_columns, *header.body_columns)}

@@ -1,7 +1,7 @@
 """Samples to bytes and back: one frame per batch, every column in its cheapest lossless coding."""
 
-from penstock.encode.head import Front, Limits, read_head
+from penstock.encode.head import Head, Limits, read_head
 from penstock.encode.reading import decode
 from penstock.encode.writing import encode
 
-__all__ = ["Front", "Limits", "decode", "encode", "read_head"]
+__all__ = ["Head", "Limits", "decode", "encode", "read_head"]

@@ -116,6 +116,15 @@ class Writer:
             return Block(PLANES, 0, self.add(*(compress(plane, level=1) for plane in split_bytes(values))))
         return self.plain(RAW, 0, values)
 
+    def write_pieces(self, pieces: Sequence[Array]) -> Block:
+        """Write the rows of several arrays as one raw array, without joining them first."""
+        size = 0
+        for piece in pieces:
+            self.pieces.append(_octets(piece))
+            size += piece.nbytes
+        self._pad(size)
+        return Block(RAW)
+
     def write_rows(self, values: Array) -> Block:
         """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`."""
         flat = values.reshape(len(values), -1)

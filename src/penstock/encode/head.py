@@ -1,4 +1,4 @@
-"""A frame's front: lengths, ids, groups, versions and whatever else was given once per sample.
+"""A frame's head: lengths, ids, groups, versions and whatever else was given once per sample.
 
 Nothing in it is believed: counts are compared with the reader's limits before anything is allocated, sizes
 before they are used, values after they are read. What a planner needs is all here, in front of the body.
@@ -48,7 +48,7 @@ DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class Head:
     """What a frame says before its body: enough to plan, account and look up."""
 
     header: Header
@@ -74,20 +74,20 @@ class Front:
         return len(self.lengths)
 
 
-def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Front:
-    """Lengths, ids and accounting of a frame, from its front alone.
+def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
+    """Lengths, ids and accounting of a frame, without its body.
 
     >>> import penstock as ps
-    >>> front = read_head(ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1])]))
-    >>> front.ids, front.lengths.tolist(), front.loss_tokens.tolist()
+    >>> head = read_head(ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1])]))
+    >>> head.ids, head.lengths.tolist(), head.loss_tokens.tolist()
     (('a',), [3], [2])
     """
     sections = split(data, whole=False)
     return parse_head(sections, limits)[0]
 
 
-def parse_head(sections: Sections, limits: Limits) -> tuple[Front, Counter[str]]:
-    """The front of a frame that was split, and how many bytes each part of it takes."""
+def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
+    """The head of a frame that was split, and how many bytes each part of it takes."""
     header = parse_header(sections.header)
     _check_limits(header, limits)
     _check_names(header)
@@ -97,7 +97,7 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Front, Counter[str]]
     _check_text(text)
     for name in TEXT_COLUMNS.keys() - text.keys():
         text[name] = ("",) * len(lengths)
-    front = Front(  # the reads stand in the order of the file
+    head = Head(  # the reads stand in the order of the file
         header=header,
         lengths=lengths,
         loss_tokens=loss_tokens,
@@ -109,7 +109,7 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Front, Counter[str]]
         images=_check_images(header),
     )
     reader.finish("frame head")
-    return front, reader.used
+    return head, reader.used
 
 
 def _check_limits(header: Header, limits: Limits) -> None:

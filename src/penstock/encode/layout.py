@@ -102,8 +102,8 @@ class Sections:
     body_hash: int
 
 
-def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> bytes:
-    """One contiguous frame. Sections are lists of pieces, joined in one pass; the body's are already padded."""
+def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> list[Buffer]:
+    """A frame, in pieces to be joined. Sections are lists of pieces; the body's are already padded."""
     head_size = sum(len(piece) for piece in head)
     padding = -(PREFIX_SIZE + len(header) + head_size) % ALIGN
     front = b"".join([header, *head, bytes(padding)])
@@ -115,7 +115,7 @@ def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> bytes:
         :_CHECKED
     ]
     front_hash = struct.pack("<Q", _front_hash(checked, front))
-    return b"".join([checked, front_hash, front, *body])
+    return [checked + front_hash + front, *body]
 
 
 def _front_hash(checked: Buffer, front: Buffer) -> int:

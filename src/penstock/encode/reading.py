@@ -16,9 +16,10 @@ from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import Reader
-from penstock.encode.head import DEFAULT_LIMITS, Front, Limits, check_floats, parse_head, ragged
+from penstock.encode.head import DEFAULT_LIMITS, Head, Limits, check_floats, parse_head, ragged
 from penstock.encode.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
 from penstock.encode.prefixes import restore
+from penstock.encode.stored import Stored
 from penstock.errors import CorruptFrame, InvalidInput
 
 
@@ -27,50 +28,76 @@ def decode(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Samples:
     return describe(data, limits=limits)[1]
 
 
-def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Front, Samples, Counter[str]]:
-    """A frame's front, its samples, and how many bytes each part of it takes."""
+def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Samples, Counter[str]]:
+    """A frame's head, its samples, and how many bytes each part of it takes."""
     sections = split(data)
-    front, used = parse_head(sections, limits)
+    head, used = parse_head(sections, limits)
     check_body(sections)
-    reader = Reader(sections.body, align=True)
-    samples = _body(front, reader)
+    reader, offsets = Reader(sections.body, align=True), offsets_of(head.lengths)
+    columns = {name: _unfold(column, offsets) for name, column in _read_body(head, offsets, reader).items()}
+    samples = _samples(head, columns | head.columns)
+    _check_values(samples, head)
     used["header"] = len(sections.header) + PREFIX_SIZE
-    return front, samples, used + reader.used
+    return head, samples, used + reader.used
 
 
-def _body(front: Front, reader: Reader) -> Samples:
-    offsets = offsets_of(front.lengths)
-    columns: dict[str, Ragged] = dict(front.columns)
+def open_stored(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Samples, dict[str, Stored]]:
+    """A frame that was checked when it arrived: its head, its small columns, and the others as they are stored.
+
+    Checksums are verified again, for it lay on a disk since; values are not.
+    """
+    sections = split(data)
+    head, _ = parse_head(sections, limits)
+    check_body(sections)
+    offsets = offsets_of(head.lengths)
+    stored = _read_body(head, offsets, Reader(sections.body, align=True))
+    large = {name: column for name, column in stored.items() if name == "token_ids" or TOKEN_COLUMNS[name].trailing}
+    light = {name: _unfold(column, offsets) for name, column in stored.items() if name not in large}
+    return head, _samples(head, light | head.columns), large
+
+
+def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
+    return Samples(
+        columns={name: columns[name] for name in TOKEN_COLUMNS if name in columns},
+        text=head.text,
+        policy_versions=head.policy_versions,
+        images=head.images,
+    )
+
+
+def _read_body(head: Head, offsets: Offsets, reader: Reader) -> dict[str, Stored]:
+    columns: dict[str, Stored] = {}
     # The mask is read first in the file's own order, and before the columns that are sparse by it.
     trained: MaskRuns | None = None
-    for spec in front.header.body_columns:
-        columns[spec.name] = _read_column(spec, front, offsets, reader, trained)
+    for spec in head.header.body_columns:
+        columns[spec.name] = _read_column(spec, head, offsets, reader, trained)
         if spec.name == "loss_mask":
             trained = MaskRuns.of(columns[spec.name].values)
     reader.finish("frame body")
-    samples = Samples(
-        columns={name: columns[name] for name in TOKEN_COLUMNS if name in columns},
-        text=front.text,
-        policy_versions=front.policy_versions,
-        images=front.images,
-    )
-    _check_values(samples, front)
-    return samples
+    return columns
 
 
-def _read_column(spec: ColumnBlock, front: Front, offsets: Offsets, reader: Reader, trained: MaskRuns | None) -> Ragged:
+def _read_column(spec: ColumnBlock, head: Head, offsets: Offsets, reader: Reader, trained: MaskRuns | None) -> Stored:
     dtype: np.dtype[Any] = np.dtype(spec.dtype)
     if spec.rows is not None:
-        kinds = front.row_kinds[spec.name]
-        lengths = np.where(kinds == 2, front.lengths, kinds.astype(np.int64))
-        return ragged(spec, _read_values(spec, dtype, spec.num_values, reader, None), lengths)
-    count = front.header.num_tokens
+        kinds = head.row_kinds[spec.name]
+        lengths = np.where(kinds == 2, head.lengths, kinds.astype(np.int64))
+        rows = ragged(spec, _read_values(spec, dtype, spec.num_values, reader, None), lengths)
+        return Stored(rows.values, rows.offsets, None)
+    count = head.header.num_tokens
     if not spec.shares_prefixes:
-        return Ragged(_read_values(spec, dtype, count, reader, trained), offsets)
-    if front.prefixes is None:
+        return Stored(_read_values(spec, dtype, count, reader, trained), offsets, None)
+    if head.prefixes is None:
         raise CorruptFrame(f"{spec.name}: shares prefixes where there are none")
-    stored = _read_values(spec, dtype, count - front.header.num_shared, reader, None)
-    return Ragged(restore(stored, offsets, front.prefixes), offsets)
+    values = _read_values(spec, dtype, count - head.header.num_shared, reader, None)
+    return Stored(values, offsets_of(head.lengths - head.prefixes.shared), head.prefixes)
+
+
+def _unfold(stored: Stored, offsets: Offsets) -> Ragged:
+    """The column with every token of every sample; `offsets` are those of the samples."""
+    if stored.prefixes is None:
+        return Ragged(stored.values, stored.starts)
+    return Ragged(restore(stored.values, offsets, stored.prefixes), offsets)
 
 
 def _read_values(
@@ -81,7 +108,7 @@ def _read_values(
     return reader.read(spec.values, dtype, count, spec.name, trained)
 
 
-def _check_values(samples: Samples, front: Front) -> None:
+def _check_values(samples: Samples, head: Head) -> None:
     """What a `Sample` guarantees of itself must also hold for samples that came as bytes."""
     for name in ("token_ids", "loss_mask"):
         if name not in samples.columns or samples.columns[name].offsets[-1] != samples.num_tokens:
@@ -89,7 +116,7 @@ def _check_values(samples: Samples, front: Front) -> None:
     mask = samples["loss_mask"].values
     if len(samples) and mask[samples.offsets[:-1]].any():
         raise CorruptFrame("frame: a sample's first token is marked as trained")
-    if not np.array_equal(samples.loss_tokens, front.loss_tokens):
+    if not np.array_equal(samples.loss_tokens, head.loss_tokens):
         raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
     try:
         for name, column in samples.columns.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 import msgspec
@@ -13,8 +13,9 @@ from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import Profile, Writer
-from penstock.encode.layout import TEXTS, ColumnBlock, Header, TextBlock, assemble
+from penstock.encode.layout import TEXTS, Buffer, ColumnBlock, Header, TextBlock, assemble
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
+from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
 
 _PACK = msgspec.msgpack.Encoder()
@@ -33,8 +34,15 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
     if profile not in get_args(Profile):
         raise ConfigError(f"profile: {profile!r}; must be one of {', '.join(get_args(Profile))}")
     batch = Samples.of(samples)
-    head, body = Writer(profile, align=False), Writer(profile, align=True)
     prefixes = find_prefixes(batch["token_ids"].values, batch.offsets)
+    return b"".join(frame_pieces(batch, prefixes, {}, profile))
+
+
+def frame_pieces(
+    batch: Samples, prefixes: Prefixes, gathered: Mapping[str, Gathered], profile: Profile = "fast"
+) -> list[Buffer]:
+    """A frame in pieces. Columns in `gathered` are taken from there, the others from the batch."""
+    head, body = Writer(profile, align=False), Writer(profile, align=True)
     lengths, loss_tokens = head.write(batch.lengths), head.write(batch.loss_tokens)
     policy_versions = head.write(batch.policy_versions)
     text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
@@ -42,9 +50,14 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
     if prefixes.any:
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
         parents, shared = head.write(back), head.write(prefixes.shared)
-    per_sample = [name for name in batch.columns if _is_per_sample(name, batch)]
+    names = [name for name in TOKEN_COLUMNS if name in batch.columns or name in gathered]
+    per_sample = [name for name in names if name not in gathered and _is_per_sample(name, batch)]
     head_columns = tuple(_sparse_rows(n, batch, head, head) for n in per_sample)
-    body_columns = tuple(_column(n, batch, prefixes, head, body) for n in batch.columns if n not in per_sample)
+    body_columns = tuple(
+        _gathered(n, gathered[n], head, body) if n in gathered else _column(n, batch, prefixes, head, body)
+        for n in names
+        if n not in per_sample
+    )
     header = Header(
         num_samples=len(batch),
         num_tokens=batch.num_tokens,
@@ -65,6 +78,15 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
 def _texts(batch: Samples) -> list[str]:
     """The text columns to write: those that every frame has, and those that a sample has."""
     return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
+
+
+def _gathered(name: str, found: Gathered, head: Writer, body: Writer) -> ColumnBlock:
+    """A column whose values lie in pieces; those with trailing dimensions go into the frame as they lie."""
+    trailing, full = tuple(found.example.shape[1:]), bool(found.lengths.all())
+    rows = None if full else head.write(_row_kinds(found.lengths, name))
+    block = body.write_pieces(found.pieces) if trailing else body.write(np.concatenate(found.pieces))
+    count = 0 if full else int(found.lengths.sum())
+    return ColumnBlock(name, found.example.dtype.str, block, trailing, rows, count, found.shares_prefixes)
 
 
 def _is_per_sample(name: str, batch: Samples) -> bool:

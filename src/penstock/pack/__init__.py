@@ -1,5 +1,6 @@
 """Packing: which sample goes into which micro-batch of which rank (plan), and gathering the arrays (fill)."""
 
+from penstock.arrays.sample_facts import SampleFacts
 from penstock.pack.accounting import Accounting, Counts
 from penstock.pack.cost import Cost, Observation
 from penstock.pack.denominators import Denominators, Totals
@@ -9,8 +10,7 @@ from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import check_columns, plan
 from penstock.pack.rank_plan import Plan, RankPlan
-from penstock.pack.sample_facts import SampleFacts
-from penstock.pack.step import RankStep, Step, pack, pack_with
+from penstock.pack.step import RankStep, Step, StepOfRank, pack, pack_with
 
 __all__ = [
     "Accounting",
@@ -28,6 +28,7 @@ __all__ = [
     "SampleFacts",
     "Segments",
     "Step",
+    "StepOfRank",
     "Totals",
     "bytes_needed",
     "check_columns",

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arrays.sample_facts import SampleFacts
 from penstock.pack.bins import Items
 from penstock.pack.cost import Observation
 from penstock.pack.grid import Grid, Placed
 from penstock.pack.packing import Packing
 from penstock.pack.row_targets import Bound
-from penstock.pack.sample_facts import SampleFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
 from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, Array, Column
+from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS, TERMS
 from penstock.errors import InvalidInput
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
-from penstock.pack.sample_facts import MODALITIES, MODE_WEIGHTS, TERMS
 
 PADDING = -1
 LONG_ENOUGH = 128

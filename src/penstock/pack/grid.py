@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import offsets_of
+from penstock.arrays.sample_facts import TEXT, SampleFacts
 from penstock.pack.bins import Bin, Items
 from penstock.pack.packing import Packing
-from penstock.pack.sample_facts import TEXT, SampleFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from penstock.arrays.sample_facts import MODALITIES
 from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.pack.bins import Caps
 from penstock.pack.cost import Cost
 from penstock.pack.packed_images import PackedImages
-from penstock.pack.sample_facts import MODALITIES
 
 UNLIMITED = 2**62
 

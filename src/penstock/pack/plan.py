@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
+from penstock.arrays.sample_facts import MODALITIES, TERMS, TEXT, SampleFacts
 from penstock.errors import InvalidInput
 from penstock.pack.accounting import Accounting, account
 from penstock.pack.bins import Items
@@ -23,7 +24,6 @@ from penstock.pack.packing import Packing
 from penstock.pack.rank_plan import Plan, RankPlan
 from penstock.pack.row_targets import Bound, lower_bound
 from penstock.pack.rows import rows_of
-from penstock.pack.sample_facts import MODALITIES, TERMS, TEXT, SampleFacts
 
 UNPACKABLE = "unpackable"
 """Reason of a sample that begins with an image longer than seq_len."""

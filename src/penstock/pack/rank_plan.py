@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.arrays.sample_facts import MODALITIES
 from penstock.errors import CorruptFrame
 from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Totals
-from penstock.pack.sample_facts import MODALITIES
 
 VERSION = 1
 MAX_TOKENS = 1 << 28

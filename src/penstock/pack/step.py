@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, overload
 
 from penstock.arrays import Sample, Samples
+from penstock.arrays.sample_facts import SampleFacts
 from penstock.pack.accounting import Accounting
 from penstock.pack.cost import Cost
 from penstock.pack.denominators import Denominators, Totals
@@ -20,14 +21,12 @@ from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities, Packing
 from penstock.pack.plan import plan
 from penstock.pack.rank_plan import Plan, RankPlan
-from penstock.pack.sample_facts import SampleFacts
 
 
-class RankStep(Sequence[MicroBatch]):
+class StepOfRank(Sequence[MicroBatch]):
     """One rank's micro-batches of a step, in order, with the denominators of the whole step."""
 
-    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
-        self.samples = samples
+    def __init__(self, rank_plan: RankPlan) -> None:
         self.rank_plan = rank_plan
 
     @property
@@ -54,6 +53,15 @@ class RankStep(Sequence[MicroBatch]):
 
     def __len__(self) -> int:
         return len(self.rank_plan)
+
+
+class RankStep(StepOfRank):
+    """A rank's part of a step that was packed here; a micro-batch is filled when it is asked for."""
+
+    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
+        super().__init__(rank_plan)
+        self.samples = samples
+        """All samples of the step."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(fill(self.samples, self.rank_plan))

@@ -176,8 +176,6 @@ class Coordinator:
         words = self.waiting_for or f"a rank to ask for step {self.next_step}"
         return f"{words}; {self.remark}" if self.remark else words
 
-    # -------------------------------------------------------------- messages
-
     def on_message(self, peer: Peer, message: FromRank, now: float) -> list[Effect]:
         if isinstance(message, Hello):
             return self._on_hello(peer, message, now)
@@ -254,8 +252,6 @@ class Coordinator:
         if late is None:
             return []
         return self._abort(Happened.SILENCE, late.step or self.next_step, late.place[0], late.reason)
-
-    # -------------------------------------------------------------- joining
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> list[Effect]:
         problem = self._members.mismatch(hello)
@@ -348,8 +344,6 @@ class Coordinator:
         self._failure, self._start = None, 0
         self._members.clear()
         self._steps.new_session()
-
-    # -------------------------------------------------------------- ends
 
     def _on_bye(self, place: Place) -> list[Effect]:
         """Leaving is no failure; when all have left, the next hello begins a session of its own."""

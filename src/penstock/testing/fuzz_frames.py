@@ -43,7 +43,7 @@ class Frames:
             head = change(head)
         else:
             body = change(body)
-        return assemble(header, [head], [body])
+        return b"".join(assemble(header, [head], [body]))
 
     def run(self, data: bytes) -> bool:
         try:

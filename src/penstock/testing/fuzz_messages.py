@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from penstock.arrays import Samples
+from penstock.arrays.digests import sample_digests, step_digest
 from penstock.encode import decode, encode
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.pack import Packing, RankPlan, fill, pack
@@ -59,8 +61,8 @@ from penstock.send.messages import (
 )
 from penstock.send.rank_session import Arrived, RankSession
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.step_builder import digest_of
 from penstock.serve.process.server import Server
+from penstock.serve.process.workers import Inline
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.fuzz_frames import LIMITS
 from penstock.testing.fuzz_mutation import Change, change_bytes, change_tree
@@ -73,7 +75,7 @@ _RUN = "fuzz"
 def new_server(carrier: Wire) -> Server:
     """A plane of one rank, one group a step, that keeps everything in memory."""
     settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=_RUN)
-    return Server(settings, Log(None), [carrier])
+    return Server(settings, Log(None), [carrier], workers=Inline())
 
 
 def new_rank() -> RankSession:
@@ -136,9 +138,11 @@ class Messages:
         return _Session().run(items[:MAX_MESSAGES]) if isinstance(items, list) else False
 
     def _to_rank(self) -> list[Any]:
-        frame = encode(named_group("a"))
+        samples = Samples.of(named_group("a"))
+        frame = encode(samples)
+        digest = step_digest(self._one, sample_digests(samples))
         same: dict[str, int] = {"epoch": 1, "session": 1}
-        step = Deliver(run=_RUN, **same, step=1, rank=0, world=1, digest=digest_of(self._one, frame), plan=self._one)
+        step = Deliver(run=_RUN, **same, step=1, rank=0, world=1, digest=digest, plan=self._one)
         return [
             _from_plane(Attached(ticket=0, run_id=bytes(16), run=_RUN, epoch=1, ranks=1)),
             _from_plane(Welcome(**same, ready=True, step=1)),

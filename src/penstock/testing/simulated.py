@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from penstock.errors import CorruptFrame, DiskFull, PenstockError, PlaneLost
+from penstock.arrays.digests import step_digest
+from penstock.errors import DiskFull, PenstockError, PlaneLost
 from penstock.send.carrier import Peer
 from penstock.send.messages import Accepted, Buffer, Frames, FromClient, Rejected, pack_message, read_from_plane
 from penstock.send.producer import Answered, ProducerSession
 from penstock.send.producer import Event as ProducerEvent
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
 from penstock.send.retry import Failed, Out
-from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.step_builder import BuiltStep, Facts, digest_of
+from penstock.testing.plain_groups import run_of_group
 
 if TYPE_CHECKING:
     from penstock.testing.simulation import Simulation
@@ -122,42 +122,6 @@ class KeptLog(Log):
                 raise Crash
         if self.fuse is not None and self.fuse <= 0:
             raise Crash
-
-
-RUNS = ("a", "b")
-
-
-def run_of_group(group: str) -> str:
-    """Each group belongs to a run, by its name."""
-    return RUNS[sum(group.encode()) % len(RUNS)]
-
-
-class PlainMaker:
-    """Steps made of groups that are nothing but a name, so that thousands of runs can be simulated."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def look(self, group: str, frame: Buffer) -> Facts:
-        name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
-        if name != group:
-            raise CorruptFrame(f"group {group!r}: holds {name!r}")
-        run = run_of_group(group)
-        return Facts(samples=samples, tokens=10 * samples, policy_version=version, run=run)
-
-    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
-        plans = tuple(f"{step}:{rank}".encode() for rank in range(self._ranks))
-        samples = sum(msgspec.msgpack.decode(frame, type=tuple[str, int, int])[1] for frame in frames)
-        staged = self.again(step, frames, plans)
-        return BuiltStep(staged=staged, rank_plans=plans, samples=samples, tokens=10 * samples, loss_tokens=5 * samples)
-
-    def again(self, step: int, frames: Sequence[Buffer], plans: Sequence[bytes]) -> Staged:
-        payloads = [b"".join(frames[rank :: self._ranks]) for rank in range(self._ranks)]
-        digests = [digest_of(plan, payload) for plan, payload in zip(plans, payloads, strict=True)]
-        return Staged(step=step, plans=list(plans), payloads=[[p] for p in payloads], digests=digests)
-
-    def misfits(self, frames: Sequence[Buffer]) -> list[int]:  # noqa: ARG002
-        return []
 
 
 class Wire:
@@ -281,7 +245,7 @@ class Rank(Process):
 
     def unpack(self, event: Arrived) -> None:
         step, now = event.deliver.step, self.world.clock.now
-        digest = digest_of(event.deliver.plan, event.frames[0])
+        digest = step_digest(event.deliver.plan, self.world.digests(event.frames))
         assert digest == event.deliver.digest, "the network altered a payload"
         if self.world.happens(self.world.faults.fill_failure):
             self.handle(self.rank_session.fail(step, "cannot unpack", now))

@@ -22,15 +22,29 @@ import msgspec
 
 from penstock.errors import PenstockError, StepAborted
 from penstock.hold import Fifo, Prioritized, Uniform
+from penstock.keep import MemoryKeeper
 from penstock.pack import Packing
 from penstock.send.messages import Frames, Missing, Put, Room, read_from_plane
 from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.state import Manifest, PlaneState
-from penstock.serve.decisions.step_builder import Builder
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.manifest import Manifest
+from penstock.serve.decisions.rebuild import rebuild
+from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
+from penstock.serve.process.workers import Inline, Workers
 from penstock.serve.settings import PlaneSettings, Replay, Target
-from penstock.testing.simulated import Clock, Crash, Faults, KeptLog, PlainMaker, Process, Producer, Rank, Wire
+from penstock.testing.plain_groups import plain_digests, plain_pipeline
+from penstock.testing.simulated import (
+    Clock,
+    Crash,
+    Faults,
+    KeptLog,
+    Process,
+    Producer,
+    Rank,
+    Wire,
+)
 
 TIMEOUTS = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
 _FAULTS_END_S = 4.0
@@ -101,9 +115,14 @@ class Simulation:
     """One run."""
 
     def __init__(
-        self, seed: int, *, builder: Callable[[int], Builder] = PlainMaker, note: Callable[[str], None] = lambda _: None
+        self,
+        seed: int,
+        *,
+        pipeline: Callable[[Engine, Workers], Pipeline] = plain_pipeline,
+        digests: Callable[[Frames], list[bytes]] = plain_digests,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`builder` is called with the number of ranks."""
+        """`pipeline` takes groups in and makes steps; `digests` are those of what a rank was sent."""
         self.seed, self._note = seed, note
         self.rng = rng = Random(seed)  # noqa: S311 - a simulation, not a secret
         self.clock = Clock()
@@ -119,7 +138,8 @@ class Simulation:
         self.settings = _settings(rng, self.ranks)
         self.is_queue = self.settings.replay.max_times_sampled == 1 and self.settings.replay.max_staleness is None
         self.oracle = Oracle(self)
-        self._builder = builder(self.ranks)
+        self._pipeline, self.digests = pipeline, digests
+        self.keeper = MemoryKeeper()
         self._trained: dict[int, set[int]] = {}
         self._session_steps: dict[tuple[int, int], int] = {}
         self.log = KeptLog()
@@ -209,7 +229,14 @@ class Simulation:
     def _start_plane(self) -> None:
         self.log.restart()
         self.wire = Wire(self)
-        self.server = Server(self.settings, self.log, [self.wire], builder=self._builder)
+        self.server = Server(
+            self.settings,
+            self.log,
+            [self.wire],
+            keeper=self.keeper,
+            workers=Inline(),
+            pipeline=self._pipeline,
+        )
         self.plane.up, self.plane.life = True, self.plane.life + 1
         self.note(f"the plane starts, epoch {self.log.epoch}")
         self._tick_plane(self.plane.life)
@@ -290,11 +317,11 @@ class Simulation:
         trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
         if self.is_queue:
             check(sorted(trained) == sorted(known), f"not each group once: {sorted(trained)}, accepted {sorted(known)}")
-        twin = PlaneState.rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
+        twin = rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
         for name in ("ledger", "held_bytes", "held_tokens", "next_step", "last_step", "policy_version", "oldest_step"):
             mine, theirs = getattr(engine.state, name), getattr(twin, name)
             check(mine == theirs, f"{name} is {mine}, made again from the log {theirs}")
-        same = [list(run_tables.keys()) for run_tables in (engine.run_tables, twin.run_tables)]
+        same = [list(run_tables) for run_tables in (engine.run_tables, twin.run_tables)]
         check(same[0] == same[1], "the tables differ from those made again from the log")
         check(
             engine.run_tables.shares.owed == twin.run_tables.shares.owed, "what runs are owed differs after a restart"
@@ -302,7 +329,8 @@ class Simulation:
         for table_name, table in twin.run_tables.tables.items():
             if len(table):
                 check(
-                    twin.draw({table_name: 1}) == engine.state.draw({table_name: 1}),
+                    twin.draw(1 << 40, 1 << 40, {table_name: 1})
+                    == engine.state.draw(1 << 40, 1 << 40, {table_name: 1}),
                     "the next draw differs after a restart",
                 )
 

@@ -24,9 +24,9 @@ import msgspec
 
 from penstock.encode import encode
 from penstock.send.steps import Staged
-from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.state import Manifest
+from penstock.serve.decisions.manifest import Manifest
+from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import Notes, group_of, settings
 
 CARRIERS = ("tcp", "ipc", "shm", "file")
@@ -183,7 +183,7 @@ class Run:
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
         result, log = self.result, Log(self.folder / "run")
-        engine = Engine(settings(RANKS), log)
+        engine = DirectEngine(settings(RANKS), log)
         names = {row.op: row.id for row in log.groups()}
         result.groups = len(names)
         acked = {w[0] for n in range(PRODUCERS) for w in Notes.read(self.folder / f"producer{n}.acked")}
@@ -207,7 +207,7 @@ class Run:
 
 def uninterrupted(names: list[str], steps: int) -> list[list[str]]:
     """Each step's digests by rank, from a plane that nothing happens to."""
-    engine = Engine(settings(RANKS), Log(None))
+    engine = DirectEngine(settings(RANKS), Log(None))
     digests: list[list[str]] = []
     waiting = iter(names)
     while len(digests) < steps:

@@ -75,7 +75,11 @@ open.__signature__ = signature_of(open, PlaneSettings)  # type: ignore[attr-defi
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """A plane in a thread of this process."""
     memory = MemoryPlane()
-    log = Log(None if where == "memory:" else where, max_disk_bytes=settings.max_disk_bytes)
+    log = Log(
+        None if where == "memory:" else where,
+        max_disk_bytes=settings.max_disk_bytes,
+        disk_reserve_bytes=settings.disk_reserve_bytes,
+    )
     try:
         others = [plane_carrier(url, settings.keys) for url in settings.listen]
         server = Server(settings, log, [memory, *others])

@@ -7,20 +7,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, overload
 
 from penstock.arrays import Samples
-from penstock.encode import decode
-from penstock.errors import Closed, InvalidInput, StepAborted, WaitTimeout
-from penstock.pack import MicroBatch, RankPlan, RankStep, fill
+from penstock.arrays.digests import sample_digests, step_digest
+from penstock.encode import Limits, decode
+from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
+from penstock.pack import MicroBatch, RankPlan, StepOfRank, fill
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import MAX_VERSION, Frames, FromPlane
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
-from penstock.serve.decisions.step_builder import digest_of
 
 logger = logging.getLogger("penstock.source")
 _MAX_STEP = 2**53
@@ -30,20 +31,22 @@ _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
 _LEAVE_S = 2.0
 """How long a rank that failed at once waits for the plane to hear of it."""
+_ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
+"""A step is as large as the plane was told to make it; its size was checked group by group."""
 
 
-class SourceStep(RankStep):
+class SourceStep(StepOfRank):
     """One rank's micro-batches of one step, received, checked and filled.
 
     Iterate it for the micro-batches; `loss_tokens` is the denominator over all ranks.
     """
 
     def __init__(self, number: int, digest: str, rank_plan: RankPlan, batches: list[MicroBatch]) -> None:
-        super().__init__(Samples.of([]), rank_plan)  # the samples themselves lie in a buffer that is used again
+        super().__init__(rank_plan)
         self.number = number
         """Steps are counted from 1."""
         self.digest = digest
-        """Of plan and payload, as the plane sent them."""
+        """Of the rank's plan and samples: equal digests, equal steps."""
         self._batches = batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -111,6 +114,9 @@ class Source:
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None
+        self._received: SimpleQueue[Arrived | None] = SimpleQueue()
+        """Steps that wait to be checked and filled."""
+        threading.Thread(target=self._work, name=f"penstock-fill-{rank}", daemon=True).start()
         self._loop = ClientLoop(
             carrier,
             on_message=self._on_message,
@@ -251,6 +257,7 @@ class Source:
             if self._error is None:
                 self._error = Closed("this source was closed")
             self._changed.notify_all()
+        self._received.put(None)
         self._loop.stop()
 
     def __enter__(self) -> Self:
@@ -272,7 +279,7 @@ class Source:
                 self._changed.notify_all()
         for event in events:
             if isinstance(event, Arrived):
-                self._receive(event)  # not under the lock: the rank's thread may be asking for something
+                self._received.put(event)
             else:
                 with self._lock:
                     self._handle([event])
@@ -286,17 +293,27 @@ class Source:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def _work(self) -> None:
+        """Check and fill what arrives, on a thread of its own: heartbeats go on however long that takes."""
+        while (arrived := self._received.get()) is not None:
+            self._receive(arrived)
+            del arrived  # its payload must not live until the next one comes
+
     def _receive(self, arrived: Arrived) -> None:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
-        if len(arrived.frames) != 1 or digest_of(message.plan, arrived.frames[0]) != message.digest:
-            logger.warning("step %d: not the bytes that were sent; asking again", message.step)
+        try:
+            samples = _samples(arrived.frames)
+        except CorruptFrame:
+            samples = None
+        if samples is None or step_digest(message.plan, sample_digests(samples)) != message.digest:
+            logger.warning("step %d: not what was sent; asking again", message.step)
             with self._lock:
                 self._handle(self._session.altered(message.step, time.monotonic()))
             return
         try:
             rank_plan = RankPlan.from_bytes(message.plan)
-            step = SourceStep(message.step, message.digest, rank_plan, fill(decode(arrived.frames[0]), rank_plan))
+            step = SourceStep(message.step, message.digest, rank_plan, fill(samples, rank_plan))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             with self._lock:
                 self._handle(self._session.fail(message.step, f"{type(error).__name__}: {error}", time.monotonic()))
@@ -349,3 +366,9 @@ class Source:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _samples(frames: Frames) -> Samples:
+    """The samples of a payload, which travels in one piece unless it is very large."""
+    data = frames[0] if len(frames) == 1 else b"".join(frames)
+    return decode(data, limits=_ANY_SIZE) if len(data) else Samples.of([])

@@ -8,8 +8,7 @@ checks the epoch, so that a plane which was thought dead and comes back writes n
 
 from __future__ import annotations
 
-import fcntl
-import os
+import contextlib
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,24 +18,27 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import Conflict, CorruptFile, DiskFull, Fenced, StorageError
+import msgspec
+
+from penstock.errors import CorruptFile, DiskFull, Fenced
 from penstock.serve.decisions import fork
+from penstock.serve.decisions.disk import Disk, own, typed_errors
+from penstock.serve.decisions.records import Record, pack_record, read_record
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
 
-FORMAT = 2
-READABLE = (1, FORMAT)
+FORMAT = 3
 _PAGE = 16384
-_MUST_TIDY_BYTES = 4 * TIDY_BYTES
-"""Of write-ahead log, from which on a commit carries it over itself: its thread could not keep up."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
-    op INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, policy_version INTEGER NOT NULL,
+    op INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, policy_version INTEGER,
     samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL,
     state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0,
-    run TEXT NOT NULL DEFAULT '');
-CREATE TABLE IF NOT EXISTS frames (op INTEGER PRIMARY KEY, frame BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS events (op INTEGER PRIMARY KEY, kind TEXT NOT NULL, data BLOB NOT NULL);
+    run TEXT NOT NULL DEFAULT '', prompt TEXT NOT NULL DEFAULT '', kinds BLOB NOT NULL DEFAULT x'80',
+    location TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS facts (op INTEGER PRIMARY KEY, facts BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS records (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshots (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
@@ -60,67 +62,102 @@ _STATES = tuple(State)
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
+    """What is decided with of a group; its facts are kept beside it, its frame by a keeper."""
+
     op: int
     id: str
     digest: bytes
-    policy_version: int
+    policy_version: int | None
+    """Of its oldest sample; None where no sample says."""
     samples: int
     tokens: int
     size: int
-    frame: bytes | memoryview
+    """Bytes of its frame."""
     state: State = State.HELD
     reason: str = ""
     run: str = ""
     """The run it waits with; empty where runs are not kept apart."""
+    prompt: str = ""
+    kinds: tuple[tuple[str, str], ...] = ()
+    """What all groups of a step must have in common, by column."""
+    location: str = ""
+    """Where its frame is kept; empty once that was given back."""
 
 
-_GROUPS = "SELECT op, id, digest, policy_version, samples, tokens, size, state, reason, run FROM groups"
+_NAMES = "op, id, digest, policy_version, samples, tokens, size, state, reason, run, prompt, kinds, location"
+_GROUPS = f"SELECT {_NAMES} FROM groups"  # noqa: S608 - our own names
+_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
 
 
 def _row(found: tuple[Any, ...]) -> GroupRow:
-    op, name, digest, version, samples, tokens, size, state, reason, run = found
-    return GroupRow(op, name, digest, version, samples, tokens, size, b"", _STATES[state], reason, run)
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    op: int
-    kind: str
-    data: bytes
+    op, name, digest, version, samples, tokens, size, state, reason, run, prompt, kinds, location = found
+    return GroupRow(
+        op,
+        name,
+        digest,
+        version,
+        samples,
+        tokens,
+        size,
+        _STATES[state],
+        reason,
+        run,
+        prompt,
+        _KINDS.decode(kinds),
+        location,
+    )
 
 
 class Log:
     """A run's SQLite file, owned by this process until `close`."""
 
-    def __init__(self, folder: str | Path | None, *, max_disk_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path | None, *, max_disk_bytes: int | None = None, disk_reserve_bytes: int = 64 << 20
+    ) -> None:
         """`None` keeps the log in memory: the same code, nothing durable."""
         self.folder = None if folder is None else Path(folder).resolve()
-        self._max_bytes = max_disk_bytes
-        self._lock = None if self.folder is None else _own(self.folder)
-        path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
-        with _typed_errors(path):
+        self._lock = None if self.folder is None else own(self.folder)
+        self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=disk_reserve_bytes)
+        self._wal_bytes = (
+            TIDY_BYTES if self.folder is None else max(min(TIDY_BYTES, self.disk.reserve_bytes // 8), _PAGE)
+        )
+        self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
+        try:
+            try:
+                self._open()
+            except DiskFull:
+                if not self.disk.release():
+                    raise
+                self._open()
+        except BaseException:
+            self._let_go()
+            raise
+        self._written_bytes = 0
+        """In the transaction under way."""
+        self._checkpointer = None if self.folder is None else WalCheckpointer(self._path, self._wal_bytes)
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
+        with typed_errors(self._path):
             self._db.execute(f"PRAGMA page_size={_PAGE}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.execute(f"PRAGMA journal_size_limit={_MUST_TIDY_BYTES}")
-            self._db.execute(f"PRAGMA wal_autocheckpoint={_MUST_TIDY_BYTES // _PAGE}")
+            self._db.execute(f"PRAGMA journal_size_limit={4 * self._wal_bytes}")
+            # Of write-ahead log, from which on a commit carries it over itself: its thread could not keep up.
+            self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
+            self._check_format()
             self._db.executescript(_SCHEMA)
-            self._upgrade(path)
             self.take_over()
-        self._frame_bytes = 0
-        """In the transaction under way."""
-        self._checkpointer = None if self.folder is None else WalCheckpointer(path)
 
-    def _upgrade(self, path: str) -> None:
-        found = self.meta("format", FORMAT)
-        if found not in READABLE:
-            raise CorruptFile(f"{path}: format {found}; this version reads format {FORMAT}; use a matching one")
-        if found == 1:  # no runs were kept apart then
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("ALTER TABLE groups ADD COLUMN run TEXT NOT NULL DEFAULT ''")
-            self.set_meta("format", FORMAT)
-            self._db.execute("COMMIT")
+    def _check_format(self) -> None:
+        tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        # Tables without a format are of a plane that was killed while it made them: nothing is in them.
+        found = self.meta("format", FORMAT) if "meta" in tables else FORMAT
+        if found != FORMAT:
+            raise CorruptFile(
+                f"{self._path}: format {found}; this version reads format {FORMAT}; finish the run with the version of "
+                "Penstock that began it, or begin a new folder"
+            )
 
     def take_over(self) -> None:
         """Begin a new epoch: whoever wrote before may write no more."""
@@ -134,39 +171,44 @@ class Log:
         self.set_meta("epoch", self.epoch)
         self._db.execute("COMMIT")
 
-    def check_room(self, size: int) -> None:
-        """Raise DiskFull if so many bytes of groups would exceed the quota.
-
-        The quota holds for what is put, not for the few bytes of a step or a commit: those free space in the end.
-        """
-        if self._max_bytes is None:
-            return
+    @property
+    def used_bytes(self) -> int:
+        """What the log itself takes: pages in use, and the write-ahead log."""
         pages, free = (
             int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count")
         )
-        used = (pages - free) * _PAGE
-        if used + size > self._max_bytes:
-            raise DiskFull(
-                f"{self.folder or 'memory'}: {used:,} bytes are used and {size:,} more do not fit max_disk_bytes "
-                f"{self._max_bytes:,}; raise it, lower retain_steps, or wait until steps are committed"
-            )
+        wal = 0
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                wal = (self.folder / "log.sqlite-wal").stat().st_size
+        return (pages - free) * _PAGE + wal
+
+    def shrink(self) -> None:
+        """Carry the write-ahead log over and give its space back."""
+        with contextlib.suppress(sqlite3.DatabaseError):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All of it on disk when this ends, or none of it. Refuses once another plane has taken the run over."""
-        with _typed_errors(str(self.folder or "memory")):
-            self._db.execute("BEGIN IMMEDIATE")
-            self._frame_bytes = 0
-            try:
-                self._check_epoch()
-                yield
-                self._db.execute("COMMIT")
-                if self._checkpointer is not None:
-                    self._checkpointer.note(self._frame_bytes)
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+        try:
+            with typed_errors(str(self.folder or "memory")):
+                self._db.execute("BEGIN IMMEDIATE")
+                self._written_bytes = 0
+                try:
+                    self._check_epoch()
+                    yield
+                    self._db.execute("COMMIT")
+                    if self._checkpointer is not None:
+                        self._checkpointer.note(self._written_bytes)
+                except BaseException:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+                    raise
+        except DiskFull:
+            if self.disk.release():
+                self.shrink()
+            raise
 
     def _check_epoch(self) -> None:
         current = self.meta("epoch", 0)
@@ -178,23 +220,59 @@ class Log:
     def set_meta(self, name: str, value: int | str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
-    def add_groups(self, rows: Sequence[GroupRow]) -> None:
+    def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
+        """Groups, each with its facts."""
+        marks = ", ".join("?" * 13)
         self._db.executemany(
-            "INSERT INTO groups (op, id, digest, policy_version, samples, tokens, size, state, reason, run)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO groups ({_NAMES}) VALUES ({marks})",  # noqa: S608 - our own names
             [
-                (r.op, r.id, r.digest, r.policy_version, r.samples, r.tokens, r.size, int(r.state), r.reason, r.run)
-                for r in rows
+                (
+                    r.op,
+                    r.id,
+                    r.digest,
+                    r.policy_version,
+                    r.samples,
+                    r.tokens,
+                    r.size,
+                    int(r.state),
+                    r.reason,
+                    r.run,
+                    r.prompt,
+                    msgspec.msgpack.encode(r.kinds),
+                    r.location,
+                )
+                for r, _ in rows
             ],
         )
-        self._db.executemany("INSERT INTO frames VALUES (?, ?)", [(r.op, r.frame) for r in rows])
-        self._frame_bytes += sum(r.size for r in rows)
+        self._db.executemany("INSERT INTO facts VALUES (?, ?)", [(r.op, facts) for r, facts in rows])
+        self._written_bytes += sum(len(facts) for _, facts in rows)
 
-    def add_event(self, event: EventRow) -> None:
-        self._db.execute("INSERT INTO events VALUES (?, ?, ?)", (event.op, event.kind, event.data))
+    def set_facts(self, op: int, facts: bytes) -> None:
+        """A group's facts were made anew, for another `seq_len`."""
+        self._db.execute("UPDATE facts SET facts = ? WHERE op = ?", (facts, op))
+
+    def add_record(self, op: int, record: Record) -> None:
+        data = pack_record(record)
+        self._db.execute("INSERT INTO records VALUES (?, ?)", (op, data))
+        self._written_bytes += len(data)
+
+    def add_discard(self, name: str) -> None:
+        """Samples are counted as discarded under this name, once and for all."""
+        self._db.execute("INSERT INTO discards VALUES (?)", (name,))
 
     def add_step(self, step: int, op: int, manifest: bytes) -> None:
         self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (step, op, manifest, int(State.SCHEDULED)))
+        self._written_bytes += len(manifest)
+
+    def set_manifest(self, step: int, manifest: bytes) -> None:
+        self._db.execute("UPDATE steps SET manifest = ? WHERE step = ?", (manifest, step))
+
+    def remove_steps(self, first: int) -> None:
+        """Steps from this one on were never planned; nor did what was remembered after them happen."""
+        row = self._db.execute("SELECT MIN(op) FROM steps WHERE step >= ?", (first,)).fetchone()
+        self._db.execute("DELETE FROM steps WHERE step >= ?", (first,))
+        if row[0] is not None:
+            self._db.execute("DELETE FROM snapshots WHERE op >= ?", (row[0],))
 
     def set_snapshot(self, op: int, data: bytes) -> None:
         """Keep what memory held after a decision, in place of the one before."""
@@ -213,8 +291,9 @@ class Log:
         self._db.execute("UPDATE steps SET state = ? WHERE step BETWEEN ? AND ?", (int(state), first, last))
 
     def forget_frames(self, ops: Sequence[int]) -> None:
-        """Give the space of frames back; the rows stay, so that a group is known for as long as the run lives."""
-        self._db.executemany("DELETE FROM frames WHERE op = ?", [(op,) for op in ops])
+        """Their frames are given back, and their facts; the rows stay: groups are known as long as the run lives."""
+        self._db.executemany("UPDATE groups SET location = '' WHERE op = ?", [(op,) for op in ops])
+        self._db.executemany("DELETE FROM facts WHERE op = ?", [(op,) for op in ops])
 
     # -------------------------------------------------------------- reading
 
@@ -222,13 +301,37 @@ class Log:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return default if row is None else int(row[0])
 
+    @property
+    def has_steps(self) -> bool:
+        return self._db.execute("SELECT 1 FROM steps LIMIT 1").fetchone() is not None
+
+    def steps_from(self, first: int) -> bool:
+        """Whether this step or a later one is planned."""
+        return self._db.execute("SELECT 1 FROM steps WHERE step >= ? LIMIT 1", (first,)).fetchone() is not None
+
     def digest_of(self, group: str) -> bytes | None:
         row = self._db.execute("SELECT digest FROM groups WHERE id = ?", (group,)).fetchone()
         return None if row is None else row[0]
 
-    def frame(self, op: int) -> bytes | None:
-        row = self._db.execute("SELECT frame FROM frames WHERE op = ?", (op,)).fetchone()
+    def text(self, name: str) -> str:
+        """What is remembered under a name, as text; empty if nothing is."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def facts(self, op: int) -> bytes | None:
+        row = self._db.execute("SELECT facts FROM facts WHERE op = ?", (op,)).fetchone()
         return None if row is None else row[0]
+
+    def is_discarded(self, name: str) -> bool:
+        return self._db.execute("SELECT 1 FROM discards WHERE name = ?", (name,)).fetchone() is not None
+
+    def locations(self) -> list[str]:
+        """Of all frames that were not given back."""
+        return [found for (found,) in self._db.execute("SELECT location FROM groups WHERE location != ''")]
+
+    def quarantined(self) -> list[GroupRow]:
+        query = f"{_GROUPS} WHERE state = ? ORDER BY op"
+        return list(map(_row, self._db.execute(query, (int(State.QUARANTINED),))))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
         """All groups behind a decision, in order, without their frames."""
@@ -246,18 +349,17 @@ class Log:
 
     def with_frames(self) -> set[int]:
         """The groups whose frames were not given back."""
-        return {op for (op,) in self._db.execute("SELECT op FROM frames")}
+        return {op for (op,) in self._db.execute("SELECT op FROM facts")}
 
     def totals(self) -> dict[tuple[State, str], int]:
         """Samples by recorded state and reason."""
         query = "SELECT state, reason, SUM(samples) FROM groups GROUP BY state, reason"
         return {(State(state), reason): samples for state, reason, samples in self._db.execute(query)}
 
-    def events(self, *, after: int = 0) -> Iterator[EventRow]:
-        """All events behind a decision, in order."""
-        query = "SELECT op, kind, data FROM events WHERE op > ? ORDER BY op"
-        for op, kind, data in self._db.execute(query, (after,)):
-            yield EventRow(op, kind, data)
+    def records(self, *, after: int = 0) -> Iterator[tuple[int, Record]]:
+        """(op, decision) behind a decision, in order."""
+        for op, data in self._db.execute("SELECT op, data FROM records WHERE op > ? ORDER BY op", (after,)):
+            yield op, read_record(data)
 
     def steps(self, *, first: int = 1) -> Iterator[tuple[int, int, bytes, State]]:
         """(step, op, manifest, state) from the first one on, in order."""
@@ -270,36 +372,9 @@ class Log:
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._db.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock is not None:
             fork.close(self._lock)
-
-
-def _own(folder: Path) -> int:
-    """Lock the folder for this process; the lock goes with the process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise Conflict(
-            f"{folder}: another plane has it open (process {holder}); stop it or use another folder"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    fork.close_in_children(descriptor)
-    return descriptor
-
-
-@contextmanager
-def _typed_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorname", "")
-        if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
-            raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
-        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
-        raise StorageError(f"{where}: {error}") from None
+            self._lock = None

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.decisions.log import FORMAT, READABLE, State
-from penstock.serve.decisions.state import Manifest
+from penstock.serve.decisions.log import FORMAT, State
+from penstock.serve.decisions.manifest import read_manifest
+from penstock.serve.decisions.records import Advance, Discard, read_record
 
 LOG = "log.sqlite"
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
@@ -44,7 +43,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     with _reading(root / LOG) as log:
         found = dict(log.execute("SELECT name, value FROM meta"))
         meta = {str(name): value for name, value in found.items() if isinstance(value, int)}
-        if meta.get("format", FORMAT) not in READABLE:
+        if meta.get("format", FORMAT) != FORMAT:
             raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
         next_step = meta.get("next_step", 1)
         return {
@@ -81,8 +80,7 @@ def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
     totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
     rows = log.execute(
         "SELECT state, reason, COUNT(*), SUM(samples), SUM(samples * uses), SUM(tokens), SUM(size), "
-        "SUM(CASE WHEN frames.op IS NULL THEN 0 ELSE size END) "
-        "FROM groups LEFT JOIN frames USING (op) GROUP BY state, reason"
+        "SUM(CASE WHEN location = '' THEN 0 ELSE size END) FROM groups GROUP BY state, reason"
     )
     for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
@@ -99,7 +97,7 @@ def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
         ledger.add(state, "", -samples)
         ledger.add(State.COMMITTED, "", samples)
         totals["held_bytes"] -= size
-    return totals | _events(log, ledger) | {"ledger": ledger.as_dict()}
+    return totals | _records(log, ledger) | {"ledger": ledger.as_dict()}
 
 
 def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[State, int, int]]:
@@ -107,7 +105,9 @@ def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[St
     query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
     done: set[int] = set()
     for step, data in log.execute(query, _UNDER_WAY):
-        done = done.union(_manifest(data).groups) if step < next_step else done.difference(_manifest(data).groups)
+        done = (
+            done.union(read_manifest(data).groups) if step < next_step else done.difference(read_manifest(data).groups)
+        )
     for op, state, samples, size in log.execute(
         "SELECT op, state, samples, size FROM groups WHERE state IN (?, ?)", _UNDER_WAY
     ):
@@ -115,14 +115,14 @@ def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[St
             yield State(state), samples, size
 
 
-def _events(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
+def _records(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
     version = 0
-    for kind, data in log.execute("SELECT kind, data FROM events WHERE kind IN ('advance', 'discard') ORDER BY op"):
-        if kind == "advance":
-            version = msgspec.msgpack.decode(data, type=int)
-        else:
-            reason, samples = msgspec.msgpack.decode(data, type=tuple[str, int])
-            ledger.discarded[reason] += samples
+    for (data,) in log.execute("SELECT data FROM records ORDER BY op"):
+        record = read_record(data)
+        if isinstance(record, Advance):
+            version = record.policy_version
+        elif isinstance(record, Discard):
+            ledger.discarded[record.reason] += record.samples
     return {"policy_version": version}
 
 
@@ -130,7 +130,7 @@ def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[d
     query = "SELECT step, state, manifest FROM steps ORDER BY step DESC LIMIT ?"
     found = []
     for step, state, data in log.execute(query, (-1 if limit is None else limit,)):
-        manifest = _manifest(data)
+        manifest = read_manifest(data)
         low, total, high = manifest.staleness
         found.append(
             {
@@ -142,7 +142,7 @@ def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[d
                 "loss_tokens": manifest.loss_tokens,
                 "ranks": len(manifest.digests),
                 "policy_version": manifest.policy_version,
-                "staleness": {"min": low, "mean": total / max(len(manifest.groups), 1), "max": high},
+                "staleness": {"min": low, "mean": total / max(manifest.num_versions, 1), "max": high},
                 "digests": list(manifest.digests),
             }
         )
@@ -156,13 +156,6 @@ def _groups(log: sqlite3.Connection, limit: int | None) -> list[dict[str, Any]]:
     for row in rows:
         row["state"] = State(row["state"]).name.lower()
     return rows[::-1]
-
-
-def _manifest(data: bytes) -> Manifest:
-    try:
-        return msgspec.msgpack.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise CorruptFile(f"step manifest: {error}; the log was altered, or written by a later version") from None
 
 
 def _files(root: Path) -> dict[str, int]:

@@ -96,7 +96,7 @@ class RunTables:
     def __contains__(self, key: object) -> bool:
         return any(key in table for table in self.tables.values())
 
-    def keys(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Key]:
         for _, table in sorted(self.tables.items()):
             yield from table.keys()
 
@@ -105,7 +105,7 @@ class RunTables:
         for table in self.tables.values():
             table.advance(policy_version)
 
-    def update_priorities(self, priorities: Mapping[Key, float]) -> None:
+    def update_priorities(self, priorities: Mapping[str, float]) -> None:
         """New priorities by key."""
         for table in self.tables.values():
             table.update_priorities({key: value for key, value in priorities.items() if key in table})

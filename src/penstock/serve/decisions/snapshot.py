@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-FORMAT = 1
+FORMAT = 2
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -40,9 +40,10 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     oldest_step: int
     held_tokens: int
     bytes_of: dict[str, int]
-    misfits: dict[str, int]
+    unpackable: dict[str, int]
     rows: list[int]
     """The groups that memory knows, by op."""
+    quarantined: list[int]
     last_step_of: dict[int, int]
     steps: dict[int, tuple[int, list[int]]]
     """Step -> (state, the groups whose last use it is)."""

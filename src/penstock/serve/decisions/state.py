@@ -1,7 +1,15 @@
-"""The plane's books: where every group and every step is, made by doing what the log says, in the same order.
+"""Where every group and every step is, made by doing what the log says, in the same order.
 
-Each change is written to the log first and then entered here, by the same methods that enter it again after a
-restart; so a plane that was killed continues exactly where it was. A group is
+Each decision is written to the log first and then entered here, by the same methods that enter it again after a
+restart; so a plane that was killed continues exactly where it was. `op` numbers decisions. A step is the one decision
+that takes time: it is drawn under its number, planned beside the loop, and written down when that is done. Groups that
+arrive meanwhile have later numbers, so a restart does both in the order in which they happened:
+
+    op 7   step 3 is drawn            in memory
+    op 8   a group is accepted        in memory, in the log
+    op 7   step 3 is planned          in the log: after a crash before this, step 3 was never drawn
+
+A group is
 
     held                  while the replay table has it
     scheduled, delivered,
@@ -14,35 +22,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
 
 import msgspec
 
-from penstock.errors import ConfigError, CorruptFile
 from penstock.hold import Key
 from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.decisions.log import EventRow, GroupRow, Log, State
+from penstock.serve.decisions.log import GroupRow, Log, State
+from penstock.serve.decisions.manifest import Manifest, read_manifest
+from penstock.serve.decisions.records import (
+    Advance,
+    Discard,
+    EvictRun,
+    Prioritize,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Weigh,
+)
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.settings import Replay, Target
-
-
-class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step is made of; with the log's frames, enough to make the very same bytes again."""
-
-    groups: tuple[int, ...]
-    """The groups, by op, in the order they were drawn."""
-    shares: tuple[bytes, ...]
-    """Each rank's part of the plan."""
-    digests: tuple[str, ...]
-    """Of each rank's plan and payload."""
-    policy_version: int
-    """The trainer's version when the step was planned."""
-    samples: int
-    tokens: int
-    loss_tokens: int
-    staleness: tuple[int, int, int] = (0, 0, 0)
-    """Smallest, summed and largest staleness of its groups."""
 
 
 class PlaneState:
@@ -64,8 +63,12 @@ class PlaneState:
         """Tokens of groups in the table."""
         self.op = 0
         """The last decision's number."""
-        self.misfits: Counter[str] = Counter()
-        """Groups that were set aside, by table_name, since their run was admitted."""
+        self.unpackable: Counter[str] = Counter()
+        """Groups that were set aside, by table, since their run was admitted."""
+        self.kinds: dict[str, Counter[str]] = {}
+        """Column -> what held groups ask of the others in their step -> how many of them do."""
+        self.quarantined: dict[int, GroupRow] = {}
+        """Groups that were set aside and not decided upon since."""
         self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
@@ -80,6 +83,13 @@ class PlaneState:
         self._unwritten: dict[int, tuple[State, str]] = {}
         self._unwritten_steps: dict[int, State] = {}
         self._to_forget: list[int] = []
+        self._to_slim: list[int] = []
+        """Steps whose plans are given back."""
+        self.slim: dict[int, Manifest] = {}
+        self.forgotten: list[str] = []
+        """Locations of frames that a keeper may give back once this is written."""
+        self._drawn: tuple[int, ...] = ()
+        """Groups of the step that is drawn and not planned yet: the log does not hear of them before."""
 
     @property
     def held_bytes(self) -> int:
@@ -93,66 +103,104 @@ class PlaneState:
         """What is known of a group that is held."""
         return self.rows[self.by_id[str(key)]]
 
-    # -------------------------------------------------------------- changes
-
     def take_in(self, row: GroupRow) -> bool:
         """A group was accepted; False if it was too old to be kept."""
-        self.op = row.op
+        self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
         self.ledger.accepted += row.samples
         self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
         self.held_tokens += row.tokens
+        self._count_kinds(row, 1)
+        kept = self._insert(row)
+        self._settle()
+        return kept
+
+    def _insert(self, row: GroupRow) -> bool:
         table, sizes = self.run_tables.table(row.run), {"num_bytes": row.size, "num_tokens": row.tokens}
-        kept = table.insert(row.id, row.op, **sizes, policy_version=row.policy_version, timeout=0) is not None
+        # A group that does not say which policy made it counts as of the present one; where staleness is limited it is
+        # not accepted at all.
+        version = self.policy_version if row.policy_version is None else row.policy_version
+        kept = table.insert(row.id, row.op, **sizes, policy_version=version, timeout=0) is not None
         if not kept:
             self._left.append((row.id, "stale"))
-        self._settle()
         return kept
 
     def apportion(self, target: Target) -> dict[str, int] | None:
         """How many groups of each table_name make the next step; None if they are not there."""
         return self.run_tables.apportion(target, self.row_of) if self.held(target) >= target.amount else None
 
-    def draw(self, counts: Mapping[str, int]) -> tuple[int, ...]:
-        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `plan`."""
-        return self.run_tables.draw(counts, self.row_of)
-
-    def plan(self, op: int, step: int, manifest: Manifest) -> None:
-        """A step was planned of what was drawn."""
-        self.op, self.last_step = op, step
+    def draw(self, op: int, step: int, counts: Mapping[str, int]) -> Manifest:
+        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`."""
+        groups = self.run_tables.draw(counts, self.row_of)
+        rows = [self.rows[group] for group in groups]
+        stale = [self.policy_version - row.policy_version for row in rows if row.policy_version is not None]
+        manifest = Manifest(
+            groups=groups,
+            policy_version=self.policy_version,
+            samples=sum(row.samples for row in rows),
+            tokens=sum(row.tokens for row in rows),
+            staleness=(min(stale), sum(stale), max(stale)) if stale else (0, 0, 0),
+            num_versions=len(stale),
+        )
+        self.op, self.last_step, self._drawn = max(self.op, op), step, groups
         self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
-        for group in manifest.groups:
+        for group in groups:
             self._last_step_of[group] = step
         self.ledger.uses += manifest.samples
         self._settle()
+        return manifest
 
-    def redo(self, event: EventRow) -> None:
-        """Something else was decided: `advance`, `priorities`, `quarantine`, `discard`, `share` or `evict`."""
-        self.op = event.op
-        if event.kind == "advance":
-            self.policy_version = msgspec.msgpack.decode(event.data, type=int)
+    def planned(self, step: int, manifest: Manifest) -> None:
+        """The step that was drawn is planned, and written down."""
+        self.steps[step], self._drawn = manifest, ()
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether a step is drawn and not planned yet."""
+        return bool(self._drawn)
+
+    def redo(self, op: int, record: Record) -> None:
+        """Something else was decided."""
+        self.op = max(self.op, op)
+        if isinstance(record, Advance):
+            self.policy_version = record.policy_version
             self.run_tables.advance(self.policy_version)
-        elif event.kind == "priorities":
-            self.run_tables.update_priorities(msgspec.msgpack.decode(event.data, type=dict[Key, float]))
-        elif event.kind == "quarantine":
-            for op, reason in msgspec.msgpack.decode(event.data, type=dict[int, str]).items():
-                table_name = self.rows[op].run
-                self.run_tables.table(table_name).remove([self.rows[op].id])
-                self._left.clear()
-                self._finish(op, State.QUARANTINED, reason)
-                self.misfits[table_name] += 1
-        elif event.kind == "discard":
-            reason, samples = msgspec.msgpack.decode(event.data, type=tuple[str, int])
-            self.ledger.discarded[reason] += samples
-        elif event.kind == "share":
-            run, weight = msgspec.msgpack.decode(event.data, type=tuple[str, float])
-            self.run_tables.admit(run, weight)
-            del self.misfits[run]
-        elif event.kind == "evict":
-            self.run_tables.evict(*msgspec.msgpack.decode(event.data, type=tuple[str, str]))
+        elif isinstance(record, Prioritize):
+            self.run_tables.update_priorities(record.priorities)
+        elif isinstance(record, Quarantine):
+            self._set_aside(record.groups)
+        elif isinstance(record, Discard):
+            self.ledger.discarded[record.reason] += record.samples
+        elif isinstance(record, Weigh):
+            self.run_tables.admit(record.run, record.weight)
+            del self.unpackable[record.run]
+        elif isinstance(record, EvictRun):
+            self.run_tables.evict(record.run, record.reason)
             self._left = [(key, "evicted") for key, _ in self._left]
+        elif isinstance(record, ReleaseGroup):
+            self._release(self.quarantined.pop(record.op))
+        else:
+            row = self.quarantined.pop(record.op)
+            self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
+            self._to_forget.append(row.op)
+            self.forgotten.append(row.location)
         self._settle()
+
+    def _set_aside(self, groups: Mapping[int, str]) -> None:
+        for op, reason in groups.items():
+            row = self.rows[op]
+            self.run_tables.table(row.run).remove([row.id])
+            self._left.clear()
+            self._finish(op, State.QUARANTINED, reason)
+            self.quarantined[op] = row
+            self.unpackable[row.run] += 1
+
+    def _release(self, row: GroupRow) -> None:
+        self.rows[row.op], self.by_id[row.id] = row, row.op
+        self._account(row, State.QUARANTINED, State.HELD, "")
+        self.bytes_of[row.run] += row.size
+        self._insert(row)
 
     def set_step(self, step: int, state: State) -> None:
         """A step was received or trained by every rank, or counts as not trained after all."""
@@ -172,35 +220,7 @@ class PlaneState:
         for number, state in list(self.states.items()):
             if (state is State.COMMITTED) != (number < step):
                 self.set_step(number, State.COMMITTED if number < step else State.SCHEDULED)
-        self._retire()
-
-    # -------------------------------------------------------------- to and from the log
-
-    @staticmethod
-    def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> PlaneState:
-        """Do again, in order, what the log says was done since memory was last written down."""
-        state = PlaneState(replay, retain_steps=retain_steps)
-        found = log.snapshot()
-        saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
-        try:
-            rows = {} if saved is None else state._load(saved, log)
-        except CorruptFile:  # tables in a form of another version
-            state, rows = PlaneState(replay, retain_steps=retain_steps), {}
-        since, recorded = state.op, list(log.steps(first=state.oldest_step))
-        events = {event.op: event for event in log.events(after=since)}
-        steps = {op: (step, manifest, state) for step, op, manifest, state in recorded if op > since}
-        rows |= {row.op: row for row in log.groups(after=since)}
-        for op in sorted([*(op for op in rows if op > since), *events, *steps]):
-            if op in rows:
-                state.take_in(rows[op])
-            elif op in events:
-                state.redo(events[op])
-            else:
-                state._draw_again(op, *steps[op])
-        state.begin_at(log.meta("next_step", 1))
-        state._retire(log.meta("oldest_step", 1))
-        state._keep_differences(rows.values(), {step: state for step, _, _, state in recorded}, log.with_frames())
-        return state
+        self.retire()
 
     def save(self) -> Saved:
         """All of it, to be kept in the transaction that writes the rest."""
@@ -214,60 +234,60 @@ class PlaneState:
             oldest_step=self.oldest_step,
             held_tokens=self.held_tokens,
             bytes_of=dict(self.bytes_of),
-            misfits=dict(self.misfits),
+            unpackable=dict(self.unpackable),
             rows=list(self.rows),
+            quarantined=list(self.quarantined),
             last_step_of=self._last_step_of,
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             run_tables=self.run_tables.save(),
         )
 
-    def _load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
+    def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
         """Become what was saved, and follow what became of its steps since; the rows as they are recorded now."""
         self.op, self.policy_version, self.held_tokens = saved.op, saved.policy_version, saved.held_tokens
         self.next_step, self.last_step, self.oldest_step = saved.next_step, saved.last_step, saved.oldest_step
         self.ledger = Ledger.from_dict(saved.ledger)
-        self.bytes_of, self.misfits = Counter(saved.bytes_of), Counter(saved.misfits)
+        self.bytes_of, self.unpackable = Counter(saved.bytes_of), Counter(saved.unpackable)
         self.rows = {row.op: row for row in log.groups_of(saved.rows)}
         self.by_id = {row.id: row.op for row in self.rows.values()}
+        self.quarantined = {row.op: row for row in log.groups_of(saved.quarantined)}
         self._last_step_of = saved.last_step_of
         self.run_tables.load(saved.run_tables)
+        for key in self.run_tables:
+            self._count_kinds(self.row_of(key), 1)
         recorded: dict[int, State] = {}
         for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
             if step in saved.steps:
-                self.steps[step], recorded[step] = msgspec.msgpack.decode(data, type=Manifest), state
+                self.steps[step], recorded[step] = read_manifest(data), state
                 self.states[step], self._ends[step] = State(saved.steps[step][0]), saved.steps[step][1]
         for step, state in recorded.items():
             self.set_step(step, state)
-        return dict(self.rows)
+        return self.rows | self.quarantined
 
     def write(self, log: Log) -> None:
         """Bring what the log says of groups and steps up to date; inside a transaction. Then `written`.
 
         This follows from the decisions, so it may wait for the next transaction: a rebuild finds it out again."""
+        held_back = set(self._drawn)
         for op, (state, reason) in self._unwritten.items():
-            log.set_groups([op], state, reason)
+            if op not in held_back:
+                log.set_groups([op], state, reason)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
         if self._to_forget:
             log.forget_frames(self._to_forget)
+        for step in self._to_slim:
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
+            log.set_manifest(step, msgspec.msgpack.encode(slim))
+        if self._to_forget or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
 
     def written(self) -> None:
         """The transaction went through."""
-        self._unwritten, self._unwritten_steps, self._to_forget = {}, {}, []
-
-    # -------------------------------------------------------------- inside
-
-    def _draw_again(self, op: int, step: int, data: bytes, state: State) -> None:
-        manifest = msgspec.msgpack.decode(data, type=Manifest)
-        drawn = self.draw(Counter(self.rows[group].run for group in manifest.groups))
-        if drawn != manifest.groups:
-            raise ConfigError(
-                f"step {step}: drawing again gives other groups than were recorded; the replay settings (sampler, "
-                "seed, capacity, max_times_sampled, max_staleness) are not those the run began with"
-            )
-        self.plan(op, step, manifest)
-        self.set_step(step, state)
+        held_back = set(self._drawn)
+        self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
+        self._unwritten_steps, self._to_forget, self._to_slim = {}, [], []
+        self.slim.clear()
 
     def _settle(self) -> None:
         """Groups the table let go of end as the last step that used them, or are dropped."""
@@ -288,12 +308,23 @@ class PlaneState:
                     self.bytes_of[self.rows[op].run] -= self.rows[op].size
 
     def _move(self, op: int, old: State, new: State, reason: str = "") -> None:
-        samples = self.rows[op].samples
-        if old is State.HELD:
-            self.held_tokens -= self.rows[op].tokens
-        self.ledger.add(old, "", -samples)
-        self.ledger.add(new, reason, samples)
-        self._unwritten[op] = (new, reason)
+        self._account(self.rows[op], old, new, reason)
+
+    def _account(self, row: GroupRow, old: State, new: State, reason: str) -> None:
+        for state, sign in ((old, -1), (new, 1)):
+            if state is State.HELD:
+                self.held_tokens += sign * row.tokens
+                self._count_kinds(row, sign)
+        self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
+        self.ledger.add(new, reason, row.samples)
+        self._unwritten[row.op] = (new, reason)
+
+    def _count_kinds(self, row: GroupRow, sign: int) -> None:
+        for name, kind in row.kinds:
+            counts = self.kinds.setdefault(name, Counter())
+            counts[kind] += sign
+            if counts[kind] <= 0:
+                del counts[kind]
 
     def _finish(self, op: int, state: State, reason: str) -> None:
         """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""
@@ -304,26 +335,26 @@ class PlaneState:
     def _forget(self, op: int, *, frame: bool) -> None:
         if frame:
             self._to_forget.append(op)
-        self.by_id.pop(self.rows.pop(op).id)
+        row = self.rows.pop(op)
+        self.by_id.pop(row.id)
+        if frame:
+            self.forgotten.append(row.location)
         self._last_step_of.pop(op, None)
 
-    def _retire(self, oldest: int = 1) -> None:
+    def retire(self, oldest: int = 1) -> None:
         """Forget steps that can no longer be asked for, and the groups that ended with them."""
         self.oldest_step = max(self.oldest_step, oldest, self.next_step - self._retain_steps)
         for step in [s for s in self.steps if s < self.oldest_step]:
-            del self.steps[step], self.states[step]
+            self.slim[step] = self.steps.pop(step)
+            self._to_slim.append(step)
+            del self.states[step]
             for op in self._ends.pop(step):
                 self._forget(op, frame=True)
 
-    def _keep_differences(self, rows: Iterable[GroupRow], steps: Mapping[int, State], frames: Container[int]) -> None:
+    def keep_differences(self, rows: Iterable[GroupRow], steps: Mapping[int, State], frames: Container[int]) -> None:
         """After a rebuild, write only what is recorded differently: a crash may have kept it from being written."""
         for row in rows:
             if self._unwritten.get(row.op) == (row.state, row.reason):
                 del self._unwritten[row.op]
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
         self._to_forget = [op for op in self._to_forget if op in frames]
-
-
-def without_frame(row: GroupRow) -> GroupRow:
-    """What memory keeps of a group; the frame stays in the log."""
-    return replace(row, frame=b"")

@@ -1,140 +1,127 @@
-"""From encoded groups to the bytes of a step: what each rank is sent, and the digest it must find.
+"""From facts to a plan, and from a plan to the bytes each rank is sent.
 
-Nothing here remembers anything: the same frames and settings give the same bytes, in any process, at any time.
+Nothing here remembers anything, so it may run beside the loop that answers: the same facts and settings give the same
+plan and digests, in any process, at any time; the same frames give the same samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
-import xxhash
+import numpy as np
+from numpy.typing import NDArray
 
-from penstock.arrays import Samples
-from penstock.encode import decode, encode
-from penstock.errors import InvalidInput, PenstockError
-from penstock.pack import Packing, RankPlan, SampleFacts, check_columns, plan
-from penstock.pack.sample_facts import kept_lengths
-from penstock.send.messages import Buffer
+from penstock.arrays.digests import step_digest
+from penstock.encode.gathering import Allocate
+from penstock.errors import PenstockError
+from penstock.keep.facts import GroupFacts, join_facts
+from penstock.keep.keeper import Keeper, Pick
+from penstock.pack import Packing, plan
+from penstock.send.messages import Frames
 from penstock.send.steps import Staged
 
+PIECE_BYTES = 1 << 30
+"""A payload travels in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group of a step, and where its frame is kept."""
+
+    group: str
+    location: str
+    num_samples: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the plane must know of a group to hold it."""
+class PlannedStep:
+    """What every rank is to train, in lengths and indices."""
 
-    samples: int
-    tokens: int
-    policy_version: int
-    """Of its oldest sample."""
-    run: str = ""
-    """The run or adapter it belongs to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltStep:
-    """A step that was planned."""
-
-    staged: Staged
     rank_plans: tuple[bytes, ...]
-    """Each rank's part of the plan; with the frames, enough to make the same bytes again."""
-    samples: int
-    tokens: int
-    loss_tokens: int
+    """As ranks are sent them: each counts only the samples that it receives."""
+    needs: tuple[bytes, ...]
+    """Per rank the samples it receives, ascending, as int32 numbers within the step."""
+    digests: tuple[str, ...]
+    """Per rank, of its plan and of the samples it receives."""
+    loss_tokens: int = 0
 
 
 class Builder(Protocol):
-    """Makes steps of groups. `StepBuilder` is the one; simulations use a smaller one."""
+    """Plans and builds steps. `StepBuilder` is the one; simulations use a smaller one."""
 
-    def look(self, group: str, frame: Buffer) -> Facts:
-        """Check a group that was put; raises InvalidInput or CorruptFrame."""
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        """Plan a step of these groups."""
 
-    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
-        """Plan a step."""
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        """Which of these cannot be planned even alone, with the reason."""
 
-    def again(self, step: int, frames: Sequence[Buffer], rank_plans: Sequence[bytes]) -> Staged:
-        """Make the bytes of a step that was planned."""
-
-    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
-        """Which of these cannot be in one step with those before them."""
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        """Gather the payloads of a planned step."""
 
 
-def digest_of(rank_plan: bytes, frame: Buffer) -> str:
-    """What plane and rank compare: xxh3-128 over the rank's plan and payload."""
-    both = xxhash.xxh3_128(rank_plan)
-    both.update(frame)
-    return both.hexdigest()
-
-
+@dataclass(slots=True)
 class StepBuilder:
-    """Decodes, plans and encodes."""
+    """Joins facts to plan, gathers frames to build."""
 
-    def __init__(self, packing: Packing) -> None:
-        self._packing = packing
+    packing: Packing
+    keeper: Keeper
+    allocate: Allocate | None = field(default=None)
+    """Where payloads are written; None: ordinary memory."""
 
-    def look(self, group: str, frame: Buffer) -> Facts:
-        samples = decode(frame)
-        _check_group(group, samples)
-        kept = kept_lengths(samples, self._packing.seq_len)
-        if not kept.all():
-            name = samples.ids[int(kept.argmin())]
-            raise InvalidInput(
-                f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len "
-                f"{self._packing.seq_len}; raise seq_len or use smaller images"
-            )
-        version = max(int(samples.policy_versions.min()), 0)
-        run = samples.text["run"][0]
-        return Facts(samples=len(samples), tokens=samples.num_tokens, policy_version=version, run=run)
-
-    def make(self, step: int, frames: Sequence[Buffer]) -> BuiltStep:
-        samples = Samples.concat([decode(frame) for frame in frames])
-        made = plan(SampleFacts.of(samples, self._packing.seq_len), self._packing)
-        return BuiltStep(
-            staged=_stage(step, samples, made.rank_plans),
-            rank_plans=tuple(rank_plan.to_bytes() for rank_plan in made.rank_plans),
-            samples=len(samples),
-            tokens=samples.num_tokens,
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        made = plan(join_facts(facts), self.packing)
+        digests = [digest for group in facts for digest in group.digests]
+        needs = [rank_plan.needs for rank_plan in made.rank_plans]
+        packed = [rank_plan.relative().to_bytes() for rank_plan in made.rank_plans]
+        return PlannedStep(
+            rank_plans=tuple(packed),
+            needs=tuple(need.astype("<i4").tobytes() for need in needs),
+            digests=tuple(
+                step_digest(data, [digests[i] for i in need.tolist()]) for data, need in zip(packed, needs, strict=True)
+            ),
             loss_tokens=made.totals.step.loss_tokens,
         )
 
-    def again(self, step: int, frames: Sequence[Buffer], rank_plans: Sequence[bytes]) -> Staged:
-        samples = Samples.concat([decode(frame) for frame in frames])
-        return _stage(step, samples, [RankPlan.from_bytes(rank_plan) for rank_plan in rank_plans])
-
-    def misfits(self, frames: Sequence[Buffer]) -> list[int]:
-        good: list[Samples] = []
-        bad: list[int] = []
-        for i, frame in enumerate(frames):
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for i, group in enumerate(facts):
             try:
-                samples = decode(frame)
-                check_columns(SampleFacts.of(Samples.concat([*good, samples]), self._packing.seq_len))
-                plan(SampleFacts.of(samples, self._packing.seq_len), self._packing)
-            except PenstockError:
-                bad.append(i)
-            else:
-                good.append(samples)
-        return bad
+                plan(join_facts([group]), self.packing)
+            except PenstockError as error:
+                found[i] = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a group provokes is its own fault
+                found[i] = f"{type(error).__name__}: {error}"
+        return found
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
+        payloads = self.keeper.take(requests, self.allocate)
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=[_pieces(payload) for payload in payloads],
+            digests=list(planned.digests),
+        )
 
 
-def _check_group(group: str, samples: Samples) -> None:
-    if not group:
-        raise InvalidInput("group '': no id; give each group its own")
-    if not len(samples):
-        raise InvalidInput(f"group {group!r}: no samples; a group has at least one")
-    foreign = next((name for name in samples.text["group"] if name != group), group)
-    if foreign != group:
-        raise InvalidInput(f"group {group!r}: holds a sample of group {foreign!r}; put groups one by one")
-    runs = sorted(set(samples.text["run"]))
-    if len(runs) > 1:
-        raise InvalidInput(f"group {group!r}: samples of runs {runs[0]!r} and {runs[1]!r}; a group belongs to one run")
-    if len(set(samples.ids)) != len(samples):
-        raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
+def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
+    """For each rank which samples of which group it is sent."""
+    edges = np.concatenate([[0], np.cumsum([place.num_samples for place in groups])])
+    requests = []
+    for need in needs:
+        group_of = np.searchsorted(edges, need, side="right") - 1
+        starts = np.flatnonzero(np.diff(group_of, prepend=-1)).tolist()
+        request = []
+        for a, b in pairwise([*starts, len(need)]):  # a rank that only keeps step may need none at all
+            k = int(group_of[a])
+            rows = tuple((need[a:b] - edges[k]).tolist())
+            request.append(Pick(groups[k].location, groups[k].group, rows))
+        requests.append(request)
+    return requests
 
 
-def _stage(step: int, samples: Samples, rank_plans: Sequence[RankPlan]) -> Staged:
-    """Each rank's plan and payload: only the samples it needs."""
-    plans = [rank_plan.relative().to_bytes() for rank_plan in rank_plans]
-    frames = [encode(samples.take(rank_plan.needs)) for rank_plan in rank_plans]
-    digests = [digest_of(packed, frame) for packed, frame in zip(plans, frames, strict=True)]
-    return Staged(step=step, plans=plans, payloads=[[frame] for frame in frames], digests=digests)
+def _pieces(payload: memoryview) -> Frames:
+    return [payload[at : at + PIECE_BYTES] for at in range(0, max(len(payload), 1), PIECE_BYTES)]

@@ -20,8 +20,8 @@ _COMMIT_BYTES = 64 << 10
 class WalCheckpointer:
     """For one database file; `note` each commit."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._written = path, 0
+    def __init__(self, path: str, every_bytes: int = TIDY_BYTES) -> None:
+        self._path, self._written, self._every_bytes = path, 0, every_bytes
         self._due, self._ending = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
         self._thread.start()
@@ -29,7 +29,7 @@ class WalCheckpointer:
     def note(self, num_bytes: int) -> None:
         """So many bytes of frames were committed; begin, if there is enough to do."""
         self._written += num_bytes + _COMMIT_BYTES  # the file itself does not tell: it is written again from its start
-        if self._written > TIDY_BYTES:
+        if self._written > self._every_bytes:
             self._written = 0
             self._due.set()
 

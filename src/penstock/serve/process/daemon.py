@@ -194,7 +194,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
 def _open_log(config: ServerSettings) -> Log:
     folder = None if config.folder == "memory:" else config.folder
     try:
-        return Log(folder, max_disk_bytes=config.max_disk_bytes)
+        return Log(folder, max_disk_bytes=config.max_disk_bytes, disk_reserve_bytes=config.disk_reserve_bytes)
     except OSError as error:
         if isinstance(error, PenstockError):
             raise

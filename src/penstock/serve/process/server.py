@@ -19,6 +19,7 @@ import zmq
 
 from penstock.arrays.sample import MAX_TEXT
 from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, PenstockError
+from penstock.keep import Keeper
 from penstock.send.admission import Admission, Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
@@ -53,10 +54,13 @@ from penstock.send.messages import (
 )
 from penstock.send.session import Phase
 from penstock.send.steps import Staged
-from penstock.serve.decisions.engine import Engine, Outcome
+from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.step_builder import Builder
+from penstock.serve.decisions.remembered import left_name, members_left
+from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, failure_in_words, keeper_of, pipeline_of
 from penstock.serve.process.run_story import RunStory
+from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
@@ -73,11 +77,18 @@ class Server:
         log: Log,
         carriers: Sequence[PlaneCarrier],
         *,
+        keeper: Keeper | None = None,
         on_turn: Callable[[], None] = lambda: None,
-        builder: Builder | None = None,
+        workers: Workers | None = None,
+        pipeline: Callable[[Engine, Workers], Pipeline] | None = None,
     ) -> None:
+        """`keeper` holds the frames: by default in the log's folder, or in memory as the log is. `workers` and
+        `pipeline` are for simulations."""
         self.settings = settings
-        self.engine = Engine(settings, log, builder=builder)
+        self._keeper = keeper or keeper_of(log)
+        self.engine = Engine(settings, log, self._keeper)
+        self._workers = workers or Threads()
+        self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
         self.coordinator = Coordinator(
             run=settings.run,
             ranks=settings.packing.ranks,
@@ -86,7 +97,7 @@ class Server:
             session=log.meta("session", 0),
             next_step=self.engine.next_step,
             last_step=self.engine.last_step,
-            left=_left(settings, log),
+            left=members_left(settings, log),
             timeouts=settings.timeouts,
         )
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
@@ -107,6 +118,8 @@ class Server:
             pollable = carrier.pollable()
             if pollable is not None:
                 self._poller.register(pollable, zmq.POLLIN)
+        if isinstance(self._workers, Threads):
+            self._poller.register(self._workers.wake.descriptor, zmq.POLLIN)
         self._stopping = threading.Event()
         self._deferred: deque[Effect] = deque()
         """What is decided and could not be done for want of disk space."""
@@ -155,6 +168,8 @@ class Server:
         except PenstockError as error:
             logger.warning("not written at the end, and found out again at the next start: %s", error)
         finally:
+            self._workers.close()
+            self._keeper.close()
             self._log.close()
 
     def stop(self) -> None:
@@ -172,7 +187,7 @@ class Server:
         for carrier in self._carriers:
             for peer, header, frames in carrier.receive():
                 self._on_message((carrier, peer), header, frames, now)
-        outcomes = self.engine.flush()
+        outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
         self._admit(self.admission.answer_traces(self._is_kept))
@@ -180,7 +195,7 @@ class Server:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._run_deferred() and self._plan(now)) else 0.0
         self._carry_out(self.coordinator.on_tick(now))
-        self._admit(self.admission.offer_room(self.engine, now))
+        self._admit(self.admission.offer_room(self.engine.acceptance, now))
         self.story.look()
         self._on_turn()
 
@@ -220,13 +235,8 @@ class Server:
                 self._do(effect)
 
     def _offer(self, offer: Offer) -> None:
-        if offer.digest and offer.digest != xxhash.xxh3_128_digest(offer.frame):
-            self.story.count(
-                "messages_corrupt", f"group {offer.group[:MAX_TEXT]!r}: altered on the way; asked for again"
-            )
-            self._do(self.admission.missing(offer.ticket))
-            return
-        outcome = self.engine.put(offer.ticket, offer.group, offer.frame)
+        digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
+        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame)
         if outcome is not None:
             self._answer(outcome)
 
@@ -244,12 +254,18 @@ class Server:
 
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)  # as made by admission
+        if isinstance(outcome.error, AlteredOnTheWay):
+            self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
+            self._do(self.admission.missing(outcome.ticket))
+            return
         self.story.put(outcome.error, stale=outcome.stale)
         answer = self.admission.answer(outcome.ticket, outcome.error, duplicate=outcome.duplicate, stale=outcome.stale)
         self._do(answer)
 
-    def _is_kept(self, _ticket: object, group: str, digest: bytes) -> bool | None:
+    def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
         """What was put is written by now, or was refused, or never came."""
+        if self.engine.acceptance.follow(ticket, group, digest):
+            return None  # it is being checked and kept: answered when that is done
         return self._log.digest_of(group) == digest
 
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
@@ -267,8 +283,6 @@ class Server:
         assert isinstance(peer, tuple)  # as made in `turn`
         carrier, address = peer
         carrier.send(address, self._pack(message), frames)
-
-    # -------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
         """Do what was decided, in order; what needs the disk waits until there is room on it."""
@@ -302,7 +316,7 @@ class Server:
             carrier.forget(address)
         elif isinstance(effect, MemberLeft):
             with self._log.transaction():
-                self._log.set_meta(_left_name(effect.session, effect.rank, effect.replica), effect.step)
+                self._log.set_meta(left_name(effect.session, effect.rank, effect.replica), effect.step)
         elif isinstance(effect, Resume):
             self._resume(effect)
         elif isinstance(effect, StepReceived):
@@ -328,8 +342,6 @@ class Server:
         except PenstockError as error:
             self.story.count("reports_refused", f"step {effect.step}: priorities refused: {error}")
 
-    # -------------------------------------------------------------- steps
-
     def _plan(self, now: float) -> bool:
         """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
         coordinator, engine = self.coordinator, self.engine
@@ -339,14 +351,15 @@ class Server:
             if coordinator.is_staged(step):
                 continue
             try:
-                staged = engine.stage_again(step) if step <= engine.last_step else engine.plan_step(step)
+                staged = self._pipeline.step(step)
             except DiskFull as error:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
-            except PenstockError as error:
-                self._carry_out(coordinator.fail(f"cannot be packed: {error}", step=step))
+            except Exception as error:  # noqa: BLE001 - an error to ranks and a line in the log, not the end of the plane
+                self._carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
                 break
             if isinstance(staged, Staged):
+                self._pipeline.handed_over(step)
                 self._carry_out(coordinator.stage(staged, now))
                 coordinator.waiting_for = "the trainer"
                 continue
@@ -385,18 +398,3 @@ class Server:
             "reported": engine.numbers,
             "runs": engine.runs(),
         }
-
-
-def _left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int]:
-    """Who left the session that an earlier life of this plane served, and the last step each of them committed."""
-    session, found = log.meta("session", 0), {}
-    for rank in range(settings.packing.ranks):
-        for replica in range(settings.replicas):
-            step = log.meta(_left_name(session, rank, replica), -1)
-            if step >= 0:
-                found[rank, replica] = step
-    return found
-
-
-def _left_name(session: int, rank: int, replica: int) -> str:
-    return f"left {session} {rank} {replica}"

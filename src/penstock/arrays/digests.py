@@ -1,0 +1,63 @@
+"""A digest per sample and column: equal digests, equal values, however and wherever they were encoded.
+
+A step's digest is made of these and of the plan, so it does not depend on who built the bytes, or in which coding.
+The digests of one sample are 16 bytes each, end to end: first that of its names and images, then one for each
+column it has, in table order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import xxhash
+
+from penstock.arrays.columns import TEXT_COLUMNS
+from penstock.arrays.ragged import Ragged
+from penstock.arrays.samples import Samples
+
+SIZE = 16
+_PACK = msgspec.msgpack.Encoder()
+
+
+def sample_digests(samples: Samples) -> list[bytes]:
+    """[n] the digests of each sample.
+
+    >>> from penstock import Sample
+    >>> one, two = sample_digests(Samples.of([Sample(id="a", token_ids=[1, 2]), Sample(id="a", token_ids=[1, 3])]))
+    >>> one[:16] == two[:16], one[16:32] == two[16:32], len(one)
+    (True, False, 48)
+    """
+    rows = [[digest] for digest in _names(samples)]
+    for name, column in samples.columns.items():
+        for row, digest in zip(rows, _column(name, column), strict=True):
+            if digest:
+                row.append(digest)
+    return [b"".join(row) for row in rows]
+
+
+def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
+    """What plane and rank compare: xxh3-128 of a rank's plan and of its samples' digests, in order."""
+    state = xxhash.xxh3_128(plan)
+    for digest in digests:
+        state.update(digest)
+    return state.hexdigest()
+
+
+def _names(samples: Samples) -> list[bytes]:
+    images = samples.images or ((),) * len(samples)
+    text = zip(*(samples.text[name] for name in TEXT_COLUMNS), strict=True)
+    facts = zip(text, samples.policy_versions.tolist(), images, strict=True)
+    return [xxhash.xxh3_128_digest(_PACK.encode(fact)) for fact in facts]
+
+
+def _column(name: str, column: Ragged) -> list[bytes]:
+    """One digest per sample; empty where it lacks the column."""
+    values = np.ascontiguousarray(column.values)
+    width = values.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
+    octets = values.reshape(-1).view(np.uint8).data
+    seed = xxhash.xxh3_64_intdigest(f"{name}:{values.dtype.str}:{values.shape[1:]}".encode())
+    edges = (column.offsets * width).tolist()
+    return [xxhash.xxh3_128_digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]

@@ -1,0 +1,8 @@
+"""Frames kept durably, and what must be known of them: keepers hold bytes, facts travel to whoever decides."""
+
+from penstock.keep.facts import GroupFacts, check_group
+from penstock.keep.folder import FolderKeeper
+from penstock.keep.keeper import Keeper, Pick
+from penstock.keep.memory import MemoryKeeper
+
+__all__ = ["FolderKeeper", "GroupFacts", "Keeper", "MemoryKeeper", "Pick", "check_group"]

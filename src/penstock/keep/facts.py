@@ -1,0 +1,251 @@
+"""What the plane must know of a group: made once, by whoever checks its frame when it arrives.
+
+Decisions need facts, only ranks need bytes. A few kilobytes say of a group which samples it has, how long they are,
+what is trained in them, which columns they carry, what they share, and the digests of all of it. A step is planned by
+joining the facts of its groups: no frame is opened for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays import Samples
+from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
+from penstock.arrays.digests import sample_digests
+from penstock.arrays.ragged import Ragged
+from penstock.arrays.run_lengths import bit_view
+from penstock.arrays.sample_facts import SampleFacts
+from penstock.encode import Limits
+from penstock.encode.layout import Buffer
+from penstock.encode.prefixes import Prefixes, common_prefix
+from penstock.encode.reading import describe
+from penstock.errors import CorruptFrame, InvalidInput
+
+FORMAT = 1
+WITH, WITHOUT = "with", "without"
+_ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
+"""Numbers per sample, as int64."""
+
+
+class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One group. Arrays are little-endian bytes, one entry per sample, so that those of many groups join by joining
+    bytes."""
+
+    format: int = FORMAT
+    group: str
+    prompt: str
+    run: str
+    seq_len: int
+    """What samples are cut to; `kept` and what follows from it were made for this."""
+    num_tokens: int
+    policy_version: int | None
+    """Of its oldest sample; None where no sample says."""
+    kinds: dict[str, str]
+    """What all groups of a step must have in common, by column: whether its trained samples have the column, or in
+    which dtype and shape. Absent where the group has no say."""
+    columns: tuple[str, ...]
+    """Present in any sample."""
+    ids: tuple[str, ...]
+    modes: tuple[str, ...]
+    """One per sample, or one for all."""
+    lengths: bytes
+    kept: bytes
+    loss_tokens: bytes
+    kept_loss_tokens: bytes
+    patches: bytes
+    stub: bytes
+    stub_patches: bytes
+    term_tokens: bytes
+    """int64 [n, 3]."""
+    modality: bytes
+    """uint8."""
+    has: bytes
+    """bool [n, columns]."""
+    parents: tuple[int, ...]
+    """Per sample the earlier one whose first tokens it repeats, or -1; empty when there is none."""
+    shared: tuple[int, ...]
+    """Per sample how many first tokens agree there in every per-token column."""
+    versions: tuple[tuple[tuple[int, int], ...], ...]
+    """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
+    digests: tuple[bytes, ...]
+    """Per sample, as `penstock.arrays.digests` makes them."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        return int(np.frombuffer(self.lengths, "<i8").max())
+
+    def fits(self, seq_len: int) -> bool:
+        """Whether these facts hold for another `seq_len` too: no sample is cut by the one or the other."""
+        return seq_len == self.seq_len or self.longest <= min(seq_len, self.seq_len)
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> GroupFacts:
+        try:
+            found = msgspec.msgpack.decode(data, type=GroupFacts)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptFrame(f"facts of a group: {error}") from None
+        if found.format != FORMAT:
+            raise CorruptFrame(f"facts of a group: format {found.format}; this version reads {FORMAT}")
+        return found
+
+
+def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None) -> GroupFacts:
+    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame."""
+    head, samples, _ = describe(frame, limits=limits or Limits())
+    _check_names(group, samples)
+    table = SampleFacts.of(samples, seq_len)
+    if not table.kept.all():
+        name = samples.ids[int(table.kept.argmin())]
+        raise InvalidInput(
+            f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len {seq_len}; "
+            "raise seq_len or use smaller images"
+        )
+    columns = tuple(table.has)
+    parents, shared = _shared(samples, head.prefixes)
+    known = samples.policy_versions[samples.policy_versions >= 0]
+    return GroupFacts(
+        group=group,
+        prompt=samples.text.get("prompt", ("",))[0],
+        run=samples.text["run"][0],
+        seq_len=seq_len,
+        num_tokens=samples.num_tokens,
+        policy_version=int(known.min()) if len(known) else None,
+        kinds=_kinds(group, table, samples),
+        columns=columns,
+        ids=samples.ids,
+        modes=table.mode if len(set(table.mode)) > 1 else table.mode[:1],
+        **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
+        term_tokens=table.term_tokens.astype("<i8").tobytes(),
+        modality=table.modality.tobytes(),
+        has=np.stack([table.has[name] for name in columns], axis=1).tobytes(),
+        parents=parents,
+        shared=shared,
+        versions=_versions(samples),
+        digests=tuple(sample_digests(samples)),
+    )
+
+
+def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
+    """What planning needs to know of all samples of these groups, in order."""
+
+    def joined(name: str, dtype: str = "<i8") -> NDArray[np.int64]:
+        return np.frombuffer(b"".join(getattr(facts, name) for facts in groups), dtype)
+
+    counts = [facts.num_samples for facts in groups]
+    modes = (facts.modes if len(facts.modes) > 1 else facts.modes * facts.num_samples for facts in groups)
+    return SampleFacts(
+        **{name: joined(name) for name in _ARRAYS},
+        term_tokens=joined("term_tokens").reshape(-1, 3),
+        modality=np.frombuffer(b"".join(facts.modality for facts in groups), np.uint8),
+        has=_joined_has(groups),
+        ids=tuple(chain.from_iterable(facts.ids for facts in groups)),
+        group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
+        run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
+        mode=tuple(chain.from_iterable(modes)),
+    )
+
+
+def _joined_has(groups: Sequence[GroupFacts]) -> dict[str, NDArray[np.bool_]]:
+    layouts = {facts.columns for facts in groups}
+    names = [name for name in TOKEN_COLUMNS if any(name in layout for layout in layouts)]
+    if len(layouts) == 1:
+        table = np.frombuffer(b"".join(facts.has for facts in groups), np.bool_).reshape(-1, len(names))
+        return {name: table[:, k] for k, name in enumerate(names)}
+    parts = []
+    for facts in groups:
+        own = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
+        part = np.zeros((facts.num_samples, len(names)), np.bool_)
+        part[:, [names.index(name) for name in facts.columns]] = own
+        parts.append(part)
+    table = np.concatenate(parts)
+    return {name: table[:, k] for k, name in enumerate(names)}
+
+
+def _check_names(group: str, samples: Samples) -> None:
+    if not group:
+        raise InvalidInput("group '': no id; give each group its own")
+    if not len(samples):
+        raise InvalidInput(f"group {group!r}: no samples; a group has at least one")
+    foreign = next((name for name in samples.text["group"] if name != group), group)
+    if foreign != group:
+        raise InvalidInput(f"group {group!r}: holds a sample of group {foreign!r}; put groups one by one")
+    for what in ("run", "prompt"):
+        names = sorted(set(samples.text.get(what, ())))
+        if len(names) > 1:
+            raise InvalidInput(
+                f"group {group!r}: samples of {what}s {names[0]!r} and {names[1]!r}; a group belongs to one {what}"
+            )
+    if len(set(samples.ids)) != len(samples):
+        raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
+
+
+def _kinds(group: str, table: SampleFacts, samples: Samples) -> dict[str, str]:
+    """What this group asks of the others in its step; a group that is not of one kind itself is refused."""
+    found: dict[str, str] = {}
+    trained = table.kept_loss_tokens > 0
+    for name, modes in ALL_OR_NONE.items():
+        asked = trained & np.fromiter((mode in modes for mode in table.mode), np.bool_, len(table))
+        if not asked.any():
+            continue
+        have = asked & table.has.get(name, np.zeros(len(table), np.bool_))
+        if have.any() and (have != asked).any():
+            lacking = table.ids[int(np.flatnonzero(asked & ~have)[0])]
+            raise InvalidInput(
+                f"group {group!r}: sample {lacking!r} has no {name}, which {int(have.sum())} other trained samples of "
+                f"mode {' or '.join(modes)} have; record them for all of these, or for none"
+            )
+        found[name] = WITH if have.any() else WITHOUT
+    for name, column in samples.columns.items():
+        if TOKEN_COLUMNS[name].trailing:
+            found[name] = f"{column.values.dtype.str}{list(column.values.shape[1:])}"
+    return found
+
+
+def _shared(samples: Samples, prefixes: Prefixes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(parents, shared lengths) as the frame found them in the ids, cut to where every per-token column agrees."""
+    if prefixes is None:
+        return (), ()
+    shared = prefixes.shared.copy()
+    others = [column for name, column in samples.columns.items() if name != "token_ids"]
+    for i in np.flatnonzero(shared).tolist():
+        for column in others:
+            shared[i] = min(int(shared[i]), _agreement(column, i, int(prefixes.parents[i]), int(shared[i])))
+    return tuple(np.where(shared > 0, prefixes.parents, -1).tolist()), tuple(shared.tolist())
+
+
+def _agreement(column: Ragged, i: int, j: int, limit: int) -> int:
+    """Over how many of the first `limit` tokens two rows agree; one number per sample is no token's."""
+    a, b = column[i], column[j]
+    if len(a) <= 1 and len(b) <= 1 < limit:
+        return limit
+    if len(a) < limit or len(b) < limit:
+        return 0
+    a, b = bit_view(a[:limit].reshape(-1)), bit_view(b[:limit].reshape(-1))
+    if np.array_equal(a, b):
+        return limit
+    return common_prefix(a, b) // max(len(a) // limit, 1)
+
+
+def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:
+    column = samples.columns.get("weight_versions")
+    if column is None:
+        return ()
+    mask = samples.columns["loss_mask"]
+    out = []
+    for i in range(len(samples)):
+        row = column[i]
+        values, counts = np.unique(row[mask[i][: len(row)]], return_counts=True)
+        out.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
+    return tuple(out)

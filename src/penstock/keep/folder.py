@@ -1,0 +1,215 @@
+"""A keeper in a folder: frames end to end in segment files, one sync for all that are kept together.
+
+    frames/000003-000001    [frame][frame][frame]...        segment 1 of the third life of this folder
+    location                000003-000001:8192:310284       segment, offset, bytes
+
+A location is handed out when its bytes are synced, so a torn tail is never referred to. A new life begins new
+segments. Forgotten frames are punched out of their segment where the filesystem can do that, and a segment without
+frames is removed. Whether the bytes are still those that were kept is for the frame's own checksums to say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from penstock.encode.gathering import Allocate
+from penstock.encode.layout import Buffer
+from penstock.errors import CorruptFrame, DiskFull, StorageError
+from penstock.keep.keeper import Pick, take_from
+
+logger = logging.getLogger("penstock.keeper")
+SEGMENT_BYTES = 64 << 20
+"""A segment that has grown to this is continued in a new one."""
+_NAME = re.compile(r"\d{6,}-\d{6,}")
+_LOCATION = re.compile(r"(\d{6,}-\d{6,}):(\d{1,15}):(\d{1,15})")
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FolderKeeper:
+    """Frames in the files of one folder, which one process owns at a time; `life` tells its owners apart."""
+
+    def __init__(self, folder: str | Path, *, life: int) -> None:
+        self._folder, self._life = Path(folder), life
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._live: Counter[str] = Counter()
+        """Segment -> frames in it that are still wanted."""
+        self._bytes = 0
+        self._count = 0
+        self._active: tuple[str, int] | None = None
+        """(segment that is written to, its file descriptor)."""
+        self._end = 0
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    # -------------------------------------------------------------- keeping
+
+    def keep(self, frames: Sequence[Buffer]) -> list[str]:
+        segment, file = self._segment()
+        start = self._end
+        try:
+            for frame in frames:
+                _write(file, frame)
+            os.fdatasync(file)
+        except OSError as error:
+            self._abandon(start)
+            raise _typed(error, self._folder) from None
+        locations = []
+        for frame in frames:
+            locations.append(f"{segment}:{self._end}:{len(frame)}")
+            self._end += len(frame)
+        with self._lock:  # not around the sync: `forget` must not wait for it
+            self._live[segment] += len(frames)
+            self._bytes += self._end - start
+        return locations
+
+    def _segment(self) -> tuple[str, int]:
+        """The segment to write to, a new one if the last is full."""
+        if self._active is not None and self._end < SEGMENT_BYTES:
+            return self._active
+        self._finish()
+        self._count += 1
+        name = f"{self._life:06}-{self._count:06}"
+        try:
+            file = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            _sync_folder(self._folder)
+        except OSError as error:
+            raise _typed(error, self._folder) from None
+        self._active, self._end = (name, file), 0
+        return self._active
+
+    def _abandon(self, start: int) -> None:
+        """What was being written is given back; later frames go where it began, or to a new segment."""
+        assert self._active is not None
+        try:
+            os.ftruncate(self._active[1], start)
+            os.lseek(self._active[1], start, os.SEEK_SET)
+        except OSError as error:
+            logger.warning("%s: %s; going on in a new segment", self._active[0], error)
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._active is not None:
+            name, file = self._active
+            os.close(file)
+            with self._lock:
+                self._active, self._end = None, 0
+                self._remove_if_empty(name)
+
+    # -------------------------------------------------------------- giving
+
+    def read(self, location: str) -> Buffer:
+        segment, offset, size = _parts(location)
+        with self._lock:
+            mapped = self._maps.get(segment)
+            if mapped is None or len(mapped) < offset + size:
+                mapped = self._maps[segment] = self._map(segment)
+        if len(mapped) < offset + size:
+            raise CorruptFrame(f"{self._folder / segment}: {len(mapped)} bytes; a frame should end at {offset + size}")
+        return memoryview(mapped)[offset : offset + size]
+
+    def _map(self, segment: str) -> mmap.mmap:
+        try:
+            file = os.open(self._folder / segment, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CorruptFrame(f"{self._folder / segment}: {error.strerror}") from None
+        try:
+            return mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        except ValueError:
+            raise CorruptFrame(f"{self._folder / segment}: it is empty") from None
+        finally:
+            os.close(file)
+
+    def take(self, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None) -> list[memoryview]:
+        return take_from(self.read, requests, allocate)
+
+    # -------------------------------------------------------------- giving back
+
+    def forget(self, locations: Iterable[str]) -> None:
+        with self._lock:
+            for location in locations:
+                segment, offset, size = _parts(location)
+                if self._live[segment] <= 0:
+                    continue
+                self._live[segment] -= 1
+                self._bytes -= size
+                if not self._remove_if_empty(segment):
+                    _punch(self._folder / segment, offset, size)
+
+    def _remove_if_empty(self, segment: str) -> bool:
+        if self._live[segment] > 0 or (self._active is not None and self._active[0] == segment):
+            return False
+        del self._live[segment]
+        self._maps.pop(segment, None)
+        (self._folder / segment).unlink(missing_ok=True)
+        return True
+
+    def retain(self, locations: Iterable[str]) -> None:
+        with self._lock:
+            self._live, self._bytes = Counter(), 0
+            for location in locations:
+                segment, _, size = _parts(location)
+                self._live[segment] += 1
+                self._bytes += size
+            for path in self._folder.iterdir():
+                if _NAME.fullmatch(path.name):
+                    self._remove_if_empty(path.name)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def close(self) -> None:
+        self._finish()
+        self._maps.clear()
+
+
+def _parts(location: str) -> tuple[str, int, int]:
+    found = _LOCATION.fullmatch(location)
+    if found is None:
+        raise CorruptFrame(f"location {location[:80]!r}: not one of a folder of frames")
+    return found[1], int(found[2]), int(found[3])
+
+
+def _write(file: int, frame: Buffer) -> None:
+    view = memoryview(frame).cast("B")
+    while len(view):
+        view = view[os.write(file, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _punch(path: Path, offset: int, size: int) -> None:
+    """Give pages back inside a file; where that cannot be done, the space is free when the segment is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(size))
+    finally:
+        os.close(file)
+
+
+def _typed(error: OSError, folder: Path) -> StorageError:
+    if error.errno in _NO_ROOM:
+        return DiskFull(f"{folder}: {error.strerror}; nothing was kept; make room, or raise max_disk_bytes")
+    return StorageError(f"{folder}: {error.strerror}")

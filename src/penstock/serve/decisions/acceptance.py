@@ -1,0 +1,186 @@
+"""Groups in: is it known, is there room, and, once its frame is checked and kept, is it accepted.
+
+Room is looked for before a frame is looked at, so a put that is refused costs nothing. What is accepted is written
+down, many groups with one sync, before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
+from penstock.keep.facts import GroupFacts
+from penstock.serve.decisions.arrivals import Arrival, Arrivals
+from penstock.serve.decisions.journal import Journal
+from penstock.serve.decisions.log import GroupRow
+from penstock.serve.settings import PlaneSettings
+
+_RETRY_AFTER_S = 0.25
+MAX_ID = 512
+"""Characters of a group's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a put: an error, or nothing."""
+
+    ticket: object
+    error: PenstockError | None = None
+    duplicate: bool = False
+    stale: bool = False
+    """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
+
+
+class Acceptance:
+    """Takes groups in."""
+
+    def __init__(self, settings: PlaneSettings, journal: Journal) -> None:
+        self._settings, self._journal = settings, journal
+        self._arrivals = Arrivals()
+        self.full: set[str] = set()
+        """Tables a put was refused in, for want of room, since the last time some became free."""
+
+    def table_of(self, run: str) -> str:
+        """Where groups of a run wait; the run itself when they may not."""
+        try:
+            return self._journal.run_tables.table_for(run)
+        except PenstockError:
+            return run
+
+    def no_room(self, table: str, size: int, *, promised_bytes: int, promised_groups: int) -> str:
+        """Why a group of so many bytes must wait, in words; empty if it may come, be it to be refused for good."""
+        members = self._journal.run_tables.members
+        if members and table not in members:
+            return ""
+        try:
+            self._check_room("", table, size, promised_bytes=promised_bytes, promised_groups=promised_groups)
+        except Overloaded as error:
+            return str(error).removeprefix("group '': ")
+        except PenstockError:
+            return ""
+        return ""
+
+    def ahead(self, table_name: str) -> int:
+        """Groups on their way into a table."""
+        return self._arrivals.groups[table_name]
+
+    def offer(self, ticket: object, group: str, digest: bytes, size: int, run: str = "") -> Outcome | bool:
+        """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
+        group is under way already. An outcome: that is all."""
+        try:
+            return self._offer(ticket, group, digest, size, run)
+        except PenstockError as error:
+            self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
+            return Outcome(ticket, error)
+
+    def _offer(self, ticket: object, group: str, digest: bytes, size: int, run: str) -> Outcome | bool:
+        if not 0 < len(group) <= MAX_ID:
+            raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
+        arrival = self._arrivals.get(group)
+        known = arrival.digest if arrival else self._journal.log.digest_of(group)
+        if known is not None:
+            self._journal.counts["puts_repeated"] += 1
+            if known != digest:
+                raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
+            if arrival is None:
+                return Outcome(ticket, duplicate=True)
+            arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
+            return False
+        table_name = self._journal.run_tables.table_for(run)
+        self._check_room(group, table_name, size)
+        self._arrivals.add(Arrival(group, digest, size, table_name, [ticket]))
+        return True
+
+    def _check_room(
+        self, group: str, table_name: str, size: int, *, promised_bytes: int = 0, promised_groups: int = 0
+    ) -> None:
+        """Raise unless there is room, beside what was promised to others."""
+        table = self._journal.run_tables.table(table_name)
+        arriving = self._arrivals.groups[table_name] + promised_groups
+        limit = int(self._settings.max_held_bytes * self._journal.run_tables.part(table_name))
+        of = f" (run {table_name!r} has its share)" if table_name else ""
+        if size > limit:
+            raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
+        self._check_disk(size + promised_bytes)
+        waiting = self._journal.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + promised_bytes
+        if waiting + size > limit or not table.may_insert(ahead=arriving):
+            self.full.add(table_name)
+            groups, capacity = len(table) + arriving, self._settings.replay.capacity
+            raise Overloaded(
+                f"group {group!r}: {waiting:,} bytes in {groups} groups wait for the trainer, the limits{of} are "
+                f"{limit:,} bytes and {capacity} groups, {table.settings.limiter}; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def _check_disk(self, size: int) -> None:
+        """Raise DiskFull if there is no room; steps that are only kept for a rewind are given back before that."""
+        arriving = self._arrivals.bytes.total() + size
+        while True:
+            try:
+                self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.keeper.num_bytes)
+            except DiskFull:
+                kept = self._journal.state.next_step - self._journal.state.oldest_step
+                if kept <= 0 or self._journal.state.is_drawing:
+                    raise
+                with self._journal.transaction():
+                    self._journal.state.retire(self._journal.state.next_step - kept // 2)
+                self._journal.counts["steps_given_back_early"] += kept - kept // 2
+                self._journal.log.shrink()
+            else:
+                return
+
+    def arrive(self, group: str, facts: GroupFacts, location: str) -> None:
+        """The frame of a group that was offered is checked and kept; `flush` accepts it."""
+        self._arrivals[group].kept = (facts, location)
+
+    def follow(self, ticket: object, group: str, digest: bytes) -> bool:
+        """Whether a group is under way, and will be answered under this ticket too."""
+        arrival = self._arrivals.get(group)
+        if arrival is None or arrival.digest != digest:
+            return False
+        if ticket not in arrival.tickets:
+            arrival.tickets.append(ticket)
+        return True
+
+    def refuse(self, group: str, error: PenstockError) -> list[Outcome]:
+        """The frame of a group that was offered is not accepted."""
+        arrival = self._arrivals.pop(group)
+        self._journal.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
+        return [Outcome(ticket, error) for ticket in arrival.tickets]
+
+    def flush(self) -> list[Outcome]:
+        """Accept what has arrived, as one transaction; what is returned without error is durable."""
+        outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
+        rows = self._arrivals.rows(self._journal.state.op + 1)
+        if not rows:
+            return outcomes
+        try:
+            with self._journal.transaction():
+                self._journal.log.add_groups([(row, facts.to_bytes()) for row, facts in rows])
+        except PenstockError as error:
+            self._journal.keeper.forget([row.location for row, _ in rows])
+            return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
+        for row, _ in rows:
+            outcomes += self._accept(row)
+        self._journal.counts["groups"] += len(rows)
+        self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
+        self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)
+        return outcomes
+
+    def _late_refusal(self, group: str) -> list[Outcome]:
+        """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
+        arrival = self._arrivals[group]
+        assert arrival.kept is not None
+        facts, location = arrival.kept
+        try:
+            self._arrivals.move(group, self._journal.run_tables.table_for(facts.run))
+        except PenstockError as error:
+            self._journal.keeper.forget([location])
+            return self.refuse(group, error)
+        return []
+
+    def _accept(self, row: GroupRow) -> list[Outcome]:
+        arrival = self._arrivals.pop(row.id)
+        stale = not self._journal.state.take_in(row)
+        self._journal.counts["groups_stale"] += stale
+        return [Outcome(ticket, duplicate=i > 0, stale=stale) for i, ticket in enumerate(arrival.tickets)]

@@ -1,0 +1,86 @@
+"""Groups that were offered and are not accepted yet: they take room, and somebody waits for each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.keep.facts import GroupFacts
+from penstock.serve.decisions.log import GroupRow
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One of them."""
+
+    group: str
+    digest: bytes
+    size: int
+    table_name: str
+    tickets: list[object]
+    """Everybody who waits for it."""
+    kept: tuple[GroupFacts, str] | None = None
+    """Its facts and its frame's location, once it was checked and kept."""
+
+
+class Arrivals:
+    """All of them, and the room they take in each table."""
+
+    def __init__(self) -> None:
+        self.groups: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self._all: dict[str, Arrival] = {}
+
+    def get(self, group: str) -> Arrival | None:
+        return self._all.get(group)
+
+    def __getitem__(self, group: str) -> Arrival:
+        return self._all[group]
+
+    def add(self, arrival: Arrival) -> None:
+        self._all[arrival.group] = arrival
+        self._count(arrival, 1)
+
+    def pop(self, group: str) -> Arrival:
+        arrival = self._all.pop(group)
+        self._count(arrival, -1)
+        return arrival
+
+    def move(self, group: str, table_name: str) -> None:
+        """It waits in another table than it was offered for."""
+        arrival = self._all[group]
+        self._count(arrival, -1)
+        arrival.table_name = table_name
+        self._count(arrival, 1)
+
+    def _count(self, arrival: Arrival, sign: int) -> None:
+        self.groups[arrival.table_name] += sign
+        self.bytes[arrival.table_name] += sign * arrival.size
+
+    @property
+    def ready(self) -> list[str]:
+        """Those that were checked and kept."""
+        return [group for group, arrival in self._all.items() if arrival.kept is not None]
+
+    def rows(self, op: int) -> list[tuple[GroupRow, GroupFacts]]:
+        """Those that were checked and kept, as the log will have them, numbered from `op` on."""
+        rows: list[tuple[GroupRow, GroupFacts]] = []
+        for number, group in enumerate(self.ready, start=op):
+            arrival = self._all[group]
+            assert arrival.kept is not None
+            facts, location = arrival.kept
+            row = GroupRow(
+                op=number,
+                id=group,
+                digest=arrival.digest,
+                policy_version=facts.policy_version,
+                samples=facts.num_samples,
+                tokens=facts.num_tokens,
+                size=arrival.size,
+                run=arrival.table_name,
+                prompt=facts.prompt,
+                kinds=tuple(sorted(facts.kinds.items())),
+                location=location,
+            )
+            rows.append((row, facts))
+        return rows

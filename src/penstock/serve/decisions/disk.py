@@ -1,0 +1,102 @@
+"""The folder and the volume under it: who owns it, a quota for what is put, a reserve for what drains it.
+
+Groups fill a volume, and only training empties it again; but a step must be written down before it is trained. So a
+file of `reserve_bytes` is kept beside the log. When the volume is full it is given up, steps and commits go on in the
+room it leaves, and nothing is put until there is room for it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
+from penstock.serve.decisions import fork
+
+logger = logging.getLogger("penstock.disk")
+RESERVE = "reserve"
+
+
+class Disk:
+    """The volume under a run's folder; None for a plane in memory, which has no limit but its quota."""
+
+    def __init__(self, folder: Path | None, *, quota: int | None, reserve_bytes: int) -> None:
+        self._folder, self._quota = folder, quota
+        self._path = None if folder is None else folder / RESERVE
+        self.reserve_bytes = reserve_bytes
+        if folder is not None:
+            volume = os.statvfs(folder)
+            self.reserve_bytes = min(reserve_bytes, volume.f_blocks * volume.f_frsize // 8)
+
+    def check(self, size: int, used: int) -> None:
+        """Raise DiskFull unless so many bytes of groups may be put where so many are used."""
+        if self._quota is not None and used + size > self._quota:
+            raise DiskFull(
+                f"{self._folder or 'memory'}: {used:,} bytes are used and {size:,} more do not fit max_disk_bytes "
+                f"{self._quota:,}; raise it, or wait until steps are committed"
+            )
+        if not self.restore():
+            raise DiskFull(
+                f"{self._folder}: the volume is full; training goes on and makes room; groups are taken again when "
+                f"{self.reserve_bytes:,} bytes are free"
+            )
+
+    def restore(self) -> bool:
+        """Make sure that the reserve is there; False if there is no room for it."""
+        if self._path is None or not self.reserve_bytes or self._path.exists():
+            return True
+        try:
+            file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, self.reserve_bytes)
+            finally:
+                os.close(file)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)  # this filesystem cannot reserve
+        return True
+
+    def release(self) -> bool:
+        """Give the reserve up; False if there is none."""
+        if self._path is None or not self._path.exists():
+            return False
+        self._path.unlink(missing_ok=True)
+        logger.warning("%s: the volume is full; groups are refused until training has made room", self._folder)
+        return True
+
+
+def own(folder: Path) -> int:
+    """Lock the folder for this process; the lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise Conflict(
+            f"{folder}: another plane has it open (process {holder}); stop it or use another folder"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    fork.close_in_children(descriptor)
+    return descriptor
+
+
+@contextmanager
+def typed_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorname", "")
+        if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
+            raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
+        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
+        raise StorageError(f"{where}: {error}") from None

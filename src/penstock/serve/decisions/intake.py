@@ -1,0 +1,100 @@
+"""Groups on their way in: each frame is checked once, its facts are made, and it is kept.
+
+This is the work of a put that depends on its size; it runs beside the loop that answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.arrays.columns import ALL_OR_NONE
+from penstock.encode import Limits, read_head
+from penstock.errors import InvalidInput, PenstockError, StorageError
+from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
+from penstock.keep.keeper import Keeper
+from penstock.pack import plan
+from penstock.send.messages import Buffer
+from penstock.serve.settings import PlaneSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A group that is checked and kept: only the decision to accept it is missing."""
+
+    group: str
+    facts: GroupFacts
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A group that is not accepted."""
+
+    group: str
+    error: PenstockError
+
+
+class Intake:
+    """Checks frames, and keeps those that pass, with one sync for all of a batch."""
+
+    def __init__(self, settings: PlaneSettings, keeper: Keeper) -> None:
+        self._settings, self._keeper = settings, keeper
+        self.limits = limits_of(settings)
+
+    def run_of(self, frame: Buffer) -> str:
+        """The run that a group says it belongs to, found without reading its body."""
+        return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
+
+    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
+        """What became of each group, in order."""
+        checked = [self._check(group, frame) for group, frame in batch]
+        good = [frame for (_, frame), facts in zip(batch, checked, strict=True) if isinstance(facts, GroupFacts)]
+        try:
+            locations = iter(self._keeper.keep(good) if good else ())
+        except StorageError as error:
+            return [
+                Refused(group, error if isinstance(facts, GroupFacts) else facts)
+                for (group, _), facts in zip(batch, checked, strict=True)
+            ]
+        return [
+            Arrived(group, facts, next(locations)) if isinstance(facts, GroupFacts) else Refused(group, facts)
+            for (group, _), facts in zip(batch, checked, strict=True)
+        ]
+
+    def _check(self, group: str, frame: Buffer) -> GroupFacts | PenstockError:
+        try:
+            return self.check(group, frame)
+        except PenstockError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
+            return InvalidInput(f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read")
+
+    def check(self, group: str, frame: Buffer) -> GroupFacts:
+        """The facts of a frame; raises what is wrong with it."""
+        packing = self._settings.packing
+        facts = check_group(frame, group=group, seq_len=packing.seq_len, limits=self.limits)
+        self._check_columns(facts)
+        if facts.policy_version is None and self._settings.replay.max_staleness is not None:
+            raise InvalidInput(
+                f"group {group!r}: no policy_version, and max_staleness is {self._settings.replay.max_staleness}; "
+                "say which policy sampled it: plane.group(..., policy_version=plane.policy_version)"
+            )
+        if packing.over_cap == "strict":
+            plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
+        return facts
+
+    def _check_columns(self, facts: GroupFacts) -> None:
+        for name in self._settings.requires:
+            lacks = facts.kinds.get(name) == WITHOUT if name in ALL_OR_NONE else name not in facts.columns
+            if lacks:
+                raise InvalidInput(
+                    f"group {facts.group!r}: no {name}, which this plane requires of every group; record it, or open "
+                    "the plane without it in `requires`"
+                )
+
+
+def limits_of(settings: PlaneSettings) -> Limits:
+    """What one group may unfold to."""
+    tokens = settings.max_group_tokens or max(256 * settings.packing.seq_len, 1 << 20)
+    return Limits(max_tokens=tokens, max_bytes=settings.max_group_bytes or 2 << 30, max_samples=1 << 16)

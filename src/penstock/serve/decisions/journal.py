@@ -1,0 +1,56 @@
+"""A decision is written to the log, then entered in memory: the one way in which anything changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.keep.keeper import Keeper
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.rebuild import rebuild
+from penstock.serve.decisions.records import Discard, Record
+from penstock.serve.decisions.run_tables import RunTables
+from penstock.serve.decisions.state import PlaneState
+from penstock.serve.settings import PlaneSettings
+
+
+class Journal:
+    """The log, and what memory makes of it."""
+
+    def __init__(self, settings: PlaneSettings, log: Log, keeper: Keeper) -> None:
+        self._settings, self.log, self.keeper = settings, log, keeper
+        self.counts: Counter[str] = Counter()
+        """What happened since this plane started, for `penstock top`."""
+        self.state: PlaneState
+        self.saved_op = 0
+        """The last decision that is in the snapshot."""
+        self.rebuild()
+
+    @property
+    def run_tables(self) -> RunTables:
+        return self.state.run_tables
+
+    def rebuild(self) -> None:
+        """Make memory anew from the log: what was not written down did not happen."""
+        settings = self._settings
+        self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps)
+        found = self.log.snapshot()
+        self.saved_op = 0 if found is None else found[0]
+
+    def decide(self, record: Record) -> None:
+        op = self.state.op + 1
+        with self.transaction():
+            self.log.add_record(op, record)
+            if isinstance(record, Discard) and record.key:
+                self.log.add_discard(record.key)
+        self.state.redo(op, record)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with self.log.transaction():
+            yield
+            self.state.write(self.log)
+        self.state.written()
+        forgotten, self.state.forgotten = self.state.forgotten, []
+        self.keeper.forget(location for location in forgotten if location)

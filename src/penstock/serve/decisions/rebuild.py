@@ -1,0 +1,59 @@
+"""Memory made anew from the log: do again, in order, what it says was done since memory was last written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from penstock.errors import ConfigError, CorruptFile, WaitTimeout
+from penstock.serve.decisions.log import Log, State
+from penstock.serve.decisions.manifest import read_manifest
+from penstock.serve.decisions.snapshot import Saved
+from penstock.serve.decisions.state import PlaneState
+from penstock.serve.settings import Replay
+
+
+def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> PlaneState:
+    """Do again, in order, what the log says was done since memory was last written down."""
+    state = PlaneState(replay, retain_steps=retain_steps)
+    found = log.snapshot()
+    saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
+    try:
+        rows = {} if saved is None else state.load(saved, log)
+    except CorruptFile:  # tables in a form of another version
+        state, rows = PlaneState(replay, retain_steps=retain_steps), {}
+    since, recorded = state.op, list(log.steps(first=state.oldest_step))
+    records = dict(log.records(after=since))
+    steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
+    rows |= {row.op: row for row in log.groups(after=since)}
+    try:
+        for op in sorted([*(op for op in rows if op > since), *records, *steps]):
+            if op in rows:
+                state.take_in(replace(rows[op], state=State.HELD, reason=""))
+            elif op in records:
+                state.redo(op, records[op])
+            else:
+                _draw_again(state, op, *steps[op])
+    except WaitTimeout:
+        raise ConfigError(
+            f"capacity: {replay.capacity}, and more groups are held than that ({len(state.rows)} and others); raise it"
+        ) from None
+    state.begin_at(log.meta("next_step", 1))
+    state.retire(log.meta("oldest_step", 1))
+    state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, log.with_frames())
+    return state
+
+
+def _draw_again(state: PlaneState, op: int, step: int, data: bytes, recorded: State) -> None:
+    manifest = read_manifest(data)
+    try:
+        drawn = state.draw(op, step, Counter(state.rows[group].run for group in manifest.groups)).groups
+    except (WaitTimeout, KeyError):
+        drawn = ()
+    if drawn != manifest.groups:
+        raise ConfigError(
+            f"step {step}: drawing again gives other groups than were recorded; the replay settings (sampler, "
+            "seed, capacity, max_times_sampled, max_staleness) are not those the run began with"
+        )
+    state.planned(step, manifest)
+    state.set_step(step, recorded)

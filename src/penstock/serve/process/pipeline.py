@@ -1,0 +1,216 @@
+"""Groups in and steps out: decisions in the loop's thread, everything that weighs as much as the data beside it.
+
+    put      engine.offer    ->  [intake: check, make facts, keep, sync]  ->  engine.arrive, flush     answered
+    step     engine.draw     ->  [steps: plan from facts]                 ->  engine.record            durable
+                             ->  [steps: gather the payloads]             ->  staged                   delivered
+
+What stands in brackets runs on a worker's thread and touches nothing but the keeper. So no turn of the loop depends on
+the size of a group or of a step: heartbeats, puts and answers go on while a step is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from penstock.errors import CorruptFrame, PenstockError
+from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
+from penstock.keep.facts import GroupFacts, check_group
+from penstock.keep.keeper import DamagedFrame
+from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
+from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.engine import Drawn, Engine
+from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
+from penstock.serve.process.workers import Job, Then, Workers
+
+logger = logging.getLogger("penstock.plane")
+_BATCH_BYTES = 32 << 20
+"""Frames kept with one sync, at most: those that come later wait for the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unplannable:
+    """A step that cannot be planned, and which groups are to blame."""
+
+    error: Exception
+    bad: dict[int, str]
+
+
+class Pipeline:
+    """An engine, and the workers that do the heavy part of what it decides."""
+
+    def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
+        self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
+        self._incoming: deque[tuple[str, bytes, Buffer]] = deque()
+        """Groups that were offered and wait to be checked: id, digest as it was sent, frame."""
+        self._outcomes: list[Outcome] = []
+        self._busy = False
+        """Whether a step is being planned or built."""
+        self._to_record: tuple[Drawn, PlannedStep] | None = None
+        """Planned and not written down yet: there may be no room for it now."""
+        self._staged: dict[int, Staged] = {}
+        self._failure: Exception | None = None
+
+    # -------------------------------------------------------------- groups
+
+    def put(self, ticket: object, group: str, digest: bytes, frame: Buffer) -> Outcome | None:
+        """Offer a group; an outcome is returned only if it is known at once."""
+        try:
+            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), self._run_of(frame))
+        except CorruptFrame as error:
+            return Outcome(ticket, error)
+        if isinstance(found, Outcome):
+            return found
+        if found:
+            self._incoming.append((group, digest, frame))
+            self._workers.submit("intake", self._take_in, self._taken_in)
+        return None
+
+    def _run_of(self, frame: Buffer) -> str:
+        """The run a group belongs to, where that decides whether there is room; found without reading the body."""
+        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
+            return ""
+        return self._intake.run_of(frame)
+
+    def _take_in(self) -> list[Arrived | Refused]:
+        """On a worker's thread: what has come since the last time, with one sync for all of it."""
+        batch: list[tuple[str, Buffer]] = []
+        refused: list[Arrived | Refused] = []
+        size = 0
+        while self._incoming and size < _BATCH_BYTES:
+            group, digest, frame = self._incoming.popleft()
+            if xxhash.xxh3_128_digest(frame) != digest:
+                refused.append(Refused(group, AlteredOnTheWay(f"group {group!r}: not the bytes that were sent")))
+                continue
+            batch.append((group, frame))
+            size += len(frame)
+        return refused + self._intake.take(batch)
+
+    def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
+        if isinstance(results, Exception):
+            raise results
+        for result in results:
+            if isinstance(result, Arrived):
+                self._engine.acceptance.arrive(result.group, result.facts, result.location)
+            else:
+                self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
+
+    def collect(self) -> list[Outcome]:
+        """Accept what was checked and kept since the last time; what is returned without error is durable."""
+        self._workers.finish()
+        return self.refused() + self._engine.acceptance.flush()
+
+    def refused(self) -> list[Outcome]:
+        """What became of groups that were not accepted since the last time."""
+        refused, self._outcomes = self._outcomes, []
+        return refused
+
+    # -------------------------------------------------------------- steps
+
+    def step(self, step: int) -> Staged | str:
+        """A step, once it is built; until then, in words, what it waits for.
+
+        Raises DiskFull while it cannot be written down, and whatever makes it impossible to plan or build."""
+        self._record()
+        if step in self._staged:
+            return self._staged[step]
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._busy:
+            return f"step {self._engine.last_step} to be built"
+        if step <= self._engine.last_step:
+            self._build(step)
+            return f"step {step} to be built"
+        drawn = self._engine.draw_step(step)
+        if isinstance(drawn, str):
+            return drawn
+        self._submit(lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
+        return f"step {step} to be planned"
+
+    def handed_over(self, step: int) -> None:
+        """The step is staged: nothing is kept of it here."""
+        self._staged.pop(step, None)
+
+    def _submit(self, job: Job, then: Then) -> None:
+        self._busy = True
+
+        def done(result: object) -> None:
+            self._busy = False
+            then(result)
+
+        self._workers.submit("steps", job, done)
+
+    def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
+        """On a worker's thread."""
+        facts = [GroupFacts.from_bytes(data) for data in drawn.facts]
+        facts = self._fitting(facts, drawn.groups)
+        try:
+            return self._builder.plan(facts)
+        except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
+            return _Unplannable(error, self._builder.unpackable(facts))
+
+    def _fitting(self, facts: Sequence[GroupFacts], groups: Sequence[Place]) -> list[GroupFacts]:
+        """Facts that were made for another `seq_len`, which cuts some of their samples, are made anew."""
+        settings, keeper = self._engine.settings, self._engine.keeper
+        seq_len = settings.packing.seq_len
+        return [
+            found if found.fits(seq_len) else check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
+            for found, at in zip(facts, groups, strict=True)
+        ]
+
+    def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
+        if isinstance(found, PlannedStep):
+            self._to_record = (drawn, found)
+            return
+        error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
+        logger.error("step %d cannot be planned: %s: %s", drawn.step, type(error).__name__, error)
+        self._engine.undo_draw(drawn, bad)
+        if not bad:  # nobody to blame: the ranks must know
+            self._failure = error
+
+    def _record(self) -> None:
+        if self._to_record is not None:
+            drawn, planned = self._to_record
+            self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+            self._to_record = None
+            self._build(drawn.step)
+
+    def _build(self, step: int) -> None:
+        planned, groups = self._engine.planned(step)
+        self._submit(lambda: self._builder.build(step, planned, groups), lambda found: self._built(step, found))
+
+    def _built(self, step: int, found: Staged | Exception) -> None:
+        if isinstance(found, Staged):
+            self._staged[step] = found
+            return
+        logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
+        if not (isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))):
+            self._failure = found
+
+
+class AlteredOnTheWay(CorruptFrame):
+    """A frame is not what was sent: it must be sent again."""
+
+
+def failure_in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+
+
+def keeper_of(log: Log) -> Keeper:
+    """Where a log's frames are kept: in its own folder, or in memory as it is."""
+    return MemoryKeeper() if log.folder is None else FolderKeeper(log.folder / "frames", life=log.epoch)
+
+
+def pipeline_of(engine: Engine, workers: Workers) -> Pipeline:
+    """The pipeline of a real plane."""
+    settings = engine.settings
+    builder = StepBuilder(settings.packing, engine.keeper)
+    return Pipeline(engine, Intake(settings, engine.keeper), builder, workers)

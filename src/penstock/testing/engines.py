@@ -1,0 +1,72 @@
+"""An engine whose heavy work is done at once: for tests that look at decisions and care for no thread."""
+
+from __future__ import annotations
+
+import xxhash
+
+from penstock.errors import InvalidInput
+from penstock.keep import Keeper, MemoryKeeper
+from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
+from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.intake import Intake
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import StepBuilder
+from penstock.serve.process.pipeline import Pipeline, keeper_of
+from penstock.serve.process.workers import Inline
+from penstock.serve.settings import PlaneSettings
+
+
+class DirectEngine(Engine):
+    """The plane's engine with its pipeline, in one thread."""
+
+    def __init__(self, settings: PlaneSettings, log: Log, keeper: Keeper | None = None) -> None:
+        super().__init__(settings, log, keeper or keeper_of(log))
+        self._workers = Inline()
+        intake = Intake(settings, self.keeper)
+        self.pipeline = Pipeline(self, intake, StepBuilder(settings.packing, self.keeper), self._workers)
+
+    def put(self, ticket: object, group: str, frame: Buffer) -> Outcome | None:
+        """Offer, check and keep a group; `flush` accepts it. An outcome is returned if it is known already."""
+        found = self.pipeline.put(ticket, group, xxhash.xxh3_128_digest(frame), frame)
+        self._workers.finish()
+        refused = self.pipeline.refused()
+        return found or (refused[0] if refused else None)
+
+    def flush(self) -> list[Outcome]:
+        return self.acceptance.flush()
+
+    def plan_step(self, step: int) -> Staged | str:
+        """Draw, plan, record and build the next step; or say what it waits for."""
+        if step != self.last_step + 1:
+            raise InvalidInput(f"step {step}: the next one is {self.last_step + 1}")
+        return self._step(step)
+
+    def stage_again(self, step: int) -> Staged:
+        """Build a step that was planned before."""
+        staged = self._step(step)
+        assert isinstance(staged, Staged), staged
+        return staged
+
+    def _step(self, step: int) -> Staged | str:
+        while True:
+            found = self.pipeline.step(step)
+            if isinstance(found, Staged):
+                self.pipeline.handed_over(step)
+                return found
+            if not self._workers.finish():
+                return found
+
+
+def damage_frame(engine: Engine, group: str) -> None:
+    """Overwrite the beginning of a group's frame where it is kept."""
+    location = engine.state.rows[engine.state.by_id[group]].location
+    if isinstance(engine.keeper, MemoryKeeper):
+        engine.keeper.replace(location, bytes(64))
+        return
+    assert engine.log.folder is not None
+    segment, offset, _ = location.split(":")
+    with (engine.log.folder / "frames" / segment).open("r+b") as file:
+        file.seek(int(offset))
+        file.write(bytes(64))

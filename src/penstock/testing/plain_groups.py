@@ -1,0 +1,104 @@
+"""Groups that are nothing but a name, and steps of them: so that thousands of runs can be simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from penstock.arrays.digests import step_digest
+from penstock.errors import CorruptFrame
+from penstock.keep import GroupFacts, Keeper
+from penstock.send.messages import Buffer, Frames
+from penstock.send.steps import Staged
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.intake import Intake
+from penstock.serve.decisions.step_builder import Place, PlannedStep
+from penstock.serve.process.pipeline import Pipeline
+from penstock.serve.process.workers import Workers
+
+RUNS = ("a", "b")
+"""Each group belongs to one of them, by its name."""
+
+
+class PlainIntake(Intake):
+    """Takes groups that are nothing but a name, so that thousands of runs can be simulated."""
+
+    def run_of(self, frame: Buffer) -> str:
+        name, _, _ = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+        return run_of_group(name)
+
+    def check(self, group: str, frame: Buffer) -> GroupFacts:
+        name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+        if name != group:
+            raise CorruptFrame(f"group {group!r}: holds {name!r}")
+        zeros = bytes(8 * samples)
+        return GroupFacts(
+            group=group,
+            prompt="",
+            run=run_of_group(group),
+            seq_len=64,
+            num_tokens=10 * samples,
+            policy_version=version,
+            kinds={},
+            columns=(),
+            ids=tuple(f"{group}/{i}" for i in range(samples)),
+            modes=("rl",),
+            lengths=zeros,
+            kept=zeros,
+            loss_tokens=zeros,
+            kept_loss_tokens=zeros,
+            patches=zeros,
+            stub=zeros,
+            stub_patches=zeros,
+            term_tokens=b"",
+            modality=b"",
+            has=b"",
+            parents=(),
+            shared=(),
+            versions=(),
+            digests=(xxhash.xxh3_128_digest(frame),),
+        )
+
+
+def run_of_group(group: str) -> str:
+    """Each group belongs to a run, by its name."""
+    return RUNS[sum(group.encode()) % len(RUNS)]
+
+
+class PlainBuilder:
+    """Deals whole groups to ranks."""
+
+    def __init__(self, ranks: int, keeper: Keeper) -> None:
+        self._ranks, self._keeper = ranks, keeper
+
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        plans = [f"{rank}:{[f.group for f in facts[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
+        digests = [
+            step_digest(plan, [f.digests[0] for f in facts[rank :: self._ranks]]) for rank, plan in enumerate(plans)
+        ]
+        return PlannedStep(rank_plans=tuple(plans), needs=(b"",) * self._ranks, digests=tuple(digests), loss_tokens=1)
+
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:  # noqa: ARG002 - all of them can be dealt
+        return {}
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        frames = [self._keeper.read(place.location) for place in groups]
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=[frames[rank :: self._ranks] for rank in range(self._ranks)],
+            digests=list(planned.digests),
+        )
+
+
+def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:
+    """How groups that are only names go in, and steps of them come out."""
+    builder = PlainBuilder(engine.settings.packing.ranks, engine.keeper)
+    return Pipeline(engine, PlainIntake(engine.settings, engine.keeper), builder, workers)
+
+
+def plain_digests(frames: Frames) -> list[bytes]:
+    """The digests of what a rank was sent."""
+    return [xxhash.xxh3_128_digest(frame) for frame in frames]
