@@ -59,7 +59,7 @@ def test_a_sample_longer_than_the_sliding_window_is_refused() -> None:
 def test_the_check_fails_for_a_model_that_looks_across_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(ModelConfig(family="qwen3", config=FAMILIES["qwen3"]))
     # One segment instead of four: what a trainer does that forgets the boundaries.
-    monkeypatch.setattr("penstock.train.model.buckets_of", lambda lengths: buckets_of([sum(lengths)]))
+    monkeypatch.setattr("penstock.train.model.buckets_of", lambda _, count: buckets_of([count], count))
     with pytest.raises(ConfigError, match="cannot be trained on packed rows"):
         check_packing(model, vocabulary=20)
 
@@ -67,21 +67,21 @@ def test_the_check_fails_for_a_model_that_looks_across_samples(monkeypatch: pyte
 def test_gradients_of_a_packed_row_are_those_of_its_samples() -> None:
     lengths = [4, 1, 7]
     model = build_model(ModelConfig(family="qwen3", config=FAMILIES["qwen3"])).double()
-    ids = torch.randint(0, 20, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 20, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     row = {
         "token_ids": ids,
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]),
         "sequence_lengths": torch.tensor(lengths),
     }
     weights = torch.randn(1, sum(lengths), 20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (forward(model, row) * weights).sum().backward()
     packed = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    for part, weight in zip(ids.split(lengths, 1), weights.split(lengths, 1), strict=True):
+    for part, weight in zip(ids.split(lengths), weights.split(lengths, 1), strict=True):
         alone = {
             "token_ids": part,
-            "position_ids": torch.arange(part.shape[1])[None],
-            "sequence_lengths": torch.tensor([part.shape[1]]),
+            "position_ids": torch.arange(len(part)),
+            "sequence_lengths": torch.tensor([len(part)]),
         }
         (forward(model, alone) * weight).sum().backward()
     for a, p in zip(packed, model.parameters(), strict=True):
@@ -90,6 +90,6 @@ def test_gradients_of_a_packed_row_are_those_of_its_samples() -> None:
 
 def test_buckets_cover_every_token_once() -> None:
     lengths = [3, 1, 8, 5, 9, 1, 2]
-    tokens = torch.cat([bucket.tokens for bucket in buckets_of(lengths)])
+    tokens = torch.cat([bucket.tokens for bucket in buckets_of(lengths, sum(lengths))])
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
     assert TOLERANCE <= 1e-4

@@ -114,7 +114,7 @@ def test_widens_one_chunk_at_a_time() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(InvalidInput, match=r"logits \(1, 4, 8\) for token_ids \(1, 3\)"):
+    with pytest.raises(InvalidInput, match=r"logits \(1, 4, 8\) for token_ids \(1, 3\); give one row"):
         token_logprobs(torch.zeros(1, 4, 8), torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3]))
 
 

@@ -48,11 +48,11 @@ class Tiny(torch.nn.Module):  # type: ignore[name-defined, misc]
 def micro_batch_loss(model: Tiny, batch: MicroBatch) -> Any:
     """A sum, never a mean: an importance-weighted policy gradient and a cross-entropy part by weights."""
     t = to_torch(batch)
-    logprobs = model(t["token_ids"][0], t["position_ids"][0], t["sequence_lengths"].long())
-    mask = t["loss_mask"][0]
-    ratio = (logprobs - t["logprobs"][0].double()).exp()
-    rl = -(ratio * t["advantages"][0].double() * t["rl_weights"][0].double())[mask].sum()
-    ce = -(logprobs * t["ce_weights"][0].double())[mask].sum()
+    logprobs = model(t["token_ids"], t["position_ids"], t["sequence_lengths"].long())
+    mask = t["loss_mask"]
+    ratio = (logprobs - t["logprobs"].double()).exp()
+    rl = -(ratio * t["advantages"].double() * t["rl_weights"].double())[mask].sum()
+    ce = -(logprobs * t["ce_weights"].double())[mask].sum()
     return rl + ce
 
 

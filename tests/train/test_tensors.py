@@ -34,18 +34,18 @@ def test_dtypes_and_shapes_are_what_models_take() -> None:
     tensors = to_torch(batch)
     found = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     assert found == {
-        "token_ids": (torch.int64, (1, 16)),
-        "loss_mask": (torch.bool, (1, 16)),
-        "logprobs": (torch.float32, (1, 16)),
-        "advantages": (torch.float32, (1, 16)),
-        "rewards": (torch.float32, (1, 16)),
-        "routed_experts": (torch.int32, (1, 16, 3, 2)),
-        "mm_token_type_ids": (torch.int64, (1, 16)),
-        "position_ids": (torch.int64, (1, 16)),
+        "token_ids": (torch.int64, (16,)),
+        "loss_mask": (torch.bool, (16,)),
+        "logprobs": (torch.float32, (16,)),
+        "advantages": (torch.float32, (16,)),
+        "rewards": (torch.float32, (16,)),
+        "routed_experts": (torch.uint16, (16, 3, 2)),
+        "mm_token_type_ids": (torch.int64, (16,)),
+        "position_ids": (torch.int64, (16,)),
         "sequence_lengths": (torch.int32, (3,)),
     }
     assert tensors["token_ids"].max().item() == 2**32 - 1
-    assert tensors["routed_experts"][0, 0, 0, 0].item() == 300
+    assert tensors["routed_experts"][0, 0, 0].item() == 300
 
 
 def test_what_needs_no_conversion_shares_memory() -> None:
@@ -53,9 +53,17 @@ def test_what_needs_no_conversion_shares_memory() -> None:
     tensors = to_torch(batch)
     batch["logprobs"][2] = -7.0
     batch["position_ids"][0] = 4
-    assert tensors["logprobs"][0, 2].item() == -7.0 and tensors["position_ids"][0, 0].item() == 4
+    assert tensors["logprobs"][2].item() == -7.0 and tensors["position_ids"][0].item() == 4
     batch["token_ids"][0] = 1
-    assert tensors["token_ids"][0, 0].item() != 1
+    assert tensors["token_ids"][0].item() != 1
+
+
+def test_tensors_have_the_shapes_of_the_numpy_columns_and_experts_stay_as_narrow() -> None:
+    experts = np.full((5, 3, 2), 7, np.uint8)
+    (batch,) = pack([Sample(token_ids=range(5), routed_experts=experts)], ranks=1, seq_len=16).ranks[0]
+    tensors = to_torch(batch)
+    assert {name: tuple(tensors[name].shape) for name in batch} == {name: batch[name].shape for name in batch}
+    assert tensors["routed_experts"].dtype == torch.uint8
 
 
 @given(packable())
@@ -66,7 +74,7 @@ def test_values_are_those_of_the_micro_batch_with_and_without_a_pool(samples: li
         for tensors in (to_torch(batch), to_torch(batch, out=pool), to_torch(batch, device="cpu")):
             assert set(tensors) == {*batch.columns, "sequence_lengths"}
             for name, values in batch.columns.items():
-                found = tensors[name][0].numpy()
+                found = tensors[name].numpy()
                 assert np.array_equal(found, values.astype(found.dtype), equal_nan=found.dtype.kind == "f")
 
 
@@ -77,7 +85,7 @@ def test_a_pool_reuses_its_memory_and_grows_when_it_must() -> None:
     where = pool["token_ids"].data_ptr()
     second = to_torch(small, out=pool)
     assert pool["token_ids"].data_ptr() == where == second["token_ids"].data_ptr()
-    assert first["token_ids"][0, :5].tolist() == second["token_ids"][0].tolist()
+    assert first["token_ids"][:5].tolist() == second["token_ids"].tolist()
     empty: dict[str, Any] = {}
     to_torch(small, out=empty)
     assert len(empty["token_ids"]) == 5

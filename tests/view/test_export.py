@@ -198,7 +198,7 @@ def test_exported_masks_are_the_masks_applied_in_every_mode(tmp_path: Path, name
     ]
     batch = batch_of(*samples, pad_to=64)
     loss = losses.get(name) or ByMode(rl=Dppo(kl_tau=0.0))
-    trainer = torch.tensor(-rng.exponential(0.7, (1, batch.num_tokens)), dtype=torch.float32, requires_grad=True)
+    trainer = torch.tensor(-rng.exponential(0.7, batch.num_tokens), dtype=torch.float32, requires_grad=True)
     terms: Any = loss(to_torch(batch), trainer)
     terms.loss.sum().backward()
     with TokenExporter(tmp_path) as exporter:
@@ -211,17 +211,17 @@ def test_exported_masks_are_the_masks_applied_in_every_mode(tmp_path: Path, name
         if line["training_mode"] == "sft":
             assert line["is_masked"] == line["importance_ratio"] == [None] * 40 and line["rule"] is None
             continue
-        slope = trainer.grad[0, own].numpy()
+        slope = trainer.grad[own].numpy()
         trained, reported = np.array(line["loss_mask"]), np.array(line["is_masked"])
         if line["training_mode"] == "rl" or name == "ref_kl":
             assert (reported == (trained & (slope == 0))).all()
-        assert reported.tolist() == terms.masked[0, own].tolist()
-        assert line["is_masked_high"] == terms.masked_high[0, own].tolist()
-        assert line["is_masked_low"] == terms.masked_low[0, own].tolist()
+        assert reported.tolist() == terms.masked[own].tolist()
+        assert line["is_masked_high"] == terms.masked_high[own].tolist()
+        assert line["is_masked_low"] == terms.masked_low[own].tolist()
         sampled = np.array([value is not None for value in line["importance_ratio"]])
         assert sampled[trained].all()
         ratios = np.array(line["importance_ratio"], np.float32)[sampled]
-        assert ratios.tolist() == terms.ratio[0, own].numpy()[sampled].tolist()
+        assert ratios.tolist() == terms.ratio[own].numpy()[sampled].tolist()
         assert line["rule"]["kind"] == {
             "rl": "dppo",
             "opd": "opd",

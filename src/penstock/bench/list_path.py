@@ -60,7 +60,7 @@ class ToTensors:
             if len(self.memory[share.rank]) < bytes_needed(share):
                 self.memory[share.rank] = np.empty(bytes_needed(share), np.uint8)
             for batch in fill(self.samples, share, out=self.memory[share.rank]):
-                tokens += to_torch(batch)["token_ids"].shape[1]
+                tokens += to_torch(batch)["token_ids"].shape[0]
         return tokens
 
 

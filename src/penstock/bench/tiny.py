@@ -41,7 +41,9 @@ def train(model: Any, batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, T
     for batch in batches:
         columns = to_torch(batch)
         ids = columns["token_ids"] % VOCABULARY
-        logprobs, entropy = token_logprobs(model(ids), ids, columns["sequence_lengths"], columns.get("temperatures"))
+        logprobs, entropy = token_logprobs(
+            model(ids[None]), ids, columns["sequence_lengths"], columns.get("temperatures")
+        )
         terms = ByMode()(columns, logprobs, entropy)
         terms.loss.sum().backward()
         fed.append((batch, terms))

@@ -20,7 +20,8 @@ except ImportError as error:
 
     raise missing("penstock.train.attention", error) from None
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
+from penstock.train.boundaries import checked_lengths
 
 NAME = "penstock_packed"
 
@@ -37,11 +38,11 @@ class Bucket:
     """[tokens] and in the row."""
 
 
-def buckets_of(lengths: list[int]) -> list[Bucket]:
+def buckets_of(sequence_lengths: Any, num_tokens: int) -> list[Bucket]:
     """Segments grouped by length, rounded up to a power of two, so that stacking wastes less than half."""
     by_size: dict[int, list[tuple[int, int]]] = {}
     start = 0
-    for length in lengths:
+    for length in checked_lengths(sequence_lengths, num_tokens).tolist():
         by_size.setdefault(1 << max(length - 1, 0).bit_length(), []).append((start, length))
         start += length
     out = []
@@ -81,6 +82,12 @@ def packed_attention(
             query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous(), None
+    covered = sum(len(bucket.tokens) for bucket in segments)
+    if query.shape[0] != 1 or covered != query.shape[2]:
+        raise InvalidInput(
+            f"attention over {query.shape[0]} rows of {query.shape[2]} tokens with segments of {covered}; give one row "
+            "and all of its sequence_lengths"
+        )
     row = torch.empty_like(query[0].transpose(0, 1))
     parts = []
     for bucket in segments:

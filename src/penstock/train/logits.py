@@ -22,6 +22,7 @@ except ImportError as error:
     raise missing("penstock.train.logits", error) from None
 
 from penstock.errors import InvalidInput
+from penstock.train.boundaries import checked_lengths
 
 CHUNK = 1024
 """Tokens widened to float32 at a time."""
@@ -37,18 +38,23 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every token, both of the shape of `token_ids`, in float32.
 
-    Logits are divided by the temperature each token was sampled with. Both results can be differentiated.
+    Logits are [T, V], or [1, T, V] as models give them; token ids and temperatures are [T] or [1, T]. Logits are
+    divided by the temperature each token was sampled with. Both results can be differentiated.
 
     >>> logits = torch.zeros(1, 4, 8)
-    >>> logprobs, entropy = token_logprobs(logits, torch.tensor([[3, 1, 5, 2]]), torch.tensor([2, 2]))
-    >>> bool(torch.allclose(logprobs, -torch.full((1, 4), 8.0).log()))
+    >>> logprobs, entropy = token_logprobs(logits, torch.tensor([3, 1, 5, 2]), torch.tensor([2, 2]))
+    >>> bool(torch.allclose(logprobs, -torch.full((4,), 8.0).log()))
     True
     """
-    if logits.shape[:-1] != token_ids.shape or logits.shape[:-1].numel() != int(sequence_lengths.sum()):
+    count = token_ids.numel()
+    shapes = (logits.shape[:-1], token_ids.shape, token_ids.shape if temperatures is None else temperatures.shape)
+    if any(shape not in ((count,), (1, count)) for shape in shapes):
+        given = "" if temperatures is None else f" and temperatures {tuple(temperatures.shape)}"
         raise InvalidInput(
-            f"logits {tuple(logits.shape)} for token_ids {tuple(token_ids.shape)} in segments of "
-            f"{int(sequence_lengths.sum())} tokens; give one row of logits per token"
+            f"logits {tuple(logits.shape)} for token_ids {tuple(token_ids.shape)}{given}; give one row: [T, V] or "
+            "[1, T, V] for [T] or [1, T]"
         )
+    checked_lengths(sequence_lengths, count)
     rows = logits.reshape(-1, logits.shape[-1])
     scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
     starts = starts_of(sequence_lengths).to(rows.device)
@@ -62,18 +68,19 @@ def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
     >>> starts_of(torch.tensor([3, 1, 2])).int().tolist()
     [1, 0, 0, 1, 1, 0]
     """
-    lengths = sequence_lengths.to(torch.int64)
-    starts = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=lengths.device)
-    starts[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
+    lengths = checked_lengths(sequence_lengths)
+    starts = torch.zeros(int(lengths.sum()), dtype=torch.bool, device=sequence_lengths.device)
+    starts[torch.from_numpy(lengths.cumsum() - lengths).to(starts.device)] = True
     return starts
 
 
 def next_token_labels(token_ids: torch.Tensor, sequence_lengths: torch.Tensor, *, ignore: int = -100) -> torch.Tensor:
     """Each token's successor in its own segment, `ignore` on the last one: what fused cross-entropy kernels take.
 
-    >>> next_token_labels(torch.tensor([[7, 8, 9, 4]]), torch.tensor([3, 1])).tolist()
-    [[8, 9, -100, -100]]
+    >>> next_token_labels(torch.tensor([7, 8, 9, 4]), torch.tensor([3, 1])).tolist()
+    [8, 9, -100, -100]
     """
+    checked_lengths(sequence_lengths, token_ids.shape[-1])
     labels = torch.roll(token_ids, -1, dims=-1)
     ends = torch.roll(starts_of(sequence_lengths).to(token_ids.device), -1)
     return labels.masked_fill(ends.view(token_ids.shape), ignore)
@@ -82,9 +89,10 @@ def next_token_labels(token_ids: torch.Tensor, sequence_lengths: torch.Tensor, *
 def align_to_tokens(predictions: torch.Tensor, sequence_lengths: torch.Tensor, *, first: float) -> torch.Tensor:
     """Values computed where a token is predicted, moved to the token itself; `first` on each segment's first.
 
-    >>> align_to_tokens(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 1]), first=0.0).tolist()
-    [[0.0, 1.0, 0.0]]
+    >>> align_to_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 1]), first=0.0).tolist()
+    [0.0, 1.0, 0.0]
     """
+    checked_lengths(sequence_lengths, predictions.shape[-1])
     moved = torch.roll(predictions, 1, dims=-1)
     starts = starts_of(sequence_lengths).to(predictions.device)
     return moved.masked_fill(starts.view(predictions.shape), first)

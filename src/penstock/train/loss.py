@@ -108,7 +108,7 @@ class Dppo:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
-        gap = measure_gap(trainer_logprobs, columns["logprobs"])
+        gap = _gap(columns, trainer_logprobs, type(self).__name__)
         signal = need(columns, "advantages", "Dppo")
         masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=self.high, low=self.low)
         loss = _push(columns, trainer_logprobs, self.adv_tau * signal, masks.masked, self.kl_tau)
@@ -126,7 +126,7 @@ class Ipo:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
-        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        gap, mask = _gap(columns, trainer_logprobs, type(self).__name__), columns["loss_mask"]
         high, low = mask & (gap.prob_delta > self.threshold), mask & (gap.prob_delta < -self.threshold)
         masks = Masks(masked=high | low, masked_high=high, masked_low=low)
         signal = self.adv_tau * need(columns, "advantages", "Ipo")
@@ -143,7 +143,7 @@ class Opd:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
-        gap = measure_gap(trainer_logprobs, columns["logprobs"])
+        gap = _gap(columns, trainer_logprobs, type(self).__name__)
         signal = need(columns, "teacher_logprobs", "Opd") - trainer_logprobs.detach()
         masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=OPD_THRESHOLD, low=OPD_THRESHOLD)
         loss = _push(columns, trainer_logprobs, signal, masks.masked, self.kl_tau)
@@ -161,7 +161,7 @@ class RefKl:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
-        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        gap, mask = _gap(columns, trainer_logprobs, type(self).__name__), columns["loss_mask"]
         below = mask & (gap.prob_delta < -self.low)
         masks = Masks(masked=below, masked_high=torch.zeros_like(below), masked_low=below)
         signal = need(columns, "teacher_logprobs", "RefKl") - trainer_logprobs.detach()
@@ -185,7 +185,7 @@ class PpoClip:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
-        gap, mask = measure_gap(trainer_logprobs, columns["logprobs"]), columns["loss_mask"]
+        gap, mask = _gap(columns, trainer_logprobs, type(self).__name__), columns["loss_mask"]
         advantages = need(columns, "advantages", "PpoClip")
         high = mask & (advantages > 0) & (gap.ratio > 1 + self.high)
         low = mask & (advantages < 0) & (gap.ratio < 1 - self.low)
@@ -208,8 +208,25 @@ class Sft:
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
+        _check_shape(columns, trainer_logprobs, "Sft")
         loss = -torch.where(columns["loss_mask"], trainer_logprobs, 0.0)
         return Terms(loss=loss, trainer_logprobs=trainer_logprobs.detach(), entropy=_detached(entropy))
+
+
+def _gap(columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, who: str) -> Gap:
+    _check_shape(columns, trainer_logprobs, who)
+    gap: Gap = measure_gap(trainer_logprobs, need(columns, "logprobs", who))
+    return gap
+
+
+def _check_shape(columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, who: str) -> None:
+    """Shapes that merely broadcast would train other tokens than meant, or none, without an error."""
+    mask = columns["loss_mask"]
+    if trainer_logprobs.shape != mask.shape:
+        raise InvalidInput(
+            f"{who}: trainer_logprobs {list(trainer_logprobs.shape)} for a loss_mask {list(mask.shape)}; give one "
+            "value per token in the shape of the columns, as token_logprobs does"
+        )
 
 
 def need(columns: Mapping[str, torch.Tensor], name: str, who: str) -> torch.Tensor:

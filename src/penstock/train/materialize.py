@@ -32,6 +32,7 @@ from penstock.errors import (
     InvalidInput,
     MissingAsset,
 )
+from penstock.train.boundaries import checked_lengths
 from penstock.train.byte_cache import ByteCache
 from penstock.train.image_policies import Fail, Policy
 
@@ -198,7 +199,7 @@ class Materializer:
 
 def _segments(images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDArray[np.integer]) -> list[int]:
     """Which segment each image lies in."""
-    ends = np.cumsum(np.asarray(sequence_lengths, np.int64))
+    ends = np.cumsum(checked_lengths(sequence_lengths))
     total = int(ends[-1]) if len(ends) else 0
     if images and max(image.end for image in images) > total:
         raise InvalidInput(
@@ -216,10 +217,10 @@ def mask_segments(
     >>> mask_segments(np.ones(5, np.bool_), [2, 3], [1]).tolist()
     [True, True, False, False, False]
     """
-    out = loss_mask.copy()
-    ends = np.cumsum(np.asarray(sequence_lengths, np.int64))
+    out, lengths = loss_mask.copy(), checked_lengths(sequence_lengths, len(loss_mask))
+    ends = np.cumsum(lengths)
     for segment in masked:
-        out[int(ends[segment]) - int(sequence_lengths[segment]) : int(ends[segment])] = False
+        out[int(ends[segment] - lengths[segment]) : int(ends[segment])] = False
     return out
 
 

@@ -53,12 +53,12 @@ def forward(model: Any, tensors: dict[str, Tensor], extra: dict[str, Any] | None
 
     `use_cache=False` and no attention mask: with either, the model would look across segments.
     """
-    lengths = tensors["sequence_lengths"].tolist()
+    ids, positions = tensors["token_ids"], tensors["position_ids"]
     out = model(
-        input_ids=tensors["token_ids"],
-        position_ids=tensors["position_ids"],
+        input_ids=ids[None],
+        position_ids=positions.unsqueeze(-2),  # [1, T], or [4, 1, T] of an image model
         use_cache=False,
-        segments=buckets_of(lengths),
+        segments=buckets_of(tensors["sequence_lengths"], len(ids)),
         **(extra or {}),
     )
     logits: Tensor = out.logits
@@ -72,18 +72,18 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
     nonsense without any error.
     """
     generator = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, vocabulary, (1, n), generator=generator) for n in lengths]
+    samples = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
     was_training = model.training
     model.eval()
     with torch.no_grad():
         row = {
-            "token_ids": torch.cat(samples, 1),
-            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+            "token_ids": torch.cat(samples),
+            "position_ids": torch.cat([torch.arange(n) for n in lengths]),
             "sequence_lengths": torch.tensor(lengths),
         }
         packed = torch.log_softmax(forward(model, row).float(), -1)[0]
         alone = torch.cat(
-            [torch.log_softmax(model(input_ids=s, use_cache=False).logits.float(), -1)[0] for s in samples]
+            [torch.log_softmax(model(input_ids=s[None], use_cache=False).logits.float(), -1)[0] for s in samples]
         )
     model.train(was_training)
     worst = float((packed - alone).abs().max())

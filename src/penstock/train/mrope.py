@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.images import ImageSpan, check_spans
 from penstock.errors import InvalidInput
+from penstock.train.boundaries import checked_lengths
 
 
 def mrope_positions(
@@ -38,7 +39,7 @@ def mrope_positions(
     >>> mrope_positions([image], [9]).tolist()[1:]
     [[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
     """
-    lengths = np.asarray(sequence_lengths, np.int64)
+    lengths = checked_lengths(sequence_lengths)
     starts = np.cumsum(lengths) - lengths
     num_tokens = int(lengths.sum())
     _check(images, lengths, starts, num_tokens, types)
@@ -62,8 +63,6 @@ def _check(
     num_tokens: int,
     types: NDArray[np.uint8] | None,
 ) -> None:
-    if len(lengths) and int(lengths.min()) < 1:
-        raise InvalidInput(f"sequence_lengths: {int(lengths.min())}; every segment has at least one token")
     if types is not None and len(types) != num_tokens:
         raise InvalidInput(f"types: {len(types)} values for {num_tokens} tokens; must be one per token")
     check_spans(images, num_tokens, types, "row")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
 from penstock.train.terms import Terms
 
@@ -44,9 +45,12 @@ class Sums:
     priorities: dict[str, float] = field(default_factory=dict)
     """By sample: how much there is to learn from it, for prioritized replay. This rank's samples only."""
 
-    def add(self, batch: MicroBatch, terms: Terms, *, version: int) -> None:
-        """Count one micro-batch; `version` is that of the weights it was trained with."""
-        mask = torch.from_numpy(batch["loss_mask"])
+    def add(self, batch: MicroBatch, terms: Terms, *, version: int, loss_mask: torch.Tensor | None = None) -> None:
+        """Count one micro-batch; `version` is that of the weights it was trained with.
+
+        `loss_mask` is the mask that the loss saw, where that is not the batch's own.
+        """
+        mask = torch.from_numpy(batch["loss_mask"]) if loss_mask is None else loss_mask
         self.loss += float(terms.loss.detach().sum())
         self.loss_tokens += float(mask.sum())
         self._add_tokens(terms, mask, batch, version)
@@ -79,6 +83,14 @@ class Sums:
         fresh = batch.segments.policy_versions == version
         for start, length in zip(batch.segments.offsets[fresh], batch.segments.lengths[fresh], strict=True):
             self.on_policy_gap = max(self.on_policy_gap, float(ratios[start : start + length].max()))
+
+    def check_trained(self, step: int, loss_tokens: int) -> None:
+        """Raise when a step that has `loss_tokens` to train, over all ranks, trained none of them."""
+        if loss_tokens and not self.loss_tokens:
+            raise InvalidInput(
+                f"step {step}: none of its {loss_tokens} tokens was trained; every loss mask was empty when the loss "
+                "was computed"
+            )
 
     def reduced(self) -> Sums:
         """The same over all ranks; all must call it."""

@@ -1,12 +1,15 @@
 """Tensors from a micro-batch: shared memory where the dtype allows, one copy where it does not.
 
-    token_ids, position_ids, mm_token_type_ids     int64    [1, T]
-    loss_mask                                      bool     [1, T]
-    logprobs, advantages, weights and the like     float32  [1, T]
-    routed_experts                                 int32    [1, T, layers, top_k]
+    token_ids, position_ids, mm_token_type_ids     int64    [T]
+    loss_mask                                      bool     [T]
+    logprobs, advantages, weights and the like     float32  [T]
+    weight_versions                                int32    [T]
+    routed_experts                                 uint8    [T, layers, top_k]      (uint16 above 256 experts)
     sequence_lengths                               int32    [segments]
 
-position_ids, masks and floats share the micro-batch's memory: a change in one shows in the other.
+The shapes are those of the numpy columns. A model takes a row as `tensor[None]`.
+
+position_ids, masks, floats and experts share the micro-batch's memory: a change in one shows in the other.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from penstock.pack import MicroBatch
 if TYPE_CHECKING:
     import torch
 
-# Torch can hardly compute with unsigned integers, and embedding lookups take int64.
-CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64, "routed_experts": np.int32}
+# Embedding lookups take int64. Experts are many and only looked up by: they stay as narrow as they are.
+CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64}
 
 
 def to_torch(
@@ -41,7 +44,7 @@ def to_torch(
     >>> step = pack([Sample(token_ids=[4, 5, 6], loss_mask=[0, 1, 1])], ranks=1, seq_len=8)
     >>> tensors = to_torch(step.ranks[0][0])
     >>> tensors["token_ids"].tolist(), tensors["position_ids"].shape
-    ([[4, 5, 6]], torch.Size([1, 3]))
+    ([4, 5, 6], torch.Size([3]))
     """
     require("ps.to_torch", "torch")
     import torch
@@ -49,9 +52,9 @@ def to_torch(
     tensors: dict[str, torch.Tensor] = {}
     for name, values in batch.columns.items():
         if out is None:
-            tensors[name] = torch.from_numpy(_converted(name, values)[None])
+            tensors[name] = torch.from_numpy(_converted(name, values))
         else:
-            tensors[name] = _into_pool(out, name, values).unsqueeze(0)
+            tensors[name] = _into_pool(out, name, values)
     tensors["sequence_lengths"] = torch.from_numpy(batch.sequence_lengths)
     if device is None:
         return tensors

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.errors import InvalidInput
 from penstock.pack.denominators import Denominators
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Terms:
     A loss of your own reports itself the same way; only the first two are required.
 
     >>> import torch
-    >>> logprobs = torch.tensor([[0.0, -0.5, -1.0]], requires_grad=True)
+    >>> logprobs = torch.tensor([0.0, -0.5, -1.0], requires_grad=True)
     >>> terms = Terms(loss=-logprobs, trainer_logprobs=logprobs)
     >>> terms.mean(Denominators(loss_tokens=3)).item()
     0.5
@@ -60,8 +61,14 @@ class Terms:
     def mean(self, denominators: Denominators) -> torch.Tensor:
         """This micro-batch's share of the step's loss: add over micro-batches and ranks, and the packing is gone.
 
-        A step without a trained token has counts of 0; its loss is 0, not NaN.
+        A step without a trained token has counts of 0; its loss is 0, not NaN. A loss over no token at all is an
+        error where the step has some: it would train nothing, and say so to nobody.
         """
+        if denominators.loss_tokens and self.loss.numel() == 0:
+            raise InvalidInput(
+                f"terms.loss: shape {list(self.loss.shape)}, no token, of a step that trains "
+                f"{denominators.loss_tokens}; columns are [T]: index tokens, not rows"
+            )
         if not self.parts:
             return self.loss.sum() * denominators.per_loss_token
         counts = {name: getattr(denominators, f"{name}_tokens") for name in self.parts}

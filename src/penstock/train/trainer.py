@@ -170,7 +170,7 @@ class Trainer:
         for index, (batch, tensors, extra) in enumerate(inputs):
             with self._sync_only(index == last):
                 terms = self._backward(step, tensors, extra)
-            sums.add(batch, terms, version=step.number - 1)
+            sums.add(batch, terms, version=step.number - 1, loss_mask=tensors["loss_mask"])
             if self.observer is not None:
                 self.observer.write(step, batch, terms, policy_version=step.number - 1)
         if self.observer is not None:
@@ -183,7 +183,9 @@ class Trainer:
         if step.loss_tokens:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return sums.reduced() if self.config.ranks > 1 else sums
+        reduced = sums.reduced() if self.config.ranks > 1 else sums
+        reduced.check_trained(step.number, step.loss_tokens)
+        return reduced
 
     def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
         if extra is not None:

@@ -74,13 +74,13 @@ class Vision:
         check_image_tokens(batch["token_ids"], self._image_token, pixels, self._layout.merge)
         if pixels.masked:
             mask = mask_segments(batch["loss_mask"], batch.sequence_lengths, pixels.masked)
-            tensors["loss_mask"] = torch.from_numpy(np.ascontiguousarray(mask))[None]
+            tensors["loss_mask"] = torch.from_numpy(np.ascontiguousarray(mask))
         positions = mrope_positions(batch.images, batch.sequence_lengths, types=batch["mm_token_type_ids"])
-        tensors["position_ids"] = torch.from_numpy(positions)[:, None]
+        tensors["position_ids"] = torch.from_numpy(positions)  # [4, T]
         return {
             "pixel_values": torch.from_numpy(pixels.pixel_values),
             "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
-            "mm_token_type_ids": tensors["mm_token_type_ids"].int(),
+            "mm_token_type_ids": tensors["mm_token_type_ids"].int()[None],
         }
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class TokenExporter:
     >>> from penstock import Sample, pack, to_torch
     >>> from penstock.train.loss import Sft
     >>> batch = pack([Sample(id="a", token_ids=[4, 5, 6], loss_mask=[0, 1, 1])], ranks=1, seq_len=8).ranks[0][0]
-    >>> terms = Sft()(to_torch(batch), torch.tensor([[0.0, -0.5, -1.5]]))
+    >>> terms = Sft()(to_torch(batch), torch.tensor([0.0, -0.5, -1.5]))
     >>> folder = tempfile.mkdtemp()
     >>> with TokenExporter(folder) as exporter:
     ...     exporter.write(1, batch, terms)
