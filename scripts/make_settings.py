@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import docs_table, kinds_table, typed_dict
 from penstock.hold import LIMITERS, SELECTORS, Settings
+from penstock.pack import Packing
 from penstock.serve.settings import PlaneSettings, ServerSettings
 from penstock.train.run_config import TrainConfig
 
@@ -24,7 +25,9 @@ def modules() -> dict[Path, str]:
     package = ROOT / "src" / "penstock"
     table = typed_dict("TableKeywords", Settings, f"The keyword arguments of `Table`. {_MADE}")
     plane = typed_dict("PlaneKeywords", PlaneSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
+    packing = typed_dict("PackingKeywords", Packing, f"The keyword arguments of `pack`. {_MADE}", required=True)
     return {
+        package / "pack" / "packing_keywords.py": packing,
         package / "hold" / "table_keywords.py": table,
         package / "serve" / "clients" / "plane_keywords.py": plane,
     }

@@ -74,15 +74,23 @@ def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signa
     return own.replace(parameters=[*kept, *more])
 
 
-def typed_dict(name: str, kind: type[Any], meaning: str) -> str:
-    """The source of a module with a TypedDict of the keyword arguments, for type checkers."""
-    return "\n".join([f'"""{meaning}"""', "", *_imports(kind), "", "", *_class(name, kind, meaning)]) + "\n"
+def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = False) -> str:
+    """The source of a module with a TypedDict of the keyword arguments, for type checkers.
+
+    With `required`, those without a default must be given.
+    """
+    types_ = {keyword.name: argument_type(keyword.setting) for keyword in keywords_of(kind)}
+    for keyword in keywords_of(kind) if required else ():
+        if keyword.default is dataclasses.MISSING:
+            types_[keyword.name] = f"Required[{types_[keyword.name]}]"
+    lines = [f'"""{meaning}"""', "", *_imports(kind, types_), "", "", *_class(name, kind, meaning, types_)]
+    return "\n".join(lines) + "\n"
 
 
-def _imports(kind: type[Any]) -> list[str]:
+def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
     settings = [keyword.setting for keyword in keywords_of(kind)]
-    words = set(re.findall(r"\w+", " ".join(map(argument_type, settings))))
-    homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal"}}
+    words = set(re.findall(r"\w+", " ".join(types_.values())))
+    homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal", "Required"}}
     used = {home: sorted(names & words) for home, names in homes.items()}
     used["typing"] = sorted([*used["typing"], "TypedDict"])
     ours = {(s.type.__module__, s.type.__name__) for s in settings if s.record is not None or s.kinds is not None}
@@ -91,10 +99,10 @@ def _imports(kind: type[Any]) -> list[str]:
     return ["from __future__ import annotations", "", *lines, *(["", *more] if more else [])]
 
 
-def _class(name: str, kind: type[Any], meaning: str) -> list[str]:
+def _class(name: str, kind: type[Any], meaning: str, types_: Mapping[str, str]) -> list[str]:
     lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
     for keyword in keywords_of(kind):
-        lines.append(f"    {keyword.name}: {argument_type(keyword.setting)}")
+        lines.append(f"    {keyword.name}: {types_[keyword.name]}")
         lines += textwrap.wrap(f'"""{_sentence(keyword)}"""', 118, initial_indent="    ", subsequent_indent="    ")
     return lines
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Unpack, overload
 
 from penstock.arrays import Sample, Samples
 from penstock.arrays.sample_facts import SampleFacts
+from penstock.config import build, signature_of
 from penstock.pack.accounting import Accounting
-from penstock.pack.cost import Cost
 from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import fill
 from penstock.pack.micro_batch import MicroBatch
-from penstock.pack.packed_images import PackedImages
-from penstock.pack.packing import Modalities, Packing
+from penstock.pack.packing import Packing
+from penstock.pack.packing_keywords import PackingKeywords
 from penstock.pack.plan import plan
 from penstock.pack.rank_plan import Plan, RankPlan
 
@@ -111,23 +111,7 @@ class Step:
         return self.plan.accounting.rows
 
 
-def pack(
-    samples: Samples | Sequence[Sample],
-    *,
-    ranks: int,
-    seq_len: int,
-    micro_batch_max_tokens: int | None = None,
-    pad_to_multiple_of: int = 1,
-    max_samples: int | None = None,
-    max_patches: int | None = None,
-    cost: Cost | None = None,
-    over_cap: Literal["soft", "strict"] = "soft",
-    modalities: Modalities | None = None,
-    packed_images: PackedImages | None = None,
-    rows_by: Literal["modality", "run"] = "modality",
-    pad_id: int = 0,
-    long_rows: bool = False,
-) -> Step:
+def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> Step:
     """Pack samples into micro-batches: per rank the same number, no cap broken, no sample lost, little waiting.
 
     `seq_len` cuts samples; `micro_batch_max_tokens` caps micro-batches, padding included, and is `seq_len` unless
@@ -147,22 +131,10 @@ def pack(
     >>> step.loss_tokens, step.accounting.total.padding_tokens
     (8, 4)
     """
-    packing = Packing(
-        ranks=ranks,
-        seq_len=seq_len,
-        micro_batch_max_tokens=micro_batch_max_tokens,
-        pad_to_multiple_of=pad_to_multiple_of,
-        max_samples=max_samples,
-        max_patches=max_patches,
-        cost=cost or Cost(),
-        over_cap=over_cap,
-        modalities=modalities or Modalities(),
-        packed_images=packed_images or PackedImages(),
-        rows_by=rows_by,
-        pad_id=pad_id,
-        long_rows=long_rows,
-    )
-    return pack_with(packing, samples)
+    return pack_with(build(Packing, packing, "pack"), samples)
+
+
+pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 
 
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
