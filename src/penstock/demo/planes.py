@@ -27,9 +27,11 @@ def address(config: TrainConfig) -> str:
 def run_plane(config: TrainConfig) -> None:
     """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
     urls = [address(config), *config.listen]
-    log = Log(
-        Path(config.folder) / "plane", max_disk_bytes=config.max_disk_bytes
-    )  # first: it refuses where another run is at work in this folder
+    log = Log(  # first: it refuses where another run is at work in this folder
+        Path(config.folder) / "plane",
+        max_disk_bytes=config.max_disk_bytes,
+        disk_reserve_bytes=config.disk_reserve_bytes,
+    )
     Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
     carriers = [plane_carrier(url, config.keys) for url in urls]
     server = Server(config, log, carriers)

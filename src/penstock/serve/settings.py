@@ -115,11 +115,12 @@ class PlaneSettings:
         Meta(description="columns that every group must have, such as logprobs; a put without one is refused"),
     ] = ()
     max_group_tokens: Annotated[
-        int | None, Meta(ge=1, description="tokens that a group may decode to; none: made from seq_len")
+        int | None,
+        Meta(ge=1, description="tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576"),
     ] = None
-    max_group_bytes: Annotated[
-        int | None, Meta(ge=1, description="bytes that a group may decode to; none: made from max_group_tokens")
-    ] = None
+    max_group_bytes: Annotated[int | None, Meta(ge=1, description="bytes that a group may decode to; none: 2 GiB")] = (
+        None
+    )
     max_held_bytes: Annotated[
         int, Meta(ge=1, description="encoded bytes that may wait for training; beyond, puts wait or raise Overloaded")
     ] = 4 << 30

@@ -63,9 +63,9 @@ class PlaneKeywords(TypedDict, total=False):
     requires: Sequence[str]
     """Columns that every group must have, such as logprobs; a put without one is refused."""
     max_group_tokens: int | None
-    """Tokens that a group may decode to; none: made from seq_len."""
+    """Tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576."""
     max_group_bytes: int | None
-    """Bytes that a group may decode to; none: made from max_group_tokens."""
+    """Bytes that a group may decode to; none: 2 GiB."""
     max_held_bytes: int
     """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
     max_disk_bytes: int | None
