@@ -16,6 +16,7 @@ PROCESS = {
     "demo/test_memory.py",
     "demo/test_refusals.py",
     "demo/test_train_command.py",
+    "serve/test_full_volume.py",
     "serve/test_metrics.py",
     "serve/test_network.py",
     "serve/test_process.py",

@@ -38,6 +38,7 @@ from penstock.send.messages import (
     Refused,
     Rejected,
     Room,
+    SettleGroup,
     SetWeight,
     Trace,
 )
@@ -63,7 +64,7 @@ class Decide:
     """Let the engine decide this, once, and say what became of it with `decided`."""
 
     ticket: Ticket
-    message: Discard | SetWeight
+    message: Discard | SettleGroup | SetWeight
 
 
 Effect: TypeAlias = Send | Offer | Decide
@@ -142,7 +143,10 @@ class Admission:
         return Send(peer, Foreign(reason=reason))
 
     def on_message(
-        self, peer: Peer, message: Put | Trace | AskRoom | GiveUp | Discard | SetWeight, frames: Frames
+        self,
+        peer: Peer,
+        message: Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
+        frames: Frames,
     ) -> list[Effect]:
         if isinstance(message, Put):
             return self._on_put(peer, message, frames)

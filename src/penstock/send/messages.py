@@ -293,6 +293,16 @@ class Discard(_Message, frozen=True, tag="discard"):
     ticket: int
     reason: str
     samples: int
+    key: str = ""
+    """Counted once under this name, however often it is said; empty: counted each time."""
+
+
+class SettleGroup(_Message, frozen=True, tag="settle"):
+    """What is to become of a group in quarantine: given up, or back among those that wait."""
+
+    ticket: int
+    group: str
+    drop: bool
 
 
 class SetWeight(_Message, frozen=True, tag="weight"):
@@ -347,7 +357,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
-FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SetWeight | Ask
+FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
 FromClient: TypeAlias = FromRank | FromProducer | Attach
 FromPlane: TypeAlias = (
     Welcome

@@ -37,6 +37,7 @@ from penstock.send.messages import (
     FromClient,
     FromPlane,
     Rejected,
+    SettleGroup,
     SetWeight,
     Status,
 )
@@ -151,9 +152,13 @@ class Plane:
                 version,
             )
 
-    def discard(self, reason: str, samples: int) -> None:
-        """Count samples that were generated and filtered out before they became a group."""
-        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples))
+    def discard(self, reason: str, samples: int, *, key: str = "") -> None:
+        """Count samples that were generated and filtered out before they became a group; what has a key, once."""
+        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+
+    def settle(self, group: str, *, drop: bool) -> None:
+        """Decide on a group in quarantine: give it up, or let it wait for training again."""
+        self._decide(lambda ticket: SettleGroup(ticket=ticket, group=group, drop=drop))
 
     # -------------------------------------------------------------- runs that share the trainer
 
@@ -361,7 +366,7 @@ class GroupBuilder:
             filters=self._filters,
         )
         for reason, count in group.dropped.items():
-            self._plane.discard(reason, count)
+            self._plane.discard(reason, count, key=f"{self.id}: {reason}")  # once, however often the put is tried
         if len(group):
             self._plane.put(group, timeout=self._timeout)
         return group

@@ -100,3 +100,5 @@ def typed_errors(where: str) -> Iterator[None]:
         if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
         raise StorageError(f"{where}: {error}") from None
+    except UnicodeDecodeError as error:  # SQLite's own words about damage quote what is damaged
+        raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None

@@ -283,16 +283,17 @@ class Engine:
         if limit is not None and found >= limit:
             self.evict(run, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
 
-    def release(self, group: str) -> None:
-        """A group in quarantine is to wait for training again."""
+    def settle(self, group: str, *, drop: bool) -> None:
+        """A group in quarantine is given up, or waits for training again."""
         row = self._set_aside(group)
-        if not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
+        if not drop and not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
-        self.journal.decide(ReleaseGroup(op=row.op))
+        self.journal.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
 
-    def drop(self, group: str) -> None:
-        """A group in quarantine is given up."""
-        self.journal.decide(DropGroup(op=self._set_aside(group).op))
+    def quarantine(self, most: int = 100) -> list[dict[str, Any]]:
+        """The groups in quarantine, the latest last, at most so many."""
+        rows = list(self.state.quarantined.values())[-most:]
+        return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
 
     def _set_aside(self, group: str) -> GroupRow:
         found = next((row for row in self.state.quarantined.values() if row.id == group), None)

@@ -256,6 +256,10 @@ class Log:
         self._db.execute("INSERT INTO records VALUES (?, ?)", (op, data))
         self._written_bytes += len(data)
 
+    def mark_settled(self, op: int) -> None:
+        """A group in quarantine is decided upon; what became of it follows when the decision is done."""
+        self._db.execute("UPDATE groups SET state = ?, reason = '' WHERE op = ?", (int(State.HELD), op))
+
     def add_discard(self, name: str) -> None:
         """Samples are counted as discarded under this name, once and for all."""
         self._db.execute("INSERT INTO discards VALUES (?)", (name,))
@@ -328,6 +332,13 @@ class Log:
     def locations(self) -> list[str]:
         """Of all frames that were not given back."""
         return [found for (found,) in self._db.execute("SELECT location FROM groups WHERE location != ''")]
+
+    @property
+    def last_op(self) -> int:
+        """The number of the last decision that is written down."""
+        tables = ("groups", "records", "steps", "snapshots")
+        found = (self._db.execute(f"SELECT MAX(op) FROM {name}").fetchone()[0] for name in tables)  # noqa: S608
+        return max(op or 0 for op in found)
 
     def quarantined(self) -> list[GroupRow]:
         query = f"{_GROUPS} WHERE state = ? ORDER BY op"

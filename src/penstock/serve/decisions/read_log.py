@@ -59,6 +59,14 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         }
 
 
+def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
+    """The groups of a run that were set aside and not decided upon since."""
+    names = ("id", "run", "samples", "reason")
+    with _reading(Path(folder) / LOG) as log:
+        query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
+        return [dict(zip(names, row, strict=True)) for row in log.execute(query, (int(State.QUARANTINED),))]
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.

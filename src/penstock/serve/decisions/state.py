@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -193,10 +194,11 @@ class PlaneState:
             self.run_tables.table(row.run).remove([row.id])
             self._left.clear()
             self._finish(op, State.QUARANTINED, reason)
-            self.quarantined[op] = row
+            self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
             self.unpackable[row.run] += 1
 
     def _release(self, row: GroupRow) -> None:
+        row = replace(row, state=State.HELD, reason="")
         self.rows[row.op], self.by_id[row.id] = row, row.op
         self._account(row, State.QUARANTINED, State.HELD, "")
         self.bytes_of[row.run] += row.size

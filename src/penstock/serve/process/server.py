@@ -46,6 +46,7 @@ from penstock.send.messages import (
     GiveUp,
     Packer,
     Put,
+    SettleGroup,
     SetWeight,
     Status,
     Trace,
@@ -66,6 +67,7 @@ from penstock.serve.settings import PlaneSettings
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = 1.0
 _LOOK_S = 1.0
+MAX_KEY = 1024
 
 
 class Server:
@@ -220,7 +222,7 @@ class Server:
             self._do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SetWeight)):
+        elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._carry_out(self.coordinator.on_message(peer, message, now))
@@ -240,10 +242,12 @@ class Server:
         if outcome is not None:
             self._answer(outcome)
 
-    def _decide(self, message: Discard | SetWeight) -> PenstockError | None:
+    def _decide(self, message: Discard | SettleGroup | SetWeight) -> PenstockError | None:
         try:
             if isinstance(message, Discard):
-                self.engine.discard(message.reason[:200], max(message.samples, 0))
+                self.engine.discard(message.reason[:200], max(message.samples, 0), message.key[:MAX_KEY])
+            elif isinstance(message, SettleGroup):
+                self.engine.settle(message.group, drop=message.drop)
             elif message.weight:
                 self.engine.share(message.run[:MAX_TEXT], message.weight)
             else:
@@ -393,6 +397,7 @@ class Server:
             "max_held_bytes": self.settings.max_held_bytes,
             "uptime_s": time.monotonic() - self._started,
             "ledger": engine.ledger.as_dict(),
+            "quarantine": engine.quarantine(),
             "counts": dict(engine.counts),
             "metrics": engine.run_tables.metrics(),
             "reported": engine.numbers,

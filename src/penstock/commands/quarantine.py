@@ -1,0 +1,67 @@
+"""The groups that no step could be made with: list them, let one wait for training again, or give it up.
+
+  penstock quarantine runs/mine                                 what is set aside, and why
+  penstock quarantine runs/mine --release prompt-17#3f          it waits for training again, at the next start
+  penstock quarantine tcp://127.0.0.1:7440 --drop prompt-17#3f  a plane at work gives it up now
+
+With a run's folder the plane must not be at work for --release and --drop; with an address it must. A group that is
+released and still does not go with the others is set aside again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.tables import aligned
+from penstock.errors import InvalidInput
+from penstock.serve.process.log_format import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="RUN", help="a run's folder, or a plane's address")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--release", metavar="ID", help="let this group wait for training again")
+    choice.add_argument("--drop", metavar="ID", help="give this group up; it is counted as dropped")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = _at_work(args) if "://" in args.where else _in_folder(args)
+    if args.json:
+        print(json.dumps({"quarantine": found}, indent=1))
+    else:
+        print("\n".join(table(found)) if found else "Nothing is in quarantine.")
+    return 0
+
+
+def _at_work(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from penstock.send.timeouts import Timeouts
+    from penstock.serve.clients.api import open as open_plane
+
+    with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
+        if args.release or args.drop:
+            plane.settle(args.release or args.drop, drop=bool(args.drop))
+        found: list[dict[str, Any]] = plane.status()["quarantine"]
+    return found
+
+
+def _in_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from penstock.serve.decisions.offline import settle_offline
+    from penstock.serve.decisions.read_log import is_run, quarantine_of
+
+    folder = next((path for path in (Path(args.where), Path(args.where) / "plane") if is_run(path)), None)
+    if folder is None:
+        raise InvalidInput(f"{args.where}: no run is there; give the folder a plane was opened on, or its address")
+    if args.release or args.drop:
+        settle_offline(folder, args.release or args.drop, drop=bool(args.drop))
+    return quarantine_of(folder)
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    rows = [["group", "run", "samples", "why"]]
+    rows += [[printable(g["id"]), printable(g["run"]), str(g["samples"]), printable(g["reason"])] for g in found]
+    return aligned(rows, left=4)

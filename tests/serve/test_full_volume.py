@@ -1,0 +1,78 @@
+"""A volume that groups have filled: training goes on and makes room, and a full volume never prevents a start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DRAIN = """
+import os, sys
+from pathlib import Path
+import penstock as ps
+from penstock.errors import DiskFull
+from penstock.testing.groups import named_group
+
+run = Path(sys.argv[1])
+settings = dict(ranks=1, seq_len=64, groups_per_step=4)
+
+def fill(plane, name):
+    for i in range(2000):
+        try:
+            plane.put(named_group(f"{name}{i}", tokens=20_000))
+        except DiskFull as error:
+            print("refused:", str(error).split(";")[0].rpartition(": ")[2])
+            return i
+    raise AssertionError("never full")
+
+plane = ps.open(run, **settings)
+held = fill(plane, "a")
+assert held > 40, held
+plane.close()
+
+(run.parent / "other").write_bytes(b"")  # somebody else takes whatever is left
+with open(run.parent / "other", "wb", buffering=0) as other:
+    try:
+        while other.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+assert os.statvfs(run).f_bavail == 0
+
+plane = ps.open(run, **settings)  # a full volume does not prevent a start
+source = plane.source(0)
+trained = 0
+for step in source.steps(timeout=60):
+    source.commit(step)
+    trained += 1
+    if plane.ledger.held < 8:
+        break
+source.flush(60)
+assert trained >= held // 4 - 2, (trained, held)
+accepted = 0
+for i in range(12):  # it is writable again by itself
+    plane.put(named_group(f"b{i}", tokens=20_000), timeout=60)
+    accepted += 1
+assert plane.ledger.balanced
+source.close()
+plane.close()
+print("drained", trained >= held // 4 - 2, accepted)
+"""
+
+
+def _can_mount() -> bool:
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def test_a_volume_that_puts_have_filled_is_drained_by_training_and_writable_again(tmp_path: Path) -> None:
+    if not _can_mount():
+        pytest.skip("needs a private mount namespace")
+    mount = f'mount -t tmpfs -o size=24m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, DRAIN], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.splitlines()[-1] == "drained True 12"
