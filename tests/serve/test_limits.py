@@ -22,8 +22,6 @@ def bomb(tokens: int) -> bytes:
     offsets = np.array([0, tokens], np.int64)
     names = {"id": "bomb", "group": "bomb", "mode": "rl"}
     text: dict[str, tuple[str, ...]] = {name: (names.get(name, ""),) for name in TEXT_COLUMNS}
-        name: ("bomb" if name in ("id", "group") else "rl" if name == "mode" else "",) for name in TEXT_COLUMNS
-    }
     columns = {
         "token_ids": Ragged(np.zeros(tokens, np.uint32), offsets),
         "loss_mask": Ragged(np.zeros(tokens, np.bool_), offsets),
