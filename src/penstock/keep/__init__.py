@@ -2,7 +2,7 @@
 
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.folder import FolderKeeper
+from penstock.keep.in_memory import MemoryKeeper
 from penstock.keep.keeper import Keeper, Pick
-from penstock.keep.memory import MemoryKeeper
 
 __all__ = ["FolderKeeper", "GroupFacts", "Keeper", "MemoryKeeper", "Pick", "check_group"]

@@ -1,7 +1,7 @@
 """What a keeper is: it keeps frames durably and gives slices of them.
 
 Decisions are made elsewhere, from facts; a keeper knows nothing of tables, steps or ranks. It names each frame it
-keeps by a *location*, which whoever decides writes down. `keep/memory.py` is the one to read first.
+keeps by a *location*, which whoever decides writes down. `keep/in_memory.py` is the one to read first.
 """
 
 from __future__ import annotations

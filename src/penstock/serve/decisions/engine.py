@@ -30,10 +30,7 @@ from penstock.hold.table import MAX_PRIORITY
 from penstock.keep.keeper import Keeper
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
-from penstock.serve.decisions.journal import Journal
-from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.decisions.log import GroupRow, Log, State
-from penstock.serve.decisions.records import (
+from penstock.serve.decisions.decision_records import (
     Advance,
     Discard,
     DropGroup,
@@ -43,6 +40,9 @@ from penstock.serve.decisions.records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.journal import Journal
+from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState

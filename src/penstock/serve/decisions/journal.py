@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.keep.keeper import Keeper
+from penstock.serve.decisions.decision_records import Discard, Record
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
-from penstock.serve.decisions.records import Discard, Record
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import PlaneSettings

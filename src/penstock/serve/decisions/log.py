@@ -22,8 +22,8 @@ import msgspec
 
 from penstock.errors import CorruptFile, DiskFull, Fenced
 from penstock.serve.decisions import fork
+from penstock.serve.decisions.decision_records import Record, pack_record, read_record
 from penstock.serve.decisions.disk import Disk, own, typed_errors
-from penstock.serve.decisions.records import Record, pack_record, read_record
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
 
 FORMAT = 3

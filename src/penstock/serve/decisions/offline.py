@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import Conflict, UnknownKey
+from penstock.serve.decisions.decision_records import DropGroup, ReleaseGroup
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.records import DropGroup, ReleaseGroup
 
 
 def settle_offline(folder: Path, group: str, *, drop: bool) -> None:

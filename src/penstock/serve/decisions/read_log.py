@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.errors import CorruptFile, InvalidInput
+from penstock.serve.decisions.decision_records import Advance, Discard, read_record
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.manifest import read_manifest
-from penstock.serve.decisions.records import Advance, Discard, read_record
 
 LOG = "log.sqlite"
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))

@@ -27,10 +27,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.hold import Key
-from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.decisions.log import GroupRow, Log, State
-from penstock.serve.decisions.manifest import Manifest, read_manifest
-from penstock.serve.decisions.records import (
+from penstock.serve.decisions.decision_records import (
     Advance,
     Discard,
     EvictRun,
@@ -40,6 +37,9 @@ from penstock.serve.decisions.records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.log import GroupRow, Log, State
+from penstock.serve.decisions.manifest import Manifest, read_manifest
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.settings import Replay, Target

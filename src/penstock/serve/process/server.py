@@ -206,8 +206,6 @@ class Server:
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version or None
         self.coordinator.remark = self.story.stale_words(self.engine)
 
-    # -------------------------------------------------------------- messages
-
     def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
         try:
             message = read_from_client(header)
@@ -373,8 +371,6 @@ class Server:
                 self._carry_out(coordinator.fail(reason, step=step))
             break
         return True
-
-    # -------------------------------------------------------------- looking
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
