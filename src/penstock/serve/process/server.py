@@ -65,8 +65,7 @@ from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
-_RETRY_S = 1.0
-_LOOK_S = 1.0
+_RETRY_S = _LOOK_S = 1.0
 MAX_KEY = 1024
 
 
