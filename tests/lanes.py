@@ -12,6 +12,7 @@ PROCESS = {
     "assets/test_asset_store.py::test_the_store_works_the_same_on_s3",
     "assets/test_blobs.py::test_s3_conforms",
     "bench/test_plane_benches.py",
+    "bench/test_plane_work.py",
     "demo/test_demo.py",
     "demo/test_memory.py",
     "demo/test_refusals.py",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from penstock.bench import plane_work
 from penstock.bench.disk import disk_folder
 from penstock.bench.programs import Program, Wanted, WayFailed, started
 from penstock.bench.report import Row, faster, skipped
@@ -96,6 +97,8 @@ def run(
         for setting in chosen:
             found = _measure(setting, programs, why, progress, full=full)
             rows += _rows(setting, found, why, full=full)
+        if only is None:
+            rows += plane_work.rows(folder, progress)
     return rows
 
 
@@ -197,7 +200,8 @@ def _best(rounds: Rounds) -> float:
 def _spent(way: Way, rounds: Rounds) -> str:
     """Spread, CPU and memory in a few words."""
     times = [took["seconds"] * 1e3 for took in rounds]
-    cpu = min(took["cpu_s"] for took in rounds)
+    cpu, plane, ranks = (sum(took[f"{name}cpu_s"] for took in rounds) / len(rounds) for name in ("", "plane_", "rank_"))
     peaks = {name: max(took[f"{name}_bytes"] for took in rounds) / 1e6 for name in ("plane", "rank")}
     memory = f"a rank {peaks['rank']:,.0f} MB" + (f", in between {peaks['plane']:,.0f}" if peaks["plane"] else "")
-    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms, CPU {cpu:.2f} s, {memory}"
+    spent = f"CPU {cpu:.2f} s (plane {plane:.2f}, ranks {ranks:.2f})"
+    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms, {spent}, {memory}"

@@ -2,7 +2,7 @@
 
     <- {"offers": ["plane"], "versions": {"penstock": "0.2.0"}}
     -> {"way": "plane", "case": "fixed", "ranks": 2, "carrier": "tcp", "round": 1}
-    <- {"seconds": 0.26, "cpu_s": 0.36, "plane_bytes": 90000000, "rank_bytes": 210000000}
+    <- {"seconds": 0.26, "cpu_s": 0.36, "plane_cpu_s": 0.12, "plane_bytes": 90000000, "rank_bytes": 210000000, ...}
 
 It ends when its input does. What goes wrong is an answer too: {"error": "..."}.
 """
@@ -35,6 +35,10 @@ class Round:
     """From the first put until every rank has read its tensors."""
     cpu_s: float
     """Of all processes of the way."""
+    plane_cpu_s: float
+    """Of those between producers and ranks."""
+    rank_cpu_s: float
+    """Of all ranks together."""
     plane_bytes: int
     """Peak resident memory of what stands between producers and ranks."""
     rank_bytes: int
@@ -133,7 +137,7 @@ class Meter:
     def __init__(self) -> None:
         for pid in _tree():
             _write(pid, "clear_refs", "5")  # the peak starts anew
-        self._cpu = sum(_cpu_s(pid) for pid in _tree())
+        self._cpu = {pid: _cpu_s(pid) for pid in _tree()}
         self._begin = time.perf_counter()
 
     def read(self, *, ranks: Sequence[int], plane: Sequence[int] | None = None, others: Sequence[int] = ()) -> Round:
@@ -141,9 +145,12 @@ class Meter:
         seconds = time.perf_counter() - self._begin
         tree = _tree()
         between = set(tree) - {os.getpid(), *ranks, *others} if plane is None else plane
+        spent = {pid: _cpu_s(pid) - self._cpu.get(pid, 0.0) for pid in tree}
         return Round(
             seconds=seconds,
-            cpu_s=sum(_cpu_s(pid) for pid in tree) - self._cpu,
+            cpu_s=sum(spent.values()),
+            plane_cpu_s=sum(spent.get(pid, 0.0) for pid in between),
+            rank_cpu_s=sum(spent.get(pid, 0.0) for pid in ranks),
             plane_bytes=sum(_peak_bytes(pid) for pid in between),
             rank_bytes=max(_peak_bytes(pid) for pid in ranks),
         )

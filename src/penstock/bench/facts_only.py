@@ -1,0 +1,105 @@
+"""A plane that sees facts and no frames: how many groups it accepts, and how it plans a step of a thousand ranks.
+
+The engine and its log are the real ones; the frames are somewhere else. Runs as a program, `python -m
+penstock.bench.facts_only FOLDER GROUPS RANKS`, so that the memory it reports is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock.bench.ways.inputs import CASES, SIZE, make_groups
+from penstock.bench.ways.plane import SEQ_LEN, samples_of
+from penstock.encode import encode
+from penstock.encode.gathering import Allocate
+from penstock.encode.layout import Buffer
+from penstock.errors import CorruptFrame
+from penstock.keep import GroupFacts, Pick, check_group
+from penstock.pack import Packing
+from penstock.serve.decisions.engine import Drawn, Engine
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import StepBuilder
+from penstock.serve.settings import PlaneSettings, Target
+
+_PER_WRITE = 64
+"""Groups accepted with one sync, as when many producers put at once."""
+
+
+class Elsewhere:
+    """A keeper that has nothing: frames are kept by others."""
+
+    num_bytes = 0
+
+    def keep(self, frames: Sequence[Buffer]) -> list[str]:
+        raise CorruptFrame(f"{len(frames)} frames: this plane sees facts only")
+
+    def read(self, location: str) -> Buffer:
+        raise CorruptFrame(f"location {location!r}: not here")
+
+    def take(self, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None) -> list[memoryview]:  # noqa: ARG002
+        return [memoryview(b"") for _ in requests]
+
+    def forget(self, locations: Iterable[str]) -> None:
+        """Others do."""
+
+    def retain(self, locations: Iterable[str]) -> None:
+        """Others do."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_facts(count: int) -> list[GroupFacts]:
+    """Facts of groups of 16 samples of up to 4,096 tokens; every eighth has the same lengths."""
+    made = [
+        check_group(encode(samples_of(group)), group=group.id, seq_len=SEQ_LEN)
+        for group in make_groups(CASES["ragged"], range(8), "made")
+    ]
+    named = []
+    for number in range(count):
+        ids = tuple(f"g{number}/{i}" for i in range(SIZE))
+        named.append(msgspec.structs.replace(made[number % 8], group=f"g{number}", ids=ids))
+    return named
+
+
+def measure(folder: str, groups: int, ranks: int) -> dict[str, float]:
+    """Groups per second in the best quarter, seconds to plan a step of all of them, peak memory."""
+    packing = Packing(ranks=ranks, seq_len=SEQ_LEN)
+    settings = PlaneSettings(packing=packing, target=Target(groups=groups), max_held_bytes=1 << 50)
+    facts, keeper = make_facts(groups), Elsewhere()
+    log = Log(folder)
+    engine = Engine(settings, log, keeper)
+    quarter = max(groups // 4, 1)
+    rates = [_accept(engine, facts[at : at + quarter]) for at in range(0, groups, quarter)]
+    del facts
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    drawn = engine.draw_step(1)
+    assert isinstance(drawn, Drawn), drawn
+    planned = StepBuilder(packing, keeper).plan([GroupFacts.from_bytes(data) for data in drawn.facts])
+    engine.record(drawn, planned)
+    plan_s, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
+    log.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"groups_per_s": max(rates), "plan_s": plan_s, "cpu_s": cpu_s, "peak_bytes": peak}
+
+
+def _accept(engine: Engine, facts: Sequence[GroupFacts]) -> float:
+    """Groups per second, durable."""
+    begin = time.perf_counter()
+    for at in range(0, len(facts), _PER_WRITE):
+        for one in facts[at : at + _PER_WRITE]:
+            offered = engine.acceptance.offer(one.group, one.group, one.digests[0], 100_000)
+            assert offered is True, offered
+            engine.acceptance.arrive(one.group, one, f"elsewhere:{one.group}")
+        assert all(outcome.error is None for outcome in engine.acceptance.flush())
+    return len(facts) / (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
