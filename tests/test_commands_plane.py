@@ -36,7 +36,7 @@ def put(plane: ps.Plane, name: str) -> None:
 def train(plane: ps.Plane, steps: int) -> None:
     with plane.source(rank=0, prefetch=0) as source:
         for _ in range(steps):
-            step = source.step(timeout=20)
+            step = source.step(timeout=120)
             source.commit(step, policy_version=step.number)
         source.flush()
 
@@ -111,12 +111,12 @@ def test_the_lines_it_prints_connect_a_rank_and_a_worker() -> None:
         names: dict[str, Any] = {"ps": ps, "RANK": 0}
         exec(f"{rank}\n{worker}", names)  # as a user would paste them
         put(names["plane"], "a")
-        assert names["source"].step(timeout=20).number == 1
+        assert names["source"].step(timeout=120).number == 1
         names["source"].close()
         names["plane"].close()
     finally:
         process.terminate()
-        assert process.wait(15) == 0
+        assert process.wait(60) == 0
         process.stdout.close()
 
 
@@ -189,7 +189,7 @@ def watch_in_terminal(*words: str, hide_rich: bool) -> str:
         while seen.count(b"steps/s") < 2:
             seen += os.read(ours, 1 << 16)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
