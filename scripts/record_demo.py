@@ -28,6 +28,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     rows = Metrics(folder / "metrics.jsonl").read()
     status = json.loads((folder / "status.json").read_text())
+    status["waiting_for"] = "nothing: the run is over"
     seconds = sum(row["perf/step_s"] for row in rows)
     console = Console(record=True, width=96, file=io.StringIO(), force_terminal=True)
     console.print(page(Progress(rows=rows, status=status, kills={}, seconds=seconds)))
