@@ -24,17 +24,7 @@ from penstock.send.admission import Admission, Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import (
-    Detach,
-    Effect,
-    MemberLeft,
-    Note,
-    Reported,
-    Resume,
-    Send,
-    StepCommitted,
-    StepReceived,
-)
+from penstock.send.effects import Detach, Effect, MemberLeft, Note, Reported, Resume, Send, StepCommitted, StepReceived
 from penstock.send.messages import (
     Ask,
     AskRoom,
