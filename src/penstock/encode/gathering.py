@@ -60,7 +60,8 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     >>> [(s.id, s.token_ids.tolist()) for s in ps.decode(gather([(open_frame(made), np.array([0, 2]))]))]
     [('a', [1, 2, 0]), ('c', [1, 2, 2])]
     """
-    if not sum(len(rows) for _, rows in picks):
+    picks = [(frame, rows) for frame, rows in picks if len(rows)]
+    if not picks:
         raise InvalidInput("gather: no sample was picked; pick at least one")
     prefixes = _prefixes(picks)
     batch = _light(picks)
@@ -152,9 +153,9 @@ def _pieces(name: str, picks: Picks, prefixes: Prefixes) -> Gathered:
     """What the output holds of a column that is not unfolded: for each sample the part no earlier one has."""
     sources = [(frame.stored.get(name), frame.head.lengths, rows.tolist()) for frame, rows in picks]
     given = [stored for stored, _, _ in sources if stored is not None]
-    shapes = {stored.values.shape[1:] for stored in given}
-    if len(shapes) > 1:
-        raise InvalidInput(f"{name}: frames have trailing shapes {sorted(shapes)}; give them one shape")
+    kinds = sorted({f"{stored.values.dtype}{list(stored.values.shape[1:])}" for stored in given})
+    if len(kinds) > 1:
+        raise InvalidInput(f"{name}: frames have {' and '.join(kinds)} per token; give them one dtype and shape")
     full = all(stored is not None and all(map(stored.has, rows)) for stored, _, rows in sources)
     skip = prefixes.shared.tolist() if full and prefixes.any else [0] * len(prefixes.shared)
     pieces: list[Array] = []
