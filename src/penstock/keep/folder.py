@@ -17,10 +17,10 @@ import mmap
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from penstock.arrays.ragged import offsets_of
 from penstock.encode.gathering import Allocate
 from penstock.encode.layout import Buffer
 from penstock.errors import CorruptFrame, DiskFull, StorageError
@@ -41,8 +41,8 @@ class FolderKeeper:
     def __init__(self, folder: str | Path, *, life: int) -> None:
         self._folder, self._life = Path(folder), life
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._live: Counter[str] = Counter()
-        """Segment -> frames in it that are still wanted."""
+        self._live: dict[str, set[int]] = {}
+        """Segment -> where in it frames begin that are still wanted."""
         self._bytes = 0
         self._count = 0
         self._active: tuple[str, int] | None = None
@@ -63,14 +63,12 @@ class FolderKeeper:
         except OSError as error:
             self._abandon(start)
             raise _typed(error, self._folder) from None
-        locations = []
-        for frame in frames:
-            locations.append(f"{segment}:{self._end}:{len(frame)}")
-            self._end += len(frame)
+        offsets = offsets_of([len(frame) for frame in frames]) + start
         with self._lock:  # not around the sync: `forget` must not wait for it
-            self._live[segment] += len(frames)
+            self._live.setdefault(segment, set()).update(offsets[:-1].tolist())
+            self._end = int(offsets[-1])
             self._bytes += self._end - start
-        return locations
+        return [f"{segment}:{at}:{len(frame)}" for at, frame in zip(offsets.tolist(), frames, strict=False)]
 
     def _segment(self) -> tuple[str, int]:
         """The segment to write to, a new one if the last is full."""
@@ -138,27 +136,27 @@ class FolderKeeper:
         with self._lock:
             for location in locations:
                 segment, offset, size = _parts(location)
-                if self._live[segment] <= 0:
+                if offset not in self._live.get(segment, ()):
                     continue
-                self._live[segment] -= 1
+                self._live[segment].remove(offset)
                 self._bytes -= size
                 if not self._remove_if_empty(segment):
                     _punch(self._folder / segment, offset, size)
 
     def _remove_if_empty(self, segment: str) -> bool:
-        if self._live[segment] > 0 or (self._active is not None and self._active[0] == segment):
+        if self._live.get(segment) or (self._active is not None and self._active[0] == segment):
             return False
-        del self._live[segment]
+        self._live.pop(segment, None)
         self._maps.pop(segment, None)
         (self._folder / segment).unlink(missing_ok=True)
         return True
 
     def retain(self, locations: Iterable[str]) -> None:
         with self._lock:
-            self._live, self._bytes = Counter(), 0
+            self._live, self._bytes = {}, 0
             for location in locations:
-                segment, _, size = _parts(location)
-                self._live[segment] += 1
+                segment, offset, size = _parts(location)
+                self._live.setdefault(segment, set()).add(offset)
                 self._bytes += size
             for path in self._folder.iterdir():
                 if _NAME.fullmatch(path.name):
