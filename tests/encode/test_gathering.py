@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -70,6 +70,7 @@ def chosen(picked: Picked) -> Samples:
     return Samples.concat(frames).take(rows)
 
 
+@settings(max_examples=60)
 @given(picks())
 def test_gathered_samples_equal_decoded_joined_and_chosen_ones(picked: Picked) -> None:
     if not any(rows for _, rows in picked):

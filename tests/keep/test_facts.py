@@ -107,14 +107,11 @@ def test_a_prefix_is_shared_as_far_as_every_column_of_a_token_agrees() -> None:
     other_logprobs, other_experts = logprobs.copy(), experts.copy()
     other_logprobs[70:] = -0.25
     other_experts[50, 1] = 1
-    base = {"token_ids": tokens, "loss_mask": tokens > 0, "logprobs": logprobs, "routed_experts": experts}
-    found = facts_of(
-        [
-            ps.Sample(id=f"g/{i}", group="g", rewards=float(i), **base | own)
-            for i, own in enumerate(({}, {}, {"logprobs": other_logprobs}, {"routed_experts": other_experts}))
-        ],
-        seq_len=200,
-    )
+    base: dict[str, Any] = {"token_ids": tokens, "loss_mask": tokens > 0}
+    base |= {"logprobs": logprobs, "routed_experts": experts}
+    changes: list[dict[str, Any]] = [{}, {}, {"logprobs": other_logprobs}, {"routed_experts": other_experts}]
+    made = [ps.Sample(id=f"g/{i}", group="g", rewards=float(i), **base | own) for i, own in enumerate(changes)]
+    found = facts_of(made, seq_len=200)
     assert found.parents == (-1, 0, 1, 2)
     assert found.shared == (0, 100, 70, 50)  # one reward for all of a sample is no token's
 

@@ -171,7 +171,12 @@ def test_frames_are_forgotten_while_others_are_kept(tmp_path: Path) -> None:
     keeper = FolderKeeper(tmp_path, life=1)
     fixed = keeper.keep([kept_frame("fixed")])[0]
     old = [keeper.keep([kept_frame(f"old {i}")])[0] for i in range(40)]
-    forgetting = threading.Thread(target=lambda: [keeper.forget([at]) for at in old])
+
+    def forget_one_by_one() -> None:
+        for at in old:
+            keeper.forget([at])
+
+    forgetting = threading.Thread(target=forget_one_by_one)
     forgetting.start()
     new = [keeper.keep([kept_frame(f"new {i}")])[0] for i in range(40)]
     forgetting.join()
