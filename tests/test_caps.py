@@ -50,5 +50,5 @@ def test_no_function_is_longer_than_the_cap() -> None:
 def test_what_is_allowed_still_needs_it() -> None:
     for name in ALLOWED:
         path, _, function = name.partition("::")
-        assert (ROOT / path).exists(), name
-        assert not function or function in dict(functions(ROOT / path)), name
+        lines = dict(functions(ROOT / path))[function] if function else len((ROOT / path).read_text().splitlines())
+        assert lines > (FUNCTION_LINES if function else MODULE_LINES), f"{name} is within the cap; take it off the list"
