@@ -185,6 +185,26 @@ def test_a_slow_link_delays_all_and_stops_nobody(
     check_all_trained(plane.url, 2)
 
 
+def test_a_payload_that_is_under_way_longer_than_any_heartbeat_arrives_and_goes_once(
+    start_plane: StartPlane, start_worker: StartWorker
+) -> None:
+    """20 s each way: ZeroMQ's heartbeats of 15 s must not cut the connection and begin again, for ever."""
+    patient = Timeouts(heartbeat_s=0.5, peer_s=60.0, delivery_s=250.0, plane_s=60.0, resend_s=0.5)
+    plane = start_plane(1, timeouts=patient)
+    with Proxy(plane.url) as narrow:
+        rank = start_worker("rank", narrow.url, 0, 1, 1, timeouts=patient)
+        rank.wait("joined")
+        put(plane.url, range(1), tokens=400_000)
+        narrow.up.bytes_per_s = narrow.down.bytes_per_s = 150_000
+        producer = start_worker("producer", narrow.url, 1, 1, 400_000, timeouts=patient)
+        producer.wait("done")
+        rank.wait("done")
+        print(f"{narrow.up.passed / 1e6:.1f} MB up, {narrow.down.passed / 1e6:.1f} MB down")
+        assert narrow.up.passed < 1.3 * 2_800_000 and narrow.down.passed < 1.3 * 5_600_000
+        assert narrow.connections == 4
+    check_all_trained(plane.url, 2)
+
+
 def test_a_link_too_slow_for_a_step_is_an_error_for_all_in_time(
     start_plane: StartPlane, start_worker: StartWorker, pace: float
 ) -> None:

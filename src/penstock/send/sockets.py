@@ -30,6 +30,8 @@ _NO_COPY_FROM = 1 << 16
 """Below this, copying is cheaper than keeping track of the buffer."""
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
 _QUEUE = 256
+_PAYLOAD_MS = 1 << 30
+"""How long a payload may be under way before ZeroMQ gives up its connection: the protocol's deadlines come first."""
 _SMALL, _LARGE = b"c", b"d"
 """How the names of a client's two connections begin; the rest is the same."""
 
@@ -66,7 +68,7 @@ class SocketPlane:
             _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket)
+        _configure(self._socket, payloads=True)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
         self._guard = guard(self._context, self._socket, keys) if keys else None
@@ -145,7 +147,7 @@ class SocketClient:
 
     def _connect(self, url: str, keys: ClientKeys | None, name: bytes) -> zmq.Socket[bytes]:
         end = self._context.socket(zmq.DEALER)
-        _configure(end)
+        _configure(end, payloads=name.startswith(_LARGE))
         end.setsockopt(zmq.IDENTITY, name)
         if keys:
             keys.apply(end)
@@ -195,7 +197,7 @@ def _check_free(path: str) -> None:
     raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
 
 
-def _configure(end: zmq.Socket[bytes]) -> None:
+def _configure(end: zmq.Socket[bytes], *, payloads: bool) -> None:
     end.setsockopt(zmq.SNDHWM, _QUEUE)
     end.setsockopt(zmq.RCVHWM, _QUEUE)
     end.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -203,10 +205,16 @@ def _configure(end: zmq.Socket[bytes]) -> None:
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # A connection that is idle for long, or whose other end vanished without a word, must be kept or found dead; else
-    # what is sent over it would wait for TCP to give up, a quarter of an hour later.
+    # what is sent over it would wait for TCP to give up, a quarter of an hour later. Where payloads pass, TCP itself
+    # has to find out (unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so
+    # a payload that takes a slow link longer than the heartbeat's timeout would be cut off and sent again for ever.
     end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
+    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PAYLOAD_MS if payloads else 15_000)
+    end.setsockopt(zmq.TCP_MAXRT, 30_000)
     end.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    end.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
+    end.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    end.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
     end.setsockopt(zmq.IPV6, 1)
 
 
