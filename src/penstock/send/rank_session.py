@@ -186,6 +186,8 @@ class RankSession:
             return []
         message = Fail(session=self.session, step=step, reason=reason[:MAX_REASON])
         self._failing = self._failing or Pending(message, now, self.timeouts.resend_s)
+        if self.run_id == NO_RUN:
+            return []  # no message may go before the plane's run is known; it follows our hello
         return [Out(self._failing.message)]
 
     def leave(self) -> list[Event]:
@@ -277,7 +279,8 @@ class RankSession:
         for pending in self._received.values():  # whoever does not know us does not know what we have
             pending.patience = min(pending.patience, self.timeouts.resend_s)
         session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
-        return [Out(msgspec.structs.replace(self._hello_message, session=session))]
+        hello = Out(msgspec.structs.replace(self._hello_message, session=session))
+        return [hello, Out(self._failing.message)] if self._failing else [hello]
 
     def _on_attached(self, message: Attached, now: float) -> list[Event]:
         if self.run_id != NO_RUN:
