@@ -204,6 +204,22 @@ def test_a_payload_sent_again_is_not_copied_again(tmp_path: Path) -> None:
     plane.close()
 
 
+def test_a_payload_built_in_shared_memory_is_not_copied_and_its_segment_used_again(tmp_path: Path) -> None:
+    plane, client, peer = _talk(tmp_path)
+    for i in range(6):
+        payload = plane.allocate(100_000)
+        payload[:] = bytes([i]) * 100_000
+        other = plane.allocate(50_000)  # the first one is still held
+        plane.send(peer, b"step", [payload])
+        header, frames = answer(client)
+        assert (header, bytes(frames[0])) == (b"step", bytes([i]) * 100_000)
+        del payload, other, frames
+    assert len(list((tmp_path / "shm").glob("penstock-*/*"))) == 2
+    plane.close()
+    assert not list((tmp_path / "shm").iterdir())
+    client.close()
+
+
 def test_segments_of_a_client_that_is_gone_are_given_back(tmp_path: Path) -> None:
     plane, client, peer = _talk(tmp_path)
     plane.send(peer, b"step", [b"x" * 100_000])
@@ -233,8 +249,11 @@ def test_without_room_in_shared_memory_the_socket_carries(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    plane.send(peer, b"step", [b"x" * 100_000])
-    assert answer(client) == (b"step", [b"x" * 100_000])
+    payload = plane.allocate(100_000)
+    payload[:] = b"x" * 100_000
+    for frame in (b"x" * 100_000, payload):
+        plane.send(peer, b"step", [frame])
+        assert answer(client) == (b"step", [b"x" * 100_000])
     assert not list((tmp_path / "shm").glob("penstock-*/*"))
     client.close()
     plane.close()

@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.encode import encode
 from penstock.errors import ConfigError, CorruptFile, InvalidInput, PenstockError
 from penstock.send.steps import Staged
-from penstock.serve.settings import Target
+from penstock.serve.settings import Replay, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine, OpenPlane
@@ -132,3 +132,28 @@ def test_a_damaged_log_is_a_corrupt_file_or_opens_unharmed_and_never_a_raw_error
                 plane.status()
         except PenstockError:
             continue
+
+
+# ------------------------------------------------------------------ policy versions
+
+
+def test_with_a_staleness_limit_a_group_without_a_version_is_refused(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, max_staleness=2)
+    with pytest.raises(InvalidInput, match="no policy_version, and max_staleness is 2"):
+        plane.put(named_group("a", policy_version=None))
+    plane.put(named_group("b", policy_version=0))
+    assert plane.ledger.accepted == 2
+
+
+def test_when_everything_that_arrives_is_stale_the_wait_says_so(open_engine: OpenEngine) -> None:
+    engine = open_engine(replay=Replay(max_staleness=1))
+    put(engine, "a", "b")
+    assert isinstance(engine.plan_step(1), Staged)
+    engine.received(1)
+    engine.commit(1, 5)
+    for name in ("old", "older"):
+        assert engine.put(name, name, encode(named_group(name, policy_version=1))) is None
+    assert all(outcome.stale for outcome in engine.flush())
+    waits = engine.plan_step(2)
+    assert isinstance(waits, str)
+    assert "the last 2 groups that arrived were dropped as stale (max_staleness 1, policy version 5)" in waits

@@ -3,18 +3,23 @@
 A payload is copied once into a file under /dev/shm that the client maps: no socket buffer, no second copy. What
 travels over the socket is a handle: which segment, which part of it. The names are made by the plane under a folder
 of its own, so a handle can name nothing else; a name is never used twice. Each client has a few segments that are
-filled in turn; the protocol never has more steps under way to one process than there are segments.
+filled in turn; the protocol never has more steps under way to one process than there are segments. Better still, a
+payload is built where it will be read (`allocate`): then nothing is copied at all, and a segment is used again when
+nobody holds its payload any more.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import mmap
 import os
 import re
 import secrets
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -97,6 +102,15 @@ class _Segment:
         finally:
             os.close(descriptor)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds a view of it: then it has only the reference that it holds itself, and this call's."""
+        return sys.getrefcount(self._map) == 2
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._map
+
     def write(self, frames: Frames) -> None:
         at = 0
         for frame in frames:
@@ -128,14 +142,48 @@ class SharedPlane(SocketPlane):
         super().__init__(url)
         self._folder, self._held = _own_folder(root)
         self._rings: dict[Peer, _Ring] = {}
-        self._count = 0
+        self._numbers = itertools.count(1)
+        self._pool: list[_Segment] = []
+        """Segments that payloads are built in."""
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
         return f"shm+{super().url}"
 
+    def allocate(self, size: int) -> memoryview:
+        """Memory for a payload, from any thread; of this process alone where shared memory is full."""
+        with self._lock:
+            fitting = [segment for segment in self._pool if segment.size >= size and segment.is_free]
+            if fitting:
+                return memoryview(min(fitting, key=lambda segment: segment.size).memory)[:size]
+            for segment in [segment for segment in self._pool if segment.is_free]:
+                self._pool.remove(segment)  # too small for today's payloads
+                segment.remove()
+            try:
+                self._pool.append(_Segment(self._folder / str(next(self._numbers)), max(size * 5 // 4, _MIN_BYTES)))
+            except OSError as error:
+                logger.warning("shared memory: %s; a payload of %d bytes goes over the socket", error, size)
+                return memoryview(bytearray(size))
+            return memoryview(self._pool[-1].memory)[:size]
+
+    def _handle(self, frames: Frames) -> bytes | None:
+        """Where a payload lies that was built in a segment; None if it was built elsewhere."""
+        first = frames[0]
+        if not isinstance(first, memoryview):
+            return None
+        with self._lock:
+            segment = next((segment for segment in self._pool if segment.memory is first.obj), None)
+        if segment is None:
+            return None
+        sizes = tuple(len(frame) for frame in frames)
+        return msgspec.msgpack.encode(Handle(self._folder.name, segment.path.name, segment.size, sizes))
+
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
-        if sum(len(frame) for frame in frames) >= _MIN_BYTES:
+        built = self._handle(frames) if frames else None
+        if built is not None:
+            frames = [_MARK, built]
+        elif sum(len(frame) for frame in frames) >= _MIN_BYTES:
             try:
                 frames = [_MARK, self._place(peer, frames)]
             except OSError as error:
@@ -156,8 +204,7 @@ class SharedPlane(SocketPlane):
             ring.segments[turn] = ring.placed[turn] = None
             if segment is not None:
                 segment.remove()
-            self._count += 1
-            segment = ring.segments[turn] = _Segment(self._folder / str(self._count), total * 5 // 4)
+            segment = ring.segments[turn] = _Segment(self._folder / str(next(self._numbers)), total * 5 // 4)
         segment.write(frames)
         sizes = tuple(len(frame) for frame in frames)
         handle = msgspec.msgpack.encode(Handle(self._folder.name, segment.path.name, segment.size, sizes))
@@ -175,6 +222,8 @@ class SharedPlane(SocketPlane):
         super().close()
         for peer in list(self._rings):
             self.forget(peer)
+        for segment in self._pool:
+            segment.path.unlink(missing_ok=True)  # its memory goes with the last payload that lies in it
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._held)
 

@@ -10,7 +10,7 @@ from penstock.arrays import Sample
 
 
 def named_group(
-    name: str, *, samples: int = 2, tokens: int = 6, policy_version: int = 0, run: str = ""
+    name: str, *, samples: int = 2, tokens: int = 6, policy_version: int | None = 0, run: str = ""
 ) -> list[Sample]:
     """The samples of one prompt, each `tokens` long, as a rollout worker would put them.
 

@@ -39,6 +39,8 @@ class Acceptance:
         self._arrivals = Arrivals()
         self.full: set[str] = set()
         """Tables a put was refused in, for want of room, since the last time some became free."""
+        self.stale_in_a_row = 0
+        """Groups that were accepted and dropped as stale since the last one that was not."""
 
     def table_of(self, run: str) -> str:
         """Where groups of a run wait; the run itself when they may not."""
@@ -183,4 +185,5 @@ class Acceptance:
         arrival = self._arrivals.pop(row.id)
         stale = not self._journal.state.take_in(row)
         self._journal.counts["groups_stale"] += stale
+        self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
         return [Outcome(ticket, duplicate=i > 0, stale=stale) for i, ticket in enumerate(arrival.tickets)]

@@ -257,10 +257,9 @@ class Engine:
         why = [f"run {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
         if held >= target.amount:
             why.append(f"{self.settings.replay.limiter} holds it back")
-        stale, accepted = self.counts["groups_stale"], self.counts["groups"]
-        if stale and stale == accepted:
+        if stale := self.acceptance.stale_in_a_row:
             why.append(
-                f"all {stale} groups that arrived were dropped as stale (max_staleness "
+                f"the last {stale} groups that arrived were dropped as stale (max_staleness "
                 f"{self.settings.replay.max_staleness}, policy version {self.policy_version})"
             )
         if self.state.quarantined:

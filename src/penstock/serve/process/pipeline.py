@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from penstock.encode.gathering import Allocate
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
@@ -209,8 +210,8 @@ def keeper_of(log: Log) -> Keeper:
     return MemoryKeeper() if log.folder is None else FolderKeeper(log.folder / "frames", life=log.epoch)
 
 
-def pipeline_of(engine: Engine, workers: Workers) -> Pipeline:
-    """The pipeline of a real plane."""
+def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:
+    """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
     settings = engine.settings
-    builder = StepBuilder(settings.packing, engine.keeper)
+    builder = StepBuilder(settings.packing, engine.keeper, allocate)
     return Pipeline(engine, Intake(settings, engine.keeper), builder, workers)

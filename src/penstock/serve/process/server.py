@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ from penstock.send.messages import (
     run_of,
 )
 from penstock.send.session import Phase
+from penstock.send.shared_memory import SharedPlane
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
@@ -79,7 +81,8 @@ class Server:
         self._keeper = keeper or keeper_of(log)
         self.engine = Engine(settings, log, self._keeper)
         self._workers = workers or Threads()
-        self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
+        shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
+        self._pipeline = (pipeline or partial(pipeline_of, allocate=shared))(self.engine, self._workers)
         self.coordinator = Coordinator(
             run=settings.run,
             ranks=settings.packing.ranks,
