@@ -1,0 +1,302 @@
+"""Groups in and steps out beside the loop: the loop goes on however long the work takes, and whatever it raises."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import xxhash
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.keep import GroupFacts, Keeper, MemoryKeeper
+from penstock.pack import Packing
+from penstock.send.memory import MemoryPlane
+from penstock.send.messages import Buffer
+from penstock.send.steps import Staged
+from penstock.send.timeouts import Timeouts
+from penstock.serve.clients.source import Source, SourceStep
+from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
+from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
+from penstock.serve.process.server import Server
+from penstock.serve.process.workers import Inline, Threads, Workers
+from penstock.serve.settings import PlaneSettings, Target
+from penstock.testing.engines import damage_frame
+from penstock.testing.groups import named_group
+from penstock.testing.pace import pace, stretched
+
+PATIENCE_S = 60.0
+RANKS = 2
+QUICK = stretched(Timeouts(heartbeat_s=0.1, peer_s=0.5, delivery_s=2.0, plane_s=0.5, resend_s=0.1), pace())
+
+
+@dataclass(slots=True)
+class Gate:
+    """Work that stops here until it is let through."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def passed(self) -> None:
+        self.reached.set()
+        assert self.released.wait(PATIENCE_S)
+
+
+@dataclass(slots=True)
+class Trying:
+    """A builder that can be made slow, and to fail."""
+
+    inner: Builder
+    plan_gate: Gate | None = None
+    build_gate: Gate | None = None
+    failing: str = ""
+    """What planning raises, if anything."""
+    blamed: str = ""
+    """A group that nothing can be planned with."""
+
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        if self.plan_gate is not None:
+            self.plan_gate.passed()
+        if self.failing or self.blamed in {group.group for group in facts}:
+            raise RuntimeError(self.failing or "odd")
+        return self.inner.plan(facts)
+
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        return {i: "it is odd" for i, group in enumerate(facts) if group.group == self.blamed}
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        if self.build_gate is not None:
+            self.build_gate.passed()
+        return self.inner.build(step, planned, groups)
+
+
+class SlowIntake(Intake):
+    """Checks and keeps nothing until it is let."""
+
+    def __init__(self, settings: PlaneSettings, keeper: Keeper, gate: Gate) -> None:
+        super().__init__(settings, keeper)
+        self.gate = gate
+
+    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
+        self.gate.passed()
+        return super().take(batch)
+
+
+def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
+    return PlaneSettings(packing=Packing(ranks=RANKS, seq_len=64), target=Target(groups=2), timeouts=timeouts)
+
+
+@contextmanager
+def served(make: Callable[[Engine, Workers], Pipeline]) -> Iterator[tuple[ps.Plane, Server]]:
+    """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
+    memory = MemoryPlane()
+    server = Server(settings_of(), Log(None), [memory], pipeline=make)
+    memory.last_words = server.last_words
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    with ps.Plane(memory.connect, url="memory:", timeouts=QUICK, server=server, thread=thread) as plane:
+        yield plane, server
+
+
+@contextmanager
+def trying() -> Iterator[tuple[ps.Plane, Server, Trying]]:
+    made: list[Trying] = []
+
+    def make(engine: Engine, workers: Workers) -> Pipeline:
+        made.append(Trying(StepBuilder(engine.settings.packing, engine.keeper)))
+        return Pipeline(engine, Intake(engine.settings, engine.keeper), made[0], workers)
+
+    with served(make) as (plane, server):
+        yield plane, server, made[0]
+
+
+@contextmanager
+def sources(plane: ps.Plane) -> Iterator[list[Future[SourceStep]]]:
+    """Every rank, asking for its first step."""
+    found = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        yield [pool.submit(_first_step, source) for source in found]
+    for source in found:
+        source.close()
+
+
+def _first_step(source: Source) -> SourceStep:
+    return source.step()
+
+
+def ids_of(steps: list[Future[SourceStep]]) -> set[str]:
+    return {
+        name
+        for step in steps
+        for batch in step.result(PATIENCE_S)
+        if not batch.is_dummy
+        for name in batch.segments.ids
+        if name
+    }
+
+
+def live_on(plane: ps.Plane, *, puts: bool = True) -> None:
+    """Longer than anybody may be silent: everything that does not need the slow work is answered all the time."""
+    until, count = time.monotonic() + 3 * QUICK.plane_s, 0
+    while time.monotonic() < until:
+        asked = time.monotonic()
+        count += 1
+        if puts:
+            assert plane.put(named_group(f"meanwhile {count}"), timeout=0)
+        assert plane.status()["missing"] == []
+        assert time.monotonic() - asked < QUICK.plane_s
+        threading.Event().wait(QUICK.heartbeat_s)  # not to fill the table
+    assert count > 5
+
+
+# ------------------------------------------------------------------ work that takes long
+
+
+@pytest.mark.parametrize("gate", ["plan_gate", "build_gate"])
+def test_nobody_is_declared_dead_while_a_step_is_made(gate: str) -> None:
+    with trying() as (plane, server, builder):
+        slow = Gate()
+        setattr(builder, gate, slow)
+        for name in "ab":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            assert slow.reached.wait(PATIENCE_S)
+            live_on(plane)
+            assert not any(step.done() for step in steps)
+            slow.released.set()
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+            assert plane.status()["session"] == 1  # nobody had to begin again
+        assert server.failure is None
+
+
+def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
+    slow = Gate()
+
+    def make(engine: Engine, workers: Workers) -> Pipeline:
+        intake = SlowIntake(engine.settings, engine.keeper, slow)
+        return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.keeper), workers)
+
+    with served(make) as (plane, server), sources(plane) as steps, ThreadPoolExecutor(2) as pool:
+        puts = [pool.submit(plane.put, named_group(name)) for name in "ab"]
+        assert slow.reached.wait(PATIENCE_S)
+        live_on(plane, puts=False)
+        assert not any(put.done() for put in puts)
+        slow.released.set()
+        assert [put.result(PATIENCE_S) for put in puts] == [True, True]
+        assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
+
+
+# ------------------------------------------------------------------ work that fails
+
+
+def test_an_error_in_planning_is_told_to_every_rank_and_the_plane_lives_on() -> None:
+    with trying() as (plane, server, builder):
+        builder.failing = "no idea"
+        for name in "ab":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            for step in steps:
+                with pytest.raises(PenstockError, match="cannot be built: RuntimeError: no idea"):
+                    step.result(PATIENCE_S)
+        assert plane.put(named_group("c"))
+        builder.failing = ""
+        with sources(plane) as steps:
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
+        assert plane.ledger.balanced
+
+
+def test_a_group_that_is_to_blame_is_set_aside_and_the_step_made_of_others() -> None:
+    with trying() as (plane, _server, builder):
+        builder.blamed = "a"
+        for name in "abc":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            assert ids_of(steps) == {"b/0", "b/1", "c/0", "c/1"}
+        assert (plane.ledger.quarantined, plane.ledger.balanced) == (2, True)
+
+
+def test_a_damaged_frame_is_set_aside_and_the_step_is_planned_anew() -> None:
+    with served(pipeline_of) as (plane, server):
+        for name in "abc":
+            plane.put(named_group(name))
+        damage_frame(server.engine, "a")
+        with sources(plane) as steps:
+            assert ids_of(steps) == {"b/0", "b/1", "c/0", "c/1"}
+        assert (plane.ledger.quarantined, plane.ledger.balanced) == (2, True)
+        assert server.failure is None
+
+
+def test_a_frame_altered_on_the_way_is_asked_for_again_and_the_others_of_its_batch_are_kept() -> None:
+    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    workers = Inline()
+    pipeline = pipeline_of(engine, workers)
+    for name in "abc":
+        frame = ps.encode(named_group(name))
+        digest = xxhash.xxh3_128_digest(frame)
+        assert pipeline.put(name, name, digest, frame if name != "b" else frame[:-1] + b"?") is None
+    found = {outcome.ticket: outcome.error for outcome in pipeline.collect()}
+    assert isinstance(found.pop("b"), AlteredOnTheWay)
+    assert found == {"a": None, "c": None}
+    frame = ps.encode(named_group("b"))
+    assert pipeline.put("b", "b", xxhash.xxh3_128_digest(frame), frame) is None
+    assert pipeline.collect() == [Outcome("b")]
+
+
+# ------------------------------------------------------------------ the same, at once or on threads
+
+
+def made_with(workers: Workers) -> tuple[list[Outcome], list[Staged]]:
+    """What becomes of some groups, and the steps that are made of them."""
+    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    pipeline = pipeline_of(engine, workers)
+    outcomes: list[Outcome] = []
+    steps: list[Staged] = []
+    for name in ("a", "b", "a", "bad", "c", "d"):
+        frame = ps.encode(named_group(name if name != "bad" else "other"))
+        known = pipeline.put(len(outcomes), name, xxhash.xxh3_128_digest(frame), frame)
+        outcomes += [known] if known is not None else _collected(pipeline, workers)
+    while len(steps) < 2:
+        found = pipeline.step(len(steps) + 1)
+        if isinstance(found, Staged):
+            pipeline.handed_over(found.step)
+            steps.append(found)
+        else:
+            _wait(workers)
+            workers.finish()
+    workers.close()
+    return outcomes, steps
+
+
+def _collected(pipeline: Pipeline, workers: Workers) -> list[Outcome]:
+    while not (found := pipeline.collect()):
+        _wait(workers)
+    return found
+
+
+def _wait(workers: Workers) -> None:
+    if isinstance(workers, Threads):
+        assert select.select([workers.wake.descriptor], [], [], PATIENCE_S)[0]
+
+
+def test_threads_and_no_threads_make_the_same_steps() -> None:
+    (first, plain), (second, threaded) = made_with(Inline()), made_with(Threads())
+    assert [(o.ticket, str(o.error), o.duplicate) for o in first] == [
+        (o.ticket, str(o.error), o.duplicate) for o in second
+    ]
+    assert [o.duplicate for o in first] == [False, False, True, False, False, False]
+    assert [o.error is not None for o in first] == [False, False, False, True, False, False]
+    for a, b in zip(plain, threaded, strict=True):
+        assert (a.plans, a.digests) == (b.plans, b.digests)
+        assert [b"".join(payload) for payload in a.payloads] == [b"".join(payload) for payload in b.payloads]
