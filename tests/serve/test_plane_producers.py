@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
+from penstock.convert.filters import Truncated
 from penstock.encode import encode
 from penstock.errors import Fenced, InvalidInput, Overloaded, PeerError
 from penstock.send.carrier import ClientCarrier, Envelope
@@ -227,3 +228,30 @@ def test_a_version_beyond_what_can_be_counted_is_refused_at_commit(open_plane: O
         source.commit(step, policy_version=2**53)
         source.flush()
     assert plane.policy_version == 2**53
+
+
+# ------------------------------------------------------------------ what was filtered out
+
+
+def test_what_was_filtered_out_is_counted_once_however_often_the_group_is_put(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1, capacity=1)
+    plane.put(named_group("first"))
+
+    def turns() -> list[ps.Turn]:
+        return [ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])]
+
+    group = plane.group("p", id="g", filters=[Truncated()], timeout=0.05)
+    for reward in (0.0, 1.0, 2.0):
+        group.add(ps.Trajectory(turns=turns(), reward=reward, truncated=reward == 1.0))
+    for _ in range(4):
+        with pytest.raises(Overloaded):
+            group.put()
+    assert dict(plane.ledger.discarded) == {"truncated": 1}
+
+
+def test_reasons_for_which_samples_are_discarded_are_bounded(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1)
+    for number in range(300):
+        plane.discard(f"reason {number}", 1)
+    found = plane.ledger.discarded
+    assert (len(found), sum(found.values()), found["other reasons"]) == (257, 300, 44)

@@ -101,8 +101,7 @@ def _say_json(ready: Ready) -> None:
 
 def _rank_line(ready: Ready) -> str:
     replica = f", replica=REPLICA, replicas={ready.replicas}" if ready.replicas > 1 else ""
-    resume = f", resume_step={ready.next_step}" if ready.next_step > 1 else ""
-    return f"source = ps.connect({_place(ready)}, rank=RANK, world={ready.ranks}{replica}{resume})"
+    return f"source = ps.connect({_place(ready)}, rank=RANK, world={ready.ranks}{replica})"
 
 
 def _worker_line(ready: Ready) -> str:

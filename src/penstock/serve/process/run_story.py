@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from penstock.errors import Overloaded, PenstockError
+from penstock.send.messages import MAX_REASON
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 
 logger = logging.getLogger("penstock.plane")
 MAX_METRICS = 1000
 MAX_METRIC_NAME = 200
+MAX_REASONS = 256
 _WATCHED = {
     "groups_quarantined": "groups set aside because no step could be made with them: `penstock inspect` lists them",
     "runs_evicted": "runs evicted",
@@ -74,6 +76,11 @@ class RunStory:
             self.count("metrics_refused", f"metric {lost[:40]!r}: not kept; {limit}")
         return kept
 
+    def discarded(self, reason: str, engine: Engine) -> str:
+        """The reason that samples are counted under: the ledger must stay small whatever is sent."""
+        known, reason = engine.ledger.discarded, reason[:MAX_METRIC_NAME]
+        return reason if reason in known or len(known) < MAX_REASONS else "other reasons"
+
     def stale_words(self, engine: Engine) -> str:
         """For ranks that wait while everything that comes is too old."""
         if self.stale_in_a_row < 2:
@@ -84,6 +91,7 @@ class RunStory:
         )
 
     def _say(self, count: int, text: str) -> None:
+        text = text[:MAX_REASON]
         if count == 1:
             logger.warning("%s", text)
         elif str(count).rstrip("0") == "1":

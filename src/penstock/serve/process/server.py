@@ -235,7 +235,8 @@ class Server:
     def _decide(self, message: Discard | SettleGroup | SetWeight) -> PenstockError | None:
         try:
             if isinstance(message, Discard):
-                self.engine.discard(message.reason[:200], max(message.samples, 0), message.key[:MAX_KEY])
+                reason = self.story.discarded(message.reason, self.engine)
+                self.engine.discard(reason, max(message.samples, 0), message.key[:MAX_KEY])
             elif isinstance(message, SettleGroup):
                 self.engine.settle(message.group, drop=message.drop)
             elif message.weight:
