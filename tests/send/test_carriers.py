@@ -17,7 +17,8 @@ from penstock.send import shared_memory
 from penstock.send.carrier import ClientCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.memory import MemoryPlane
-from penstock.send.messages import BEHIND, Beat, pack_message, read_from_client
+from penstock.send.message_header import pack_message, read_from_client
+from penstock.send.messages import BEHIND, Beat
 from penstock.send.shared_memory import SharedClient, SharedPlane, reclaim
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.testing.carriers import CarrierSuite, Ends, RestartableSuite, answer, hear

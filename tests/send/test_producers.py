@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import Fenced, Overloaded, PeerError, PlaneLost
 from penstock.send.admission import Admission, Decide, Offer
 from penstock.send.effects import Send
+from penstock.send.message_header import pack_message, read_from_client, read_from_plane, run_of
 from penstock.send.messages import (
     Accepted,
     AskRoom,
@@ -21,10 +22,6 @@ from penstock.send.messages import (
     Put,
     Rejected,
     Trace,
-    pack_message,
-    read_from_client,
-    read_from_plane,
-    run_of,
 )
 from penstock.send.producer import Answered, Event, ProducerSession
 from penstock.send.retry import Failed, Out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from penstock.bench.protocol import protocol_time
-from penstock.send.messages import Beat, pack_message, read_from_client
+from penstock.send.message_header import pack_message, read_from_client
+from penstock.send.messages import Beat
 
 _REFERENCE_S = 0.0035
 """What `_pace` measures on the machine for which the target was set, when it has nothing else to do."""

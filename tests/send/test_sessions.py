@@ -10,6 +10,7 @@ from penstock.errors import PenstockError
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, MemberLeft, Send, StepCommitted
 from penstock.send.members import Place
+from penstock.send.message_header import pack_message, read_from_client, read_from_plane
 from penstock.send.messages import (
     Aborted,
     Attach,
@@ -23,9 +24,6 @@ from penstock.send.messages import (
     Hello,
     Refused,
     Request,
-    pack_message,
-    read_from_client,
-    read_from_plane,
 )
 from penstock.send.rank_session import Arrived, Event, RankSession, Released
 from penstock.send.retry import Failed, Out

@@ -13,7 +13,8 @@ from penstock.arrays.digests import sample_digests, step_digest
 from penstock.encode import decode
 from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted
 from penstock.send.carrier import ClientCarrier, Envelope
-from penstock.send.messages import Deliver, pack_message, read_from_plane
+from penstock.send.message_header import pack_message, read_from_plane
+from penstock.send.messages import Deliver
 from penstock.serve.clients.source import Source
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace

@@ -16,7 +16,8 @@ from penstock.convert.filters import Truncated
 from penstock.encode import encode
 from penstock.errors import Fenced, InvalidInput, Overloaded, PeerError
 from penstock.send.carrier import ClientCarrier, Envelope
-from penstock.send.messages import Frames, Put, read_from_client
+from penstock.send.message_header import read_from_client
+from penstock.send.messages import Frames, Put
 from penstock.serve.clients.plane import Plane
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane

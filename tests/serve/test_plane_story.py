@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from penstock.errors import CorruptFrame, InvalidInput, StepAborted, WaitTimeout
-from penstock.send.messages import MAX_HEADER
+from penstock.send.message_header import MAX_HEADER
 from tests.serve.conftest import OpenPlane
 from tests.serve.test_plane import close, put, sources, steps_of, together
 
@@ -19,7 +19,7 @@ def test_the_log_tells_the_story_of_a_run(
     open_plane: OpenPlane, caplog: pytest.LogCaptureFixture, tmp_path: object
 ) -> None:
     caplog.set_level(logging.INFO, STORY)
-    plane = open_plane(f"{tmp_path}/run", run="demo", capacity=2)
+    plane = open_plane(f"{tmp_path}/run", run="demo", capacity=4)
     put(plane, "a", "b")
     for _ in range(12):
         with pytest.raises(CorruptFrame):
@@ -30,7 +30,7 @@ def test_the_log_tells_the_story_of_a_run(
     together(*(source.step for source in ranks))
     close(ranks)
     plane.close()
-    open_plane(f"{tmp_path}/run", run="demo", capacity=2).close()
+    open_plane(f"{tmp_path}/run", run="demo", capacity=4).close()
     told = [record.getMessage() for record in caplog.records if record.name == STORY]
     for words in (
         "run 'demo'",

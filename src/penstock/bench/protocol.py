@@ -9,7 +9,8 @@ from typing import TypeAlias
 from penstock.send.admission import Admission
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, Send, StepCommitted
-from penstock.send.messages import Attach, Packer, pack_message, read_from_client
+from penstock.send.message_header import Packer, pack_message, read_from_client
+from penstock.send.messages import Attach
 from penstock.send.rank_session import Arrived, Event, RankSession
 from penstock.send.retry import Out
 from penstock.send.steps import Staged

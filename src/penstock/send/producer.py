@@ -32,9 +32,9 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.errors import Fenced, PeerError, PenstockError, PlaneLost
+from penstock.send.message_header import NO_RUN
 from penstock.send.messages import (
     BEHIND,
-    NO_RUN,
     Accepted,
     AskRoom,
     Attach,

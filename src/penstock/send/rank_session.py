@@ -21,9 +21,9 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.errors import Fenced, PeerError, PlaneLost, StepAborted
+from penstock.send.message_header import NO_RUN
 from penstock.send.messages import (
     MAX_REASON,
-    NO_RUN,
     Aborted,
     Attach,
     Attached,

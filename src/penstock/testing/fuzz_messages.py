@@ -20,8 +20,8 @@ from penstock.encode import decode, encode
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.pack import Packing, RankPlan, fill, pack
 from penstock.send.carrier import Peer
+from penstock.send.message_header import HEAD_BYTES, pack_message, read_from_client, read_from_plane, wrap
 from penstock.send.messages import (
-    HEAD_BYTES,
     Aborted,
     Ask,
     AskRoom,
@@ -54,10 +54,6 @@ from penstock.send.messages import (
     Trace,
     Unknown,
     Welcome,
-    pack_message,
-    read_from_client,
-    read_from_plane,
-    wrap,
 )
 from penstock.send.rank_session import Arrived, RankSession
 from penstock.serve.decisions.log import Log

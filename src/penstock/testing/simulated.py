@@ -20,7 +20,8 @@ import xxhash
 from penstock.arrays.digests import step_digest
 from penstock.errors import DiskFull, PenstockError, PlaneLost
 from penstock.send.carrier import Peer
-from penstock.send.messages import Accepted, Buffer, Frames, FromClient, Rejected, pack_message, read_from_plane
+from penstock.send.message_header import pack_message, read_from_plane
+from penstock.send.messages import Accepted, Buffer, Frames, FromClient, Rejected
 from penstock.send.producer import Answered, ProducerSession
 from penstock.send.producer import Event as ProducerEvent
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone

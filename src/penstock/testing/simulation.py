@@ -24,7 +24,8 @@ from penstock.errors import PenstockError, StepAborted
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.keep import MemoryKeeper
 from penstock.pack import Packing
-from penstock.send.messages import Frames, Missing, Put, Room, read_from_plane
+from penstock.send.message_header import read_from_plane
+from penstock.send.messages import Frames, Missing, Put, Room
 from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.engine import Engine

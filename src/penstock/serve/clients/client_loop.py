@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from penstock.errors import Closed, CorruptFrame, PenstockError
 from penstock.send.carrier import ClientCarrier, Envelope
-from penstock.send.messages import Frames, FromClient, FromPlane, pack_message, read_from_plane
+from penstock.send.message_header import pack_message, read_from_plane
+from penstock.send.messages import Frames, FromClient, FromPlane
 
 OnMessage = Callable[[FromPlane, Frames, float], None]
 OnTick = Callable[[float], None]

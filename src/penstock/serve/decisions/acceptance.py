@@ -106,7 +106,8 @@ class Acceptance:
         self._check_disk(size + promised_bytes)
         waiting = self._journal.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + promised_bytes
         if waiting + size > limit or not table.may_insert(ahead=arriving):
-            self.full.add(table_name)
+            if not arriving:  # what is on its way, or promised, may still fill the step that is waited for
+                self.full.add(table_name)
             groups, capacity = len(table) + arriving, self._settings.replay.capacity
             raise Overloaded(
                 f"group {group!r}: {waiting:,} bytes in {groups} groups wait for the trainer, the limits{of} are "

@@ -25,7 +25,18 @@ from penstock.send.admission import Admission, Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import Detach, Effect, MemberLeft, Note, Reported, Resume, Send, StepCommitted, StepReceived
+from penstock.send.effects import (
+    Detach,
+    Effect,
+    MemberLeft,
+    Note,
+    Reported,
+    Resume,
+    Send,
+    StepCommitted,
+    StepReceived,
+)
+from penstock.send.message_header import Packer, read_from_client, run_of
 from penstock.send.messages import (
     Ask,
     AskRoom,
@@ -35,14 +46,11 @@ from penstock.send.messages import (
     Frames,
     FromPlane,
     GiveUp,
-    Packer,
     Put,
     SettleGroup,
     SetWeight,
     Status,
     Trace,
-    read_from_client,
-    run_of,
 )
 from penstock.send.session import Phase
 from penstock.send.shared_memory import SharedPlane
@@ -52,6 +60,7 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import left_name, members_left
 from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, failure_in_words, keeper_of, pipeline_of
+from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
@@ -367,28 +376,4 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
-        engine, coordinator = self.engine, self.coordinator
-        return {
-            "run": self.settings.run,
-            "ranks": self.settings.packing.ranks,
-            "epoch": coordinator.epoch,
-            "session": coordinator.session,
-            "phase": coordinator.phase.value,
-            "run_id": self._log.run_id,
-            "waiting_for": coordinator.waits_for(time.monotonic()),
-            "missing": [list(place) for place in coordinator.missing],
-            "next_step": engine.next_step,
-            "last_step": engine.last_step,
-            "policy_version": engine.policy_version,
-            "producers_waiting": self.admission.num_waiting,
-            "held_groups": len(engine.run_tables),
-            "held_bytes": engine.held_bytes,
-            "max_held_bytes": self.settings.max_held_bytes,
-            "uptime_s": time.monotonic() - self._started,
-            "ledger": engine.ledger.as_dict(),
-            "quarantine": engine.quarantine(),
-            "counts": dict(engine.counts),
-            "metrics": engine.run_tables.metrics(),
-            "reported": engine.numbers,
-            "runs": engine.runs(),
-        }
+        return status_of(self.engine, self.coordinator, self.admission) | {"uptime_s": time.monotonic() - self._started}

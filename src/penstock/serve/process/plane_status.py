@@ -1,0 +1,38 @@
+"""Where everything is: what `penstock top` shows, and `plane.status()` returns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from penstock.send.admission import Admission
+from penstock.send.coordinator import Coordinator
+from penstock.serve.decisions.engine import Engine
+
+
+def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) -> dict[str, Any]:
+    """Plain values, all of bounded size."""
+    settings = engine.settings
+    return {
+        "run": settings.run,
+        "run_id": engine.log.run_id,
+        "ranks": settings.packing.ranks,
+        "epoch": coordinator.epoch,
+        "session": coordinator.session,
+        "phase": coordinator.phase.value,
+        "waiting_for": coordinator.waits_for(time.monotonic()),
+        "missing": [list(place) for place in coordinator.missing],
+        "next_step": engine.next_step,
+        "last_step": engine.last_step,
+        "policy_version": engine.policy_version,
+        "producers_waiting": admission.num_waiting,
+        "held_groups": len(engine.run_tables),
+        "held_bytes": engine.held_bytes,
+        "max_held_bytes": settings.max_held_bytes,
+        "ledger": engine.ledger.as_dict(),
+        "quarantine": engine.quarantine(),
+        "counts": dict(engine.counts),
+        "metrics": engine.run_tables.metrics(),
+        "reported": engine.numbers,
+        "runs": engine.runs(),
+    }
