@@ -240,8 +240,7 @@ def test_a_failure_whose_hello_was_lost_reaches_all() -> None:
     world.members.append(early)
     world.up.clear()
     early.do(early.rank_session.fail(1, "no GPU", world.now))
-    world.now += TIMES.resend_s
-    world.settle()
+    world.pass_time(2 * TIMES.resend_s)
     assert str(world.members[0].error) == str(early.error) == "step 1: rank 1: no GPU"
 
 

@@ -50,7 +50,7 @@ def counted_line(plane: ps.Plane) -> tuple[Plane, CountingClient]:
 def train(plane: ps.Plane, steps: int, policy_version: int | None = None) -> None:
     with plane.source(0) as source:
         for _ in range(steps):
-            source.commit(source.step(timeout=20), policy_version=policy_version)
+            source.commit(source.step(timeout=60), policy_version=policy_version)
         source.flush()
 
 
@@ -69,11 +69,12 @@ def test_a_producer_that_waits_for_room_sends_its_group_once_and_again_when_ther
         producer.put(large, timeout=5 * FAST.heartbeat_s)
     assert line.puts == 1
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(producer.put, named_group(f"g{i}", samples=16, tokens=20_000)) for i in range(2)]
+        groups = [named_group(f"g{i}", samples=16, tokens=20_000) for i in range(2)]
+        waiting = [pool.submit(producer.put, group, timeout=60) for group in groups]
         until(lambda: plane.status()["producers_waiting"] == 2)
         assert line.puts == 1  # it knows that there is no room, and asks
         train(plane, 2)
-        assert [future.result(20) for future in waiting] == [True, True]
+        assert [future.result(60) for future in waiting] == [True, True]
     assert line.puts <= 4
     assert plane.status()["counts"]["puts_overloaded"] <= 2
     producer.close()
@@ -98,10 +99,10 @@ def test_a_put_that_does_not_wait_takes_no_place_among_those_that_do(open_plane:
             plane.put(named_group("b"), timeout=0.05)
     assert plane.status()["producers_waiting"] == 0
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(plane.put, named_group("c"))
+        waiting = pool.submit(plane.put, named_group("c"), timeout=60)
         until(lambda: plane.status()["producers_waiting"] == 1)
         train(plane, 1)
-        assert waiting.result(20)
+        assert waiting.result(60)
 
 
 def test_a_group_put_from_bytes_waits_for_the_room_of_its_run(open_plane: OpenPlane) -> None:
