@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 UV = Path(sys.executable).parent / "uv"
 OLDEST = 11
 NEWEST = 20
-PACKAGES = ("arrays", "capture", "convert", "encode", "hold", "pack", "send", "serve")
+PACKAGES = ("arrays", "capture", "config", "convert", "encode", "hold", "keep", "pack", "send", "serve")
 """The core's tests: folders of tests/."""
 INSTALLED = {"numpy", "msgspec", "zmq", "zstandard", "xxhash", "pytest", "hypothesis", "penstock", "tests"}
 """What a test of the core may import beside the standard library."""
