@@ -11,6 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.encode import Limits, decode
+from penstock.encode.gathering import gather, open_frame
 from penstock.errors import CorruptFrame
 
 TOKENS = 1 << 20
@@ -67,6 +68,21 @@ def a_chain_of_shared_prefixes() -> bytes:
 
 def as_many_samples_as_there_may_be() -> bytes:
     return ps.encode([ps.Sample(id="x", token_ids=[7] * 4)] * LIMITS.max_samples, profile="small")
+
+
+def test_a_chain_of_thousands_of_shared_prefixes_is_gathered_from_at_once() -> None:
+    """Each sample names the one before as the place of its first tokens, so the way to the first of them is long."""
+    beginning = list(range(40))
+    alike = ps.encode([ps.Sample(id=str(i), token_ids=[*beginning, i]) for i in range(20_000)])
+    growing = ps.encode([ps.Sample(id=str(i), token_ids=[*beginning, *range(i)]) for i in range(1_300)])
+    for frame, count in ((alike, 20_000), (growing, 1_300)):
+        began = time.process_time()
+        opened, samples = open_frame(frame), decode(frame)
+        for rows in (np.array([count - 1]), np.arange(0, count, 2), np.arange(count)):
+            gathered = decode(gather([(opened, rows)]))
+            assert gathered.ids == tuple(samples.ids[i] for i in rows.tolist())
+            assert np.array_equal(gathered["token_ids"].values, samples.take(rows)["token_ids"].values)
+        assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize(

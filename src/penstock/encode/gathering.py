@@ -121,8 +121,9 @@ def _prefixes(picks: Picks) -> Prefixes:
     parents, shared = np.full(count, -1, np.int64), np.zeros(count, np.int64)
     at = 0
     for frame, rows in picks:
-        if frame.head.prefixes is not None and all(stored.shares_prefixes for stored in frame.stored.values()):
-            _within(frame.head.prefixes, rows.tolist(), at, parents, shared)
+        found = frame.stored["token_ids"].prefixes
+        if found is not None and all(stored.shares_prefixes for stored in frame.stored.values()):
+            _within(found, rows.tolist(), at, parents, shared)
         at += len(rows)
     return Prefixes(parents, shared)
 

@@ -34,6 +34,20 @@ class Prefixes:
     def any(self) -> bool:
         return bool(self.shared.any())
 
+    def shortened(self) -> Prefixes:
+        """The same, each parent as early as it may be: what a parent itself has from its own parent is found there.
+
+        On the way from a sample to its first ancestor every step then leaves tokens behind, so that no walk is longer
+        than the sample, whatever chain a frame describes.
+        """
+        parents, shared = self.parents.tolist(), self.shared.tolist()
+        for i, length in enumerate(shared):
+            parent = parents[i]
+            while parent >= 0 and shared[parent] >= length:
+                parent = parents[parent]
+            parents[i] = parent
+        return Prefixes(np.array(parents, np.int64), self.shared)
+
 
 def common_prefix(a: Array, b: Array, guess: int = 0) -> int:
     """Length of the longest common prefix of two one-dimensional arrays.

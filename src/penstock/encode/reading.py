@@ -6,6 +6,7 @@ The arrays of the samples are views of the frame where the coding allows.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,11 @@ def open_stored(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head,
     stored = _read_body(head, offsets, Reader(sections.body, align=True))
     large = {name: column for name, column in stored.items() if name == "token_ids" or TOKEN_COLUMNS[name].trailing}
     light = {name: _unfold(column, offsets) for name, column in stored.items() if name not in large}
+    if head.prefixes is not None:
+        short = head.prefixes.shortened()
+        large = {
+            name: replace(column, prefixes=short if column.shares_prefixes else None) for name, column in large.items()
+        }
     return head, _samples(head, light | head.columns), large
 
 

@@ -33,12 +33,16 @@ class Stored:
 
     def collect(self, i: int, begin: int, end: int, pieces: list[Array]) -> None:
         """Append tokens `begin` to `end` of sample i, as views: first what its ancestors have, then its own."""
-        shared = 0 if self.prefixes is None else int(self.prefixes.shared[i])
-        if begin < shared and self.prefixes is not None:
-            self.collect(int(self.prefixes.parents[i]), begin, min(end, shared), pieces)
-        first = int(self.starts[i]) - shared
-        if end > max(begin, shared):
-            pieces.append(self.values[first + max(begin, shared) : first + end])
+        own: list[Array] = []
+        while True:  # from the sample up to its first ancestor; a loop, for a chain may be thousands long
+            shared = 0 if self.prefixes is None else int(self.prefixes.shared[i])
+            first = int(self.starts[i]) - shared
+            if end > max(begin, shared):
+                own.append(self.values[first + max(begin, shared) : first + end])
+            if self.prefixes is None or begin >= shared:
+                break
+            i, end = int(self.prefixes.parents[i]), min(end, shared)
+        pieces.extend(reversed(own))
 
 
 @dataclass(frozen=True, slots=True)

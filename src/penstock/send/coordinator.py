@@ -187,7 +187,7 @@ class Coordinator:
             return [Send(peer, self._tombstones.of_session(session, self.session))]
         if self._failure is not None and session == self.session:
             return [Send(peer, self._failure)]
-        if place is None or session > self.session:  # the plane restarted, or the peer's address changed
+        if place is None or session != self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
         self._members[place].heard = now
         return self._on_word(place, message, now)

@@ -11,8 +11,10 @@ import numpy as np
 
 from penstock.arrays import Sample, Samples
 from penstock.encode import Limits, decode, encode, read_head
+from penstock.encode.gathering import gather, open_frame
 from penstock.encode.layout import PREFIX_SIZE, assemble
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError
+from penstock.keep.facts import check_group
 from penstock.pack import RankPlan, fill, pack
 from penstock.testing.fuzz_mutation import Change, change_tree
 from penstock.testing.groups import named_group
@@ -56,7 +58,9 @@ class Frames:
         front = read_head(data, limits=LIMITS)
         assert front.lengths.tolist() == [sample.num_tokens for sample in rebuilt]
         assert front.loss_tokens.tolist() == [sample.loss_tokens for sample in rebuilt]
+        _check_gathered(data, samples)
         try:
+            check_group(data, group=samples.text["group"][0] if len(samples) else "", seq_len=256, limits=LIMITS)
             step = pack(samples, ranks=2, seq_len=256)
         except PenstockError:
             return True
@@ -132,6 +136,15 @@ def _odd_samples() -> list[Sample]:
             routed_experts=rng.integers(0, 9, (12, 2, 3)),
         ),
     ]
+
+
+def _check_gathered(data: bytes, samples: Samples) -> None:
+    """Samples gathered from the bytes are the samples that are decoded: all of them, every other one, the last."""
+    count = len(samples)
+    opened = open_frame(data, limits=LIMITS)
+    for rows in (np.arange(count), np.arange(0, count, 2), np.arange(max(count - 1, 0), count)):
+        if len(rows):
+            assert decode(gather([(opened, rows)]), limits=LIMITS) == samples.take(rows)
 
 
 def _check_batches(batches: list[Any]) -> None:
