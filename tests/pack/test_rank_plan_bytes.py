@@ -43,3 +43,8 @@ def test_columns_that_no_micro_batch_has_are_refused(columns: tuple[str, ...]) -
 def test_a_pad_id_that_is_no_token_is_refused(pad_id: int) -> None:
     with pytest.raises(CorruptFrame, match="pad id"):
         read(pad_id=pad_id)
+
+
+def test_a_step_of_no_ranks_is_refused() -> None:
+    with pytest.raises(CorruptFrame, match="rank 0 of 0"):
+        read(accounting=replace(GOOD.accounting, num_ranks=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.hold import Fifo, MinSize, Prioritized
 from penstock.pack import Packing
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
@@ -246,3 +248,14 @@ def test_a_step_that_a_limiter_holds_back_says_so(open_engine: OpenEngine) -> No
     assert engine.plan_step(1) == "generation: 4 of 2 groups; MinSize(min_size=5) holds it back"
     fill(engine, "a", 3, first=2)
     assert train(engine) == {"a": 24}
+
+
+def test_the_part_of_a_run_is_the_same_whichever_order_runs_came_in() -> None:
+    weights = {"a": 0.1, "b": 1.0, "c": 0.1, "d": 3.0, "e": 1e-6}
+    parts = set()
+    for order in permutations(weights):
+        tables = RunTables(Replay(), lambda *_: None)
+        for run in order:
+            tables.admit(run, weights[run])
+        parts.add(tables.part("b"))
+    assert len(parts) == 1

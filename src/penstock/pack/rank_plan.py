@@ -173,10 +173,11 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
     needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns
     if not needed <= set(names) <= TOKEN_COLUMNS.keys() or len(set(names)) < len(names):
         raise CorruptFrame(f"rank plan: columns {', '.join(names)[:200]!r}; not those of a micro-batch")
-    if not 0 <= rank_plan.pad_id < 2**32 or rank_plan.rank not in rank_plan.accounting.ranks:
+    accounts = rank_plan.accounting
+    if not 0 <= rank_plan.pad_id < 2**32 or rank_plan.rank not in accounts.ranks or accounts.num_ranks < 1:
         raise CorruptFrame(
-            f"rank plan: pad id {rank_plan.pad_id}, rank {rank_plan.rank} with accounts of "
-            f"{list(rank_plan.accounting.ranks)[:8]}; bytes were altered"
+            f"rank plan: pad id {rank_plan.pad_id}, rank {rank_plan.rank} of {accounts.num_ranks} with accounts of "
+            f"{list(accounts.ranks)[:8]}; bytes were altered"
         )
     if tokens > max_tokens:
         raise CorruptFrame(f"rank plan: {tokens} tokens with padding; this reader takes {max_tokens}")

@@ -7,6 +7,7 @@ run leaves free goes to the others. A run that is evicted loses what it has wait
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -78,7 +79,8 @@ class RunTables:
         """The part of the whole that is a run's: its weight among those of all members."""
         if run not in self.members:
             return 1.0
-        return self.shares.weight(run) / sum(map(self.shares.weight, self.members))
+        # fsum, because members are a set: another order must not give another last bit, after a restart or anywhere.
+        return self.shares.weight(run) / math.fsum(map(self.shares.weight, self.members))
 
     # -------------------------------------------------------------- tables
 
