@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.assets import AssetStore, FeatureStore, worker_environment
+from penstock.assets import AssetStore, FeatureStore, remove_run, worker_environment
 from penstock.assets.claims import pending_name
-from penstock.assets.maintenance import list_assets, remove_run_assets, sweep_assets, verify_assets
+from penstock.assets.maintenance import list_assets, sweep_assets, verify_assets
 from penstock.assets.urls import path_of
 from penstock.cli import main
 
@@ -25,7 +25,7 @@ def test_the_list_says_which_runs_hold_an_image(tmp_path: Path, picture: Picture
     assert rows[shared.hash].runs == ("first", "second")
     assert rows[own.hash].runs == ("first",)
     assert rows[own.hash].num_bytes == len(picture(2))
-    assert remove_run_assets(first, "first") == [own.hash]
+    assert remove_run(first.blobs, "first") == [own.hash]
     assert [row.hash for row in list_assets(first)] == [shared.hash]
 
 
@@ -59,7 +59,7 @@ def test_a_claim_whose_writer_was_killed_is_no_damage(
     assert "healthy, 1 never finished" in capsys.readouterr().out
     assert store.put(picture(2)).hash in store  # the next writer finishes it
     assert verify_assets(store).unfinished == 0
-    assert remove_run_assets(store, store.run) == sorted([kept.hash, other.hash])
+    assert remove_run(store.blobs, store.run) == sorted([kept.hash, other.hash])
 
 
 def test_a_sweep_reports_what_it_removed_and_kept(store: AssetStore, picture: Picture) -> None:

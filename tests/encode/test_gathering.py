@@ -67,7 +67,7 @@ def chosen(picked: Picked) -> Samples:
     frames = [ps.decode(frame) for frame, _ in picked]
     starts = np.cumsum([0, *map(len, frames)]).tolist()
     rows = [start + row for start, (_, own) in zip(starts, picked, strict=False) for row in own]
-    return Samples.concat(frames).take(rows)
+    return Samples.of(sample for frame in frames for sample in frame).take(rows)
 
 
 @settings(max_examples=60)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.arrays import offsets_of
-from penstock.encode.prefixes import MIN_SHARED, common_prefix, cut, find_prefixes, restore, shares_values
+from penstock.arrays.common_prefix import common_prefix
+from penstock.encode.prefixes import MIN_SHARED, cut, find_prefixes, restore, shares_values
 from penstock.testing import reference
 
 

@@ -28,8 +28,9 @@ Groups = list[list[ps.Sample]]
 def groups(draw: st.DrawFn) -> Groups:
     """Groups of samples of every kind, each of one run."""
     found = []
+    advantages = draw(st.booleans())
     for k in range(draw(st.integers(1, 4))):
-        samples = draw(packable(most=6).filter(bool))
+        samples = draw(packable(most=6, advantages=advantages).filter(bool))
         run = samples[0].run
         found.append([sample.replace(id=f"{k}/{i}", group=f"g{k}", run=run) for i, sample in enumerate(samples)])
     return found
@@ -50,7 +51,7 @@ def group(*columns: dict[str, Any], tokens: int = 8) -> list[ps.Sample]:
 @given(groups(), packings())
 def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Packing) -> None:
     facts = [facts_of(samples, packing.seq_len) for samples in made]
-    samples = Samples.concat([Samples.of(samples) for samples in made])
+    samples = Samples.of(sample for samples in made for sample in samples)
     joined, expected = join_facts(facts), SampleFacts.of(samples, packing.seq_len)
     for field in fields(SampleFacts):
         got, wanted = getattr(joined, field.name), getattr(expected, field.name)
@@ -65,7 +66,7 @@ def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Pac
 @given(groups(), packings())
 def test_a_step_planned_from_facts_is_the_one_that_packing_the_samples_gives(made: Groups, packing: Packing) -> None:
     facts = join_facts([facts_of(samples, packing.seq_len) for samples in made])
-    samples = Samples.concat([Samples.of(samples) for samples in made])
+    samples = Samples.of(sample for samples in made for sample in samples)
     expected, got = pack_with(packing, samples).plan, plan(facts, packing)
     assert [part.to_bytes() for part in got.rank_plans] == [part.to_bytes() for part in expected.rank_plans]
     assert got.totals == expected.totals
@@ -138,8 +139,8 @@ def test_a_group_is_as_old_as_its_oldest_sample_that_says() -> None:
 
 def test_a_group_says_what_the_others_in_its_step_must_have() -> None:
     have = {"logprobs": np.full(8, -1.0)}
-    assert facts_of(group(have, have)).kinds == {"logprobs": WITH}
-    assert facts_of(group({}, {})).kinds == {"logprobs": WITHOUT}
+    assert facts_of(group(have, have)).kinds == {"logprobs": WITH, "advantages": WITHOUT}
+    assert facts_of(group({"advantages": 0.5})).kinds == {"logprobs": WITHOUT, "advantages": WITH}
     assert facts_of(group({"mode": "sft"})).kinds == {}
     experts = {"routed_experts": np.zeros((8, 4, 2), np.uint16), "mode": "sft"}
     assert facts_of(group(experts)).kinds == {"routed_experts": "<u2[4, 2]"}
@@ -151,7 +152,7 @@ def test_a_group_of_two_kinds_is_refused_in_words() -> None:
     ):
         facts_of(group({"logprobs": np.full(8, -1.0)}, {}))
     untrained = {"loss_mask": np.zeros(8, np.bool_)}
-    assert facts_of(group({"logprobs": np.full(8, -1.0)}, untrained)).kinds == {"logprobs": WITH}
+    assert facts_of(group({"logprobs": np.full(8, -1.0)}, untrained)).kinds["logprobs"] == WITH
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_patch_and_sample_caps_hold() -> None:
 
 def test_optional_columns_of_some_samples_are_filled_to_full_length() -> None:
     samples = [
-        sample(4, "bare"),
+        sample(4, "bare", mode="sft"),  # which is not trained by advantages
         sample(
             3, "full", teacher_logprobs=[-1.0, -2.0, -3.0], rewards=0.5, temperatures=0.7, advantages=[1.0, 2.0, 3.0]
         ),
@@ -237,6 +237,26 @@ def test_optional_columns_of_some_samples_are_filled_to_full_length() -> None:
     assert batch["advantages"].tolist() == [0, 0, 0, 0, 1, 2, 3, 0]
     assert batch["temperatures"].tolist() == pytest.approx([1, 1, 1, 1, 0.7, 0.7, 0.7, 1])
     assert np.isnan(batch["rewards"]).tolist() == [True] * 4 + [False] * 3 + [True]
+
+
+def test_advantages_that_only_some_of_the_samples_trained_by_them_have_are_refused() -> None:
+    with pytest.raises(
+        InvalidInput, match="samples 'bare': no advantages, which 1 other trained samples of mode rl have"
+    ):
+        pack([sample(4, "bare"), sample(4, "full", advantages=0.5)], ranks=1, seq_len=8)
+    untrained = Sample(id="context", token_ids=[1, 2])
+    assert len(pack([untrained, sample(4, "full", advantages=0.5)], ranks=1, seq_len=8).ranks) == 1
+
+
+@pytest.mark.parametrize("rows_by", ["modality", "run"])
+def test_dummies_carry_the_run_of_their_row_through_bytes_as_well(rows_by: Any) -> None:
+    samples = [sample(8, "a", run="one"), picture(8, image(1), name="b", run="two"), sample(8, "c", run="two")]
+    step = pack(samples, ranks=3, seq_len=8, rows_by=rows_by)
+    for rank in step.ranks:
+        again = fill(Samples.of(samples), RankPlan.from_bytes(rank.rank_plan.to_bytes()))
+        assert [b.run for b in again] == [b.run for b in rank] == [rank[m].run for m in range(len(rank))]
+    for row in zip(*step.ranks, strict=True):
+        assert {b.run for b in row if b.is_dummy} <= {b.run for b in row if not b.is_dummy}
 
 
 def test_every_micro_batch_of_a_step_has_the_same_columns() -> None:
@@ -348,7 +368,7 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
 
 
 def test_traits_of_parts_joined_are_the_traits_of_the_whole() -> None:
-    first = [sample(5, "a", advantages=1.0), picture(9, image(2), name="b")]
+    first = [sample(5, "a", rewards=1.0), picture(9, image(2), name="b")]
     second = [sample(20, "c", run="other", teacher_logprobs=-np.ones(20))]
     whole = SampleFacts.of(Samples.of(first + second), 12)
     joined = SampleFacts.join([SampleFacts.of(Samples.of(part), 12) for part in (first, second)])

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.pack.balance import polish_row, spread
 from penstock.pack.bins import Caps, Items, best_fit, halve_dearest
 from penstock.pack.packing import UNLIMITED
-from penstock.pack.polish import polish_row
 from penstock.pack.row_targets import forced_costs, level_rows, lower_bound
 from penstock.pack.rows import rows_of
-from penstock.pack.spread import spread
 from penstock.testing import reference_pack as reference
 
 CAP = 100

@@ -11,7 +11,6 @@ per token). `fill` stands in for an absent column when samples with and without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -24,6 +23,8 @@ NO_VERSION = -1
 Array: TypeAlias = NDArray[Any]
 Per: TypeAlias = Literal["token", "either", "sample"]
 MODES = ("rl", "opd", "sft")
+WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
+"""The columns that weigh the terms of the loss, in the order of the terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +131,9 @@ COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}
 TOKEN_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.per != "sample"}
 TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 
-# Filling these with 0.0 would say "probability 1": a wrong gradient, and nobody would notice.
-ALL_OR_NONE = {"logprobs": ("rl", "opd"), "teacher_logprobs": ("opd",)}
+# Filling these with 0.0 would say "probability 1", or "nothing to learn": wrong, and nobody would notice.
+ALL_OR_NONE = {"logprobs": ("rl", "opd"), "advantages": ("rl",), "teacher_logprobs": ("opd",)}
 """Columns that all trained samples of these modes in a step have, or none of them."""
-
-
-def token_columns() -> Iterator[Column]:
-    """The columns that run along the tokens, in table order."""
-    return iter(TOKEN_COLUMNS.values())
 
 
 def first_bad(column: Column, values: Array) -> tuple[int, str] | None:

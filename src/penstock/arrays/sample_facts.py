@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples
-from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.arrays.columns import TOKEN_COLUMNS, WEIGHTS
 
 MODALITIES = ("text", "image", "video")
 TEXT, IMAGE, VIDEO = range(3)
 VIDEO_TOKEN = 2
 
-TERMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
 """What stands for absent weights, by mode; this lets modes share a micro-batch."""
 
@@ -157,9 +156,9 @@ def _trained(samples: Samples, kept: NDArray[np.int64]) -> NDArray[np.int64]:
 def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.int64]) -> NDArray[np.int64]:
     weighs = {mode: np.array(weights) != 0 for mode, weights in MODE_WEIGHTS.items()}
     modes = samples.text["mode"]
-    out = np.array([weighs[mode] for mode in modes], np.int64).reshape(-1, len(TERMS)) * trained[:, None]
+    out = np.array([weighs[mode] for mode in modes], np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
     mask = samples.columns["loss_mask"]
-    for term, name in enumerate(TERMS):
+    for term, name in enumerate(WEIGHTS):
         column = samples.columns.get(name)
         if column is not None:
             for i in np.flatnonzero(column.lengths).tolist():

@@ -64,20 +64,6 @@ class Samples(Sequence[Sample]):
             images=_unless_none(tuple(row.images for row in rows)),
         )
 
-    @staticmethod
-    def concat(batches: Sequence[Samples]) -> Samples:
-        """The samples of several batches, one after the other."""
-        if len(batches) == 1:
-            return batches[0]
-        present = {name for batch in batches for name in batch.columns}
-        offsets = offsets_of(np.concatenate([batch.lengths for batch in batches])) if batches else offsets_of([])
-        return Samples(
-            columns={n: _stack(n, batches, offsets) for n in TOKEN_COLUMNS if n in present or n in _ALWAYS},
-            text={name: tuple(v for batch in batches for v in batch.text[name]) for name in TEXT_COLUMNS},
-            policy_versions=np.concatenate([np.zeros(0, np.int64), *(batch.policy_versions for batch in batches)]),
-            images=_join_images(batches),
-        )
-
     @property
     def offsets(self) -> Offsets:
         """[n + 1] where each sample's tokens start in the per-token columns that all samples have."""
@@ -192,24 +178,3 @@ def _join(name: str, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
     parts = [empty if v is None else np.atleast_1d(v) for v in values]
     full = all(v is not None and v.ndim == 1 + column.trailing for v in values)
     return Ragged.of(parts, offsets if full else None)
-
-
-def _stack(name: str, batches: Sequence[Samples], offsets: Offsets) -> Ragged:
-    """One column of several batches; a batch without it counts as absent in all its samples."""
-    given = [batch.columns[name] for batch in batches if name in batch.columns]
-    if not given:
-        return Ragged(np.zeros(0, TOKEN_COLUMNS[name].dtype), offsets)
-    shapes = {column.values.shape[1:] for column in given}
-    if len(shapes) > 1:
-        raise InvalidInput(f"{name}: batches have trailing shapes {sorted(shapes)}; give them one shape")
-    values = np.concatenate([column.values for column in given])
-    if all(name in batch.columns and batch.columns[name].offsets is batch.offsets for batch in batches):
-        return Ragged(values, offsets)
-    lengths = [b.columns[name].lengths if name in b.columns else np.zeros(len(b), np.int64) for b in batches]
-    return Ragged(values, offsets_of(np.concatenate(lengths)))
-
-
-def _join_images(batches: Sequence[Samples]) -> tuple[tuple[ImageSpan, ...], ...] | None:
-    if all(batch.images is None for batch in batches):
-        return None
-    return tuple(spans for batch in batches for spans in (batch.images or ((),) * len(batch)))

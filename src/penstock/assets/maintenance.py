@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.assets.claims import claims, hash_of, remove_run, stored
+from penstock.assets.claims import claims, hash_of, stored
 from penstock.assets.features import TTL_S, sweep
 from penstock.assets.probe import probe, upright_size
 from penstock.assets.store import AssetStore
@@ -104,8 +104,3 @@ def sweep_assets(store: AssetStore, *, ttl_s: float = TTL_S, now: float | None =
     """Remove features that nobody used for `ttl_s` seconds; images stay."""
     removed = sweep(store, ttl_s=ttl_s, now=now)
     return SweepReport(features_removed=removed, ttl_s=ttl_s, images_kept=sum(1 for _ in store.list()))
-
-
-def remove_run_assets(store: AssetStore, run: str) -> list[str]:
-    """Remove a deleted run's claims, and the images nobody else claims; returns their hashes."""
-    return remove_run(store.blobs, run)

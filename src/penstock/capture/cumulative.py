@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.coerce import coerce
 from penstock.arrays.columns import COLUMNS
 from penstock.arrays.images import ImageSpan
-from penstock.arrays.sample import coerce
 from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
 from penstock.capture.routing import read_routing

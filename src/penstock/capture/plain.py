@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arrays.coerce import Values
 from penstock.arrays.images import ImageSpan
-from penstock.arrays.sample import Values
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput

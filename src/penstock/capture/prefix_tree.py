@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.common_prefix import common_prefix
+
 Keys = NDArray[np.uint64]
 
 # Odd constants of the splitmix64 finalizer: any fixed mixing would do, collisions are caught by comparison.
@@ -53,7 +55,7 @@ class PrefixIndex:
             if child is None:
                 return self._add(segment, turn, at, len(keys))
             stored = self._segment_keys(child)
-            shared = _num_common(keys[at:], stored)
+            shared = common_prefix(keys[at:], stored)
             segment = child if shared == len(stored) else self._split(child, shared)
             at += shared
         return segment
@@ -67,7 +69,7 @@ class PrefixIndex:
         child = self._children[segment].get(int(keys[end])) if end < len(keys) else None
         if child is None:
             return segment
-        shared = _num_common(keys[end:], self._segment_keys(child))
+        shared = common_prefix(keys[end:], self._segment_keys(child))
         return self._split(child, shared)
 
     def deepest(self, keys: Keys, hashes: Keys, among: NDArray[np.intp]) -> int | None:
@@ -131,9 +133,3 @@ def _mix(keys: Keys, position: int) -> Keys:
     mixed *= _FINAL
     mixed ^= mixed >> np.uint64(32)
     return mixed
-
-
-def _num_common(a: Keys, b: Keys) -> int:
-    count = min(len(a), len(b))
-    differs = a[:count] != b[:count]
-    return int(np.argmax(differs)) if differs.any() else count

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.coerce import coerce
 from penstock.arrays.columns import COLUMNS, Array
-from penstock.arrays.sample import coerce
 from penstock.errors import InvalidInput
 
 

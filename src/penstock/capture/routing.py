@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arrays.coerce import coerce
 from penstock.arrays.columns import COLUMNS, Array
-from penstock.arrays.sample import coerce
 from penstock.capture.records import ABSENT, field_of
 from penstock.errors import InvalidInput
 

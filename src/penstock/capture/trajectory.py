@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.arrays.sample import check_text
+from penstock.arrays.coerce import check_text
 from penstock.arrays.versions import check_version
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput

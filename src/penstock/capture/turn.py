@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.coerce import MAX_TEXT, Values, coerce
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.run_lengths import bit_view
-from penstock.arrays.sample import MAX_TEXT, Values, coerce
 from penstock.errors import InvalidInput
 
 TURN_COLUMNS: dict[str, Column] = {

@@ -24,7 +24,7 @@ from penstock.convert.rollouts import Rollouts
 from penstock.errors import InvalidInput
 
 Floats: TypeAlias = NDArray[np.float64]
-Source: TypeAlias = Rollouts | Sequence[float] | NDArray[Any] | Iterable[Trajectory]
+Rewards: TypeAlias = Rollouts | Sequence[float] | NDArray[Any] | Iterable[Trajectory]
 Advantage: TypeAlias = Callable[[Rollouts], Floats]
 """[n] advantages of n rollouts."""
 Shape: TypeAlias = Callable[[Rollouts], Floats]
@@ -55,7 +55,7 @@ class Std:
 
 
 def grpo(
-    rollouts: Source,
+    rollouts: Rewards,
     *,
     shape: Shape | None = None,
     baseline: Callable[[Floats], Floats] = mean,
@@ -79,7 +79,7 @@ def grpo(
     return _over_scored(rollouts, against_group)
 
 
-def leave_one_out(rollouts: Source, *, shape: Shape | None = None) -> Floats:
+def leave_one_out(rollouts: Rewards, *, shape: Shape | None = None) -> Floats:
     """Each reward against the mean of the other rollouts: an unbiased baseline.
 
     >>> leave_one_out([1.0, 0.0, 0.0]).tolist()
@@ -88,7 +88,7 @@ def leave_one_out(rollouts: Source, *, shape: Shape | None = None) -> Floats:
     return grpo(rollouts, shape=shape, baseline=mean_of_others)
 
 
-def max_rl(rollouts: Source) -> Floats:
+def max_rl(rollouts: Rewards) -> Floats:
     """`(r - mean) / mean`: rare successes weigh more. Zeros when the mean is not positive.
 
     >>> max_rl([1.0, 0.0, 0.0, 0.0]).tolist()
@@ -102,7 +102,7 @@ def max_rl(rollouts: Source) -> Floats:
     return _over_scored(rollouts, over_mean)
 
 
-def raw_rewards(rollouts: Source) -> Floats:
+def raw_rewards(rollouts: Rewards) -> Floats:
     """The rewards themselves, without a baseline; 0 for a rollout that failed."""
     group = Rollouts.of(rollouts)
     return np.where(group.scored, np.nan_to_num(group.rewards), 0.0)
@@ -194,7 +194,7 @@ class RunningBaseline:
         return out
 
 
-def _over_scored(source: Source, advantage: Callable[[Rollouts], Floats]) -> Floats:
+def _over_scored(source: Rewards, advantage: Callable[[Rollouts], Floats]) -> Floats:
     """Apply to the rollouts that count; 0 for the others, and for the only one of its group."""
     rollouts = Rollouts.of(source)
     rows = np.flatnonzero(rollouts.scored)

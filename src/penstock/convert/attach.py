@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from penstock.arrays.coerce import Values
 from penstock.arrays.columns import TOKEN_COLUMNS
-from penstock.arrays.sample import Sample, Values
+from penstock.arrays.sample import Sample
 from penstock.errors import Conflict, InvalidInput, UnknownKey
 
 

@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, Array
+from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.sample import Sample
 from penstock.arrays.versions import known
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
-
-_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ def _piece(part: Part, name: str, fill: Any) -> Array:
     if given is None:
         return np.full(part.keep, fill, TOKEN_COLUMNS[name].dtype)
     values = np.full(part.keep, given) if given.ndim == 0 else given[: part.keep].copy()
-    if name in _WEIGHTS:
+    if name in WEIGHTS:
         values[: part.taken] = fill  # an earlier branch trains these
     return values
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.sample import Sample, Values, check_text
+from penstock.arrays.coerce import Values, check_text
+from penstock.arrays.sample import Sample
 from penstock.capture.trajectory import Trajectory
 from penstock.convert.advantages import Advantage, grpo
 from penstock.convert.attach import attach

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.coerce import MAX_EXTENT, MAX_TEXT, check_text
 from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, first_bad
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.sample import MAX_EXTENT, MAX_TEXT, check_text
 from penstock.arrays.versions import MAX_VERSION
 from penstock.encode.codings import Reader
 from penstock.encode.layout import (

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import Array
+from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.ragged import Offsets
 from penstock.arrays.run_lengths import bit_view
 
@@ -47,25 +48,6 @@ class Prefixes:
                 parent = parents[parent]
             parents[i] = parent
         return Prefixes(np.array(parents, np.int64), self.shared)
-
-
-def common_prefix(a: Array, b: Array, guess: int = 0) -> int:
-    """Length of the longest common prefix of two one-dimensional arrays.
-
-    `guess` is tried first, with one memcmp: all answers to a prompt part at the same place. Otherwise in growing
-    strides, so that an early difference costs little.
-    """
-    limit = min(len(a), len(b))
-    if 0 < guess < limit and a[guess] != b[guess] and a[:guess].tobytes() == b[:guess].tobytes():
-        return guess
-    at, stride = 0, 512
-    while at < limit:
-        end = min(limit, at + stride)
-        differs = a[at:end] != b[at:end]
-        if differs.any():
-            return at + int(differs.argmax())
-        at, stride = end, stride * 4
-    return limit
 
 
 def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Samples
 from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
+from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.run_lengths import bit_view
 from penstock.arrays.sample_facts import SampleFacts
 from penstock.encode import Limits
 from penstock.encode.layout import Buffer
-from penstock.encode.prefixes import Prefixes, common_prefix
+from penstock.encode.prefixes import Prefixes
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, InvalidInput
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, Array, Column
-from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS, TERMS
+from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array, Column
+from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
@@ -78,7 +78,7 @@ def bytes_needed(rank_plan: RankPlan) -> int:
 
 def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
     """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
-    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if name != "routed_experts"}
+    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if not TOKEN_COLUMNS[name].trailing}
     return {**gathered, "position_ids": np.dtype(np.int64)}
 
 
@@ -152,8 +152,8 @@ def _gather(layout: _Layout, column: Column, out: Array) -> None:
 def _constants(layout: _Layout, column: Column) -> Array:
     """[segments] what stands in each segment that has nothing of its own in this column."""
     out = np.full(len(layout.rows), column.fill, column.dtype)
-    if column.name in TERMS:
-        by_mode = {mode: weights[TERMS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
+    if column.name in WEIGHTS:
+        by_mode = {mode: weights[WEIGHTS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
         out[:] = [by_mode.get(mode, column.pad) for mode in layout.text("mode")]
     out[~layout.is_trained] = layout.rank_plan.pad_id if column.name == "token_ids" else column.pad
     return out
@@ -186,14 +186,15 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
     offsets = offsets_of(lengths)[:-1] - starts
     short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
     versions = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
+    dummy_runs = iter(rank_plan.dummy_runs)
     out = []
     for m, (a, b) in enumerate(pairwise(layout.segments)):
         is_dummy = bool(rank_plan.dummy[m])
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        if "routed_experts" in rank_plan.columns and not is_dummy:
-            parts = _with_routed(parts, layout, a, b)
+        if not is_dummy:
+            parts = _with_trailing(parts, layout, a, b)
         out.append(
             MicroBatch(
                 columns=parts,
@@ -211,28 +212,30 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
                 ),
                 images=_images(samples, layout.rows[a : a + held], lengths[a:b], offsets[a:b]),
                 modality=MODALITIES[rank_plan.modality[m]],
-                run=text["run"][a],
+                run=next(dummy_runs) if is_dummy else text["run"][a],
                 is_dummy=is_dummy,
             )
         )
     return out
 
 
-def _with_routed(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> dict[str, Array]:
-    """The columns with routed experts, if the samples of this micro-batch have them: then all of them do."""
-    ragged = layout.samples.columns.get("routed_experts")
-    if ragged is None or len(ragged[layout.rows[a]]) == 0:
-        return parts
-    own = layout.rows[a:b][layout.is_sample[a:b]]
-    if not ragged.lengths[own].all():
-        raise InvalidInput("samples: one has no routed experts and others in its micro-batch have; plan them apart")
-    values = ragged.values
-    views = [
-        np.zeros((n, *values.shape[1:]), values.dtype) if row == PADDING else ragged[row][:n]
-        for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
-    ]
-    every = {**parts, "routed_experts": np.concatenate(views)}
-    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every}
+def _with_trailing(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> dict[str, Array]:
+    """The columns with those that have trailing dimensions, where the samples here have them: all do, or none."""
+    found: dict[str, Array] = {}
+    for name in layout.rank_plan.columns:
+        ragged = layout.samples.columns.get(name) if TOKEN_COLUMNS[name].trailing else None
+        if ragged is None or len(ragged[layout.rows[a]]) == 0:
+            continue
+        values = ragged.values
+        views = [
+            np.full((n, *values.shape[1:]), TOKEN_COLUMNS[name].pad, values.dtype)
+            if row == PADDING
+            else ragged[row][:n]
+            for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
+        ]
+        found[name] = np.concatenate(views)
+    every = {**parts, **found}
+    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every} if found else parts
 
 
 def _images(

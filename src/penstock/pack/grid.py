@@ -8,7 +8,7 @@ sample that still holds an image, so that the vision tower runs on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -33,6 +33,8 @@ class Placed:
     cost: float
     dummy: bool
     modality: int
+    run: str = ""
+    """Of its samples; of a dummy that of its row."""
 
 
 Grid: TypeAlias = list[list[Placed]]
@@ -50,7 +52,7 @@ def planned(facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Pack
     modality = np.maximum.reduceat(facts.modality[ids], starts)
     columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
     return [
-        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m)
+        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=facts.run[b[0]])
         for b, t, p, c, m in zip(bins, *columns, strict=True)
     ]
 
@@ -80,7 +82,7 @@ def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) 
 def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Placed]:
     """The row by rank; `loads` is what each rank has so far and is brought up to date."""
     by_load = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
-    out = [dummy] * len(loads)
+    out = [replace(dummy, run=row[0].run)] * len(loads)
     for rank, micro_batch in zip(by_load, sorted(row, key=lambda p: -p.cost), strict=False):
         out[rank] = micro_batch
     for rank, micro_batch in enumerate(out):

@@ -13,8 +13,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
-from penstock.arrays.sample_facts import MODALITIES, TERMS, TEXT, SampleFacts
+from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, WEIGHTS
+from penstock.arrays.sample_facts import MODALITIES, TEXT, SampleFacts
 from penstock.errors import InvalidInput
 from penstock.pack.accounting import Accounting, account
 from penstock.pack.bins import Items
@@ -100,7 +100,7 @@ def _columns(facts: SampleFacts, packed: NDArray[np.intp]) -> tuple[str, ...]:
     """
     present = {name for name, has in facts.has.items() if has[packed].any()}
     if {facts.mode[i] for i in packed.tolist()} - {"rl"}:
-        present |= set(TERMS)
+        present |= set(WEIGHTS)
     return tuple(name for name in TOKEN_COLUMNS if name in present)
 
 
@@ -161,6 +161,7 @@ def _rank_plan(
         padded=np.array([placed.padded for placed in column], np.int32),
         dummy=np.array([placed.dummy for placed in column], np.bool_),
         modality=np.array([placed.modality for placed in column], np.uint8),
+        dummy_runs=tuple(placed.run for placed in column if placed.dummy),
         columns=columns,
         pad_id=pad_id,
         totals=totals,

@@ -40,6 +40,8 @@ class RankPlan:
     """[micro_batches] True where the segments are borrowed to keep ranks in step, and nothing is trained."""
     modality: NDArray[np.uint8]
     """[micro_batches] index into MODALITIES."""
+    dummy_runs: tuple[str, ...]
+    """[dummies] the run of each dummy's row; other micro-batches have that of their samples."""
     columns: tuple[str, ...]
     """Columns of every micro-batch of the step, whichever samples are in it."""
     pad_id: int
@@ -70,6 +72,7 @@ class RankPlan:
             padded=self.padded[one],
             dummy=self.dummy[one],
             modality=self.modality[one],
+            dummy_runs=self.dummy_runs[int(self.dummy[:index].sum()) :][: int(self.dummy[index])],
         )
 
     def to_bytes(self) -> bytes:
@@ -89,6 +92,7 @@ class RankPlan:
                 pad_id=self.pad_id,
                 totals=self.totals,
                 accounting=own,
+                dummy_runs=self.dummy_runs,
             )
         )
 
@@ -110,6 +114,7 @@ class RankPlan:
                 pad_id=wire.pad_id,
                 totals=wire.totals,
                 accounting=wire.accounting,
+                dummy_runs=wire.dummy_runs or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
             )
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
@@ -143,6 +148,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pad_id: int
     totals: Totals
     accounting: Accounting
+    dummy_runs: tuple[str, ...] = ()
+    """Earlier writers did not say."""
 
 
 def _check(rank_plan: RankPlan, version: int) -> None:
@@ -151,6 +158,7 @@ def _check(rank_plan: RankPlan, version: int) -> None:
         len(rank_plan.order) == len(rank_plan.cuts)
         and len(starts) == count + 1
         and len(rank_plan.dummy) == len(rank_plan.modality) == count
+        and len(rank_plan.dummy_runs) == int(rank_plan.dummy.sum())
         and starts[0] == 0
         and starts[-1] == len(rank_plan.order)
         and bool((np.diff(starts) >= 0).all())

@@ -24,10 +24,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.pack.balance import ENOUGH_PER_BIN, polish_row, spread
 from penstock.pack.bins import Bin, Items, best_fit, halve_dearest
-from penstock.pack.polish import ENOUGH_PER_BIN, polish_row
 from penstock.pack.row_targets import forced_costs, least_bins, level_rows
-from penstock.pack.spread import spread
 
 Row: TypeAlias = list[Bin]
 

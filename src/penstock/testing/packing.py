@@ -18,17 +18,23 @@ from penstock.pack import Cost, Packing
 
 
 @st.composite
-def packable(draw: st.DrawFn, most: int = 24) -> list[Sample]:
-    """Samples of several runs, modes and modalities, short and long, with and without optional columns."""
+def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None) -> list[Sample]:
+    """Samples of several runs, modes and modalities, short and long, with and without optional columns.
+
+    Advantages are in all of them or in none, since packing asks for that; by default drawn.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     runs = draw(st.integers(1, 3))
     longest = draw(st.sampled_from([1, 3, 20, 60]))
     has_images, has_routing, has_modes = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
-    optional = draw(st.sets(st.sampled_from(["advantages", "rewards", "temperatures", "ce_weights", "teacher"])))
+    optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher"])))
+    has_advantages = draw(st.booleans()) if advantages is None else advantages
     out = []
     for i in range(draw(st.integers(0, most))):
         length = int(rng.integers(1, longest + 1))
         columns: dict[str, Any] = {"logprobs": -rng.random(length)}
+        if has_advantages:
+            columns.update(_optional("advantages", rng, length))
         for name in sorted(optional):
             if rng.random() < 0.5:
                 columns.update(_optional(name, rng, length))

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.arrays.sample import MAX_TEXT
+from penstock.arrays.coerce import MAX_TEXT
 from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, PenstockError
 from penstock.keep import Keeper
 from penstock.send.admission import Admission, Decide, Offer

@@ -1,0 +1,147 @@
+"""From what callers give to what a sample holds: read-only arrays of the declared dtype, checked against the table.
+
+A value is never changed on the way: what does not fit its column raises, with its place. An array that has the right
+dtype already is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Array, Column, first_bad
+from penstock.errors import InvalidInput
+
+Values: TypeAlias = Array | Sequence[float] | Sequence[int] | Sequence[bool] | float
+MAX_TEXT = 512
+MAX_EXTENT = 1 << 20
+"""Bound on each dimension behind the token axis; a frame's reader holds its peers to the same."""
+
+
+def check_text(text: Mapping[str, object], where: str) -> None:
+    """Raise unless every text field is a short string without control characters and the mode is known."""
+    for name, value in text.items():
+        if not isinstance(value, str) or len(value) > MAX_TEXT or (name == "id" and not value):
+            raise InvalidInput(f"{where}.{name}: {str(value)[:40]!r}; must be a string of 1 to {MAX_TEXT} characters")
+        if value and not (value.isascii() and value.isprintable()):
+            _check_unicode(value, f"{where}.{name}")
+    if text["mode"] not in MODES:
+        raise InvalidInput(f"{where}.mode: {text['mode']!r}; must be one of {', '.join(MODES)}")
+
+
+def _check_unicode(value: str, where: str) -> None:
+    bad = next((c for c in value if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000), None)
+    if bad is not None:
+        raise InvalidInput(f"{where}: holds the control character U+{ord(bad):04X}; remove it")
+
+
+def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, Array]:
+    """Columns as validated read-only arrays, in table order."""
+    unknown = given.keys() - TOKEN_COLUMNS.keys()
+    if unknown:
+        raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}")
+    arrays: dict[str, Array] = {}
+    for name, column in TOKEN_COLUMNS.items():
+        value = given.get(name)
+        if value is not None:
+            arrays[name] = coerce(column, value, f"{where}.{name}")
+    count = len(arrays["token_ids"]) if "token_ids" in arrays else 0
+    if count == 0:
+        raise InvalidInput(f"{where}.token_ids: empty; a sample has at least one token")
+    mask = arrays.get("loss_mask")
+    if mask is None:
+        mask = arrays["loss_mask"] = coerce(COLUMNS["loss_mask"], np.zeros(count, np.bool_), where)
+        arrays = {name: arrays[name] for name in TOKEN_COLUMNS if name in arrays}
+    for name, values in arrays.items():
+        _check_column(TOKEN_COLUMNS[name], values, count, mask, where)
+        if values.ndim == 1 and count == 1 and TOKEN_COLUMNS[name].per == "either":
+            arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
+    if mask[0]:
+        raise InvalidInput(f"{where}.loss_mask[0]: True; nothing predicts a first token, so it cannot be trained")
+    return arrays
+
+
+def _check_column(column: Column, values: Array, count: int, mask: NDArray[np.bool_], where: str) -> None:
+    scalar = column.per == "either" and values.ndim == 0
+    if not scalar and len(values) != count:
+        form = "one per token" if column.per == "token" else "one per token or a single number"
+        raise InvalidInput(f"{where}.{column.name}: {len(values)} values for {count} tokens; give {form}, or omit it")
+    where_trained = column.nan == "untrained" and not mask.all()
+    bad = first_bad(column, values[mask] if where_trained else np.atleast_1d(values))
+    if bad is not None:
+        index = int(np.flatnonzero(mask)[bad[0]]) if where_trained else bad[0]
+        raise InvalidInput(f"{where}.{column.name}{'' if scalar else f'[{index}]'}: {bad[1]}")
+
+
+def coerce(column: Column, value: Values, where: str) -> Array:
+    """The value as a read-only array of the column's dtype and rank; raises rather than change a value."""
+    try:
+        with np.errstate(invalid="ignore"):  # a signalling NaN among floats is no reason for a warning
+            raw = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
+    _check_rank(column, raw, where)
+    kind = column.dtype.kind
+    if raw.size == 0:
+        raw = raw.astype(column.dtype)
+    if kind == "b":
+        raw = _as_bool(raw, where)
+    elif kind in "ui":
+        raw = _as_int(column, raw, where)
+    elif raw.dtype.kind not in "fiu":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give floats")
+    elif raw.dtype != column.dtype:
+        raw = _as_float32(raw, where)
+    view = np.ascontiguousarray(raw).reshape(raw.shape).view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_rank(column: Column, raw: Array, where: str) -> None:
+    rank = 1 + column.trailing
+    if raw.dtype.kind not in "buif":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give numbers (mixed or too large values become objects)")
+    if raw.ndim != rank and not (column.per == "either" and raw.ndim == 0):
+        raise InvalidInput(f"{where}: {raw.ndim} dimensions; must have {rank}")
+    if not all(0 < size < MAX_EXTENT for size in raw.shape[1:]):
+        raise InvalidInput(f"{where}: shape {raw.shape}; must have from 1 to {MAX_EXTENT - 1} values along each axis")
+
+
+def _as_bool(raw: Array, where: str) -> Array:
+    if raw.dtype.kind == "b":
+        return raw
+    if raw.dtype.kind == "f":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; a mask is boolean, or whole numbers 0 and 1")
+    bad = (raw != 0) & (raw != 1)
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidInput(f"{where}[{at}]: {raw[at]}; a mask holds only 0 and 1")
+    return raw.astype(np.bool_)
+
+
+def _as_int(column: Column, raw: Array, where: str) -> Array:
+    if raw.dtype.kind not in "ui":
+        raise InvalidInput(f"{where}: dtype {raw.dtype}; give whole numbers")
+    if raw.dtype in [np.dtype(d) for d in column.dtypes]:
+        return raw
+    low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
+    for dtype in column.dtypes:
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return raw.astype(dtype)
+    limits = np.iinfo(column.dtypes[-1])
+    bad = low if low < limits.min else high
+    at = int(np.flatnonzero(raw.reshape(-1) == bad)[0])
+    raise InvalidInput(f"{where}[{at}]: {bad}; must be from {limits.min} to {limits.max}")
+
+
+def _as_float32(raw: Array, where: str) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = raw.astype(np.float32)
+    if raw.dtype.kind == "f" and (np.isinf(narrow) & ~np.isinf(raw)).any():
+        at = int(np.flatnonzero(np.isinf(narrow) & ~np.isinf(raw))[0])
+        raise InvalidInput(f"{where}[{at}]: {float(raw.reshape(-1)[at]):g} is too large for float32")
+    return narrow
