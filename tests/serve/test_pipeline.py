@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 import penstock as ps
-from penstock.errors import PenstockError
+from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep import GroupFacts, Keeper, MemoryKeeper
 from penstock.pack import Packing
 from penstock.send.memory import MemoryPlane
@@ -31,7 +31,7 @@ from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, pipeline_
 from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Inline, Threads, Workers
 from penstock.serve.settings import PlaneSettings, Target
-from penstock.testing.engines import damage_frame
+from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace, stretched
 
@@ -300,3 +300,75 @@ def test_threads_and_no_threads_make_the_same_steps() -> None:
     for a, b in zip(plain, threaded, strict=True):
         assert (a.plans, a.digests) == (b.plans, b.digests)
         assert [b"".join(payload) for payload in a.payloads] == [b"".join(payload) for payload in b.payloads]
+
+
+# ------------------------------------------------------------------ steps that are planned anew
+
+
+def test_a_step_behind_one_that_is_planned_anew_is_planned_anew_too() -> None:
+    engine = DirectEngine(settings_of(), Log(None))
+    for name in "abcdef":
+        engine.put(name, name, ps.encode(named_group(name)))
+    engine.flush()
+    engine.plan_step(1)
+    _make(engine, 2)  # nobody takes it: the ranks have failed meanwhile
+    damage_frame(engine, "b")
+    with pytest.raises(CorruptFrame, match=r"group 'b': .*; it was set aside, steps 1 to 2 are planned anew"):
+        engine.stage_again(1)
+    for step in (1, 2):
+        found = engine.stage_again(step)
+        assert engine.last_step == step
+        assert found.digests == list(engine.state.steps[step].digests)
+
+
+def _make(engine: DirectEngine, step: int) -> None:
+    """Until the step is built, and leave it there."""
+    while True:
+        engine.pipeline.step(step)
+        if engine.last_step == step and engine.state.steps[step].digests:
+            engine._workers.finish()
+            return
+        engine._workers.finish()
+
+
+def test_ranks_that_rewind_to_a_damaged_step_get_no_step_of_an_earlier_plan() -> None:
+    with served(pipeline_of) as (plane, server):
+        for name in "abcdef":
+            plane.put(named_group(name))
+        with trained(plane, count=1) as found:
+            assert found == {1: {"a/0", "a/1", "b/0", "b/1"}}
+        damage_frame(server.engine, "b")
+        with pytest.raises(PenstockError, match=r"steps 1 to [23] are planned anew"), trained(plane, count=2):
+            pass
+        with trained(plane, count=2) as found:
+            assert found == {1: {"a/0", "a/1", "c/0", "c/1"}, 2: {"d/0", "d/1", "e/0", "e/1"}}
+        assert plane.ledger.balanced
+        assert server.failure is None
+
+
+@contextmanager
+def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
+    """The samples of the first steps, trained and committed; the one behind them is asked for ahead."""
+    ranks = [plane.source(rank, world=RANKS, resume_step=1, prefetch=2) for rank in range(RANKS)]
+
+    def train(source: Source) -> list[SourceStep]:
+        found = []
+        for _ in range(count):
+            found.append(source.step())
+            source.commit(found[-1])
+        source.flush()
+        return found
+
+    try:
+        with ThreadPoolExecutor(RANKS) as pool:
+            steps = [step for found in pool.map(train, ranks) for step in found]
+        while plane.status()["last_step"] == count < 2:  # until the one behind them is planned
+            threading.Event().wait(QUICK.heartbeat_s)
+        ids: dict[int, set[str]] = {}
+        for step in steps:
+            own = {name for batch in step if not batch.is_dummy for name in batch.segments.ids if name}
+            ids[step.number] = ids.get(step.number, set()) | own
+        yield ids
+    finally:
+        for source in ranks:
+            source.close()

@@ -155,6 +155,8 @@ class Coordinator:
 
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
         """End the session for everybody; rank -1 is the plane itself."""
+        if step is not None:
+            self._steps.unstage(step)  # it may be planned anew, and what comes behind it
         return self._abort(Happened.FAIL, step or self.next_step, rank, reason)
 
     def waits_for(self, now: float) -> str:

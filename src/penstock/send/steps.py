@@ -111,6 +111,11 @@ class Steps:
         self._steps = {number: progress for number, progress in self._steps.items() if number >= step}
         self._count_wanted()
 
+    def unstage(self, first: int) -> None:
+        """Steps from this one on must be staged again."""
+        self._steps = {number: progress for number, progress in self._steps.items() if number < first}
+        self._count_wanted()
+
     def forget(self, place: Place) -> None:
         """Another process takes this place: what the one before asked for goes with it."""
         for progress in self._steps.values():

@@ -193,8 +193,12 @@ class Pipeline:
             self._staged[step] = found
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
+        last = self._engine.last_step
         if not (isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))):
             self._failure = found
+        elif step < last:  # ranks may have those behind it, which are no more
+            self._staged.clear()
+            self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned anew")
 
 
 class AlteredOnTheWay(CorruptFrame):
