@@ -22,6 +22,7 @@ PROCESS = {
     "serve/test_kill_points.py",
     "serve/test_metrics.py",
     "serve/test_network.py",
+    "serve/test_plane_fork.py",
     "serve/test_process.py",
     "serve/test_processes.py",
     "serve/test_watchdog.py",
