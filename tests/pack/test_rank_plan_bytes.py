@@ -48,3 +48,15 @@ def test_a_pad_id_that_is_no_token_is_refused(pad_id: int) -> None:
 def test_a_step_of_no_ranks_is_refused() -> None:
     with pytest.raises(CorruptFrame, match="rank 0 of 0"):
         read(accounting=replace(GOOD.accounting, num_ranks=0))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_samples_with_and_without_experts_in_one_micro_batch_are_refused(order: list[int]) -> None:
+    routed = np.zeros((12, 2, 3), np.uint8)
+    bare, other = named_group("g", tokens=12)
+    mixed = Samples.of([bare, other.replace(routed_experts=routed)])
+    columns = (*GOOD.columns, "routed_experts")
+    changes = {"order": np.array(order, np.int32), "cuts": np.array([12, 12], np.int32), "columns": columns}
+    together = read(**changes, starts=np.array([0, 2], np.int32), padded=np.array([24], np.int32))
+    with pytest.raises(InvalidInput, match="one has no routed_experts"):
+        fill(mixed, together)

@@ -222,10 +222,13 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
 def _with_trailing(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> dict[str, Array]:
     """The columns with those that have trailing dimensions, where the samples here have them: all do, or none."""
     found: dict[str, Array] = {}
+    own = layout.rows[a:b][layout.is_sample[a:b]]
     for name in layout.rank_plan.columns:
         ragged = layout.samples.columns.get(name) if TOKEN_COLUMNS[name].trailing else None
-        if ragged is None or len(ragged[layout.rows[a]]) == 0:
+        if ragged is None or not ragged.lengths[own].any():
             continue
+        if not ragged.lengths[own].all():
+            raise InvalidInput(f"samples: one has no {name} and others of its micro-batch have; plan them apart")
         values = ragged.values
         views = [
             np.full((n, *values.shape[1:]), TOKEN_COLUMNS[name].pad, values.dtype)
