@@ -233,9 +233,9 @@ def test_inspecting_a_run_changes_nothing_in_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with ps.open(folder, ranks=1, seq_len=64, groups_per_step=1) as line:
         put(line, "a")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert read_run(folder)["ledger"]["held"] == 2
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_killed_planes_folder_is_read_with_all_it_acknowledged(tmp_path: Path) -> None:

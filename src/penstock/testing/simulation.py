@@ -169,7 +169,10 @@ class Simulation:
         self._check_end()
 
     def _is_done(self) -> bool:
-        return self.plane.up and self.server.engine.next_step > self.last and self.clock.now > _FAULTS_END_S
+        if not self.plane.up or self.clock.now <= _FAULTS_END_S:
+            return False
+        engine = self.server.engine  # a step that is drawn and not written down yet is not in the log
+        return engine.next_step > self.last and not engine.state.is_drawing
 
     def _end_faults(self) -> None:
         self.note("the faults end")
