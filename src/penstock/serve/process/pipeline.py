@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 
 from penstock.encode.gathering import Allocate
-from penstock.errors import CorruptFrame, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.keeper import DamagedFrame
@@ -106,6 +107,8 @@ class Pipeline:
     def collect(self) -> list[Outcome]:
         """Accept what was checked and kept since the last time; what is returned without error is durable."""
         self._workers.finish()
+        with suppress(DiskFull):  # a step that is planned is written down, whether or not anybody still waits for it
+            self._record()
         return self.refused() + self._engine.acceptance.flush()
 
     def refused(self) -> list[Outcome]:
