@@ -197,7 +197,7 @@ def _dropped(reasons: dict[str, int]) -> str:
     """How many samples were dropped, and why.
 
     >>> _dropped({"stale": 1200, "evicted": 3})
-    '1,203 dropped (1,200 stale, 3 evicted)'
+    '1,203 dropped (3 evicted, 1,200 stale)'
     """
     why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()) if count)
     return f"{sum(reasons.values()):,} dropped" + (f" ({why})" if why else "")
