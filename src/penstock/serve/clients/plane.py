@@ -83,7 +83,8 @@ class Plane:
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,
-            tick_s=min(self.timeouts.resend_s / 2, 0.5),
+            # Well below what counts as standing still (`ProducerSession`), or silence would never add up.
+            tick_s=min(self.timeouts.resend_s / 2, self.timeouts.plane_s / 8, 0.5),
             name="plane-line",
         )
         self._loop.start()
