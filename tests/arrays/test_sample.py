@@ -211,10 +211,18 @@ def test_a_sample_made_of_prompt_and_completion_equals_the_flat_one() -> None:
     assert made == flat
 
 
+@pytest.mark.parametrize(("given", "expected"), [(0.7, 0.7), ([0.7, 1.2], [0.7, 0.7, 0.7, 1.2])])
+def test_a_completion_brings_its_temperatures(given: Any, expected: Any) -> None:
+    made = Sample.from_prompt(id="a", prompt_ids=[1, 2], completion_ids=[3, 4], completion_temperatures=given)
+    assert made == Sample(id="a", token_ids=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], temperatures=expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"prompt_ids": []}, r"loss_mask\[0\]"),
+        ({"completion_temperatures": [1.0]}, "completion_temperatures: 1 values for 2 tokens"),
+        ({"completion_temperatures": [1.0, 0.0]}, r"temperatures\[3\]: is 0; must be greater than 0"),
         ({"prompt_ids": [-1]}, r"prompt_ids\[0\]: -1"),
         ({"completion_logprobs": [-1.0]}, "completion_logprobs: 1 values for 2 tokens"),
         ({"completion_mask": [1]}, "completion_loss_mask: 1 values for 2 tokens"),

@@ -142,15 +142,18 @@ def test_a_group_says_what_the_others_in_its_step_must_have() -> None:
     assert facts_of(group(have, have)).kinds == {"logprobs": WITH, "advantages": WITHOUT}
     assert facts_of(group({"advantages": 0.5})).kinds == {"logprobs": WITHOUT, "advantages": WITH}
     assert facts_of(group({"mode": "sft"})).kinds == {}
+    assert facts_of(group({"mode": "sft"} | have)).kinds == {"logprobs": WITH}
     experts = {"routed_experts": np.zeros((8, 4, 2), np.uint16), "mode": "sft"}
     assert facts_of(group(experts)).kinds == {"routed_experts": "<u2[4, 2]"}
 
 
 def test_a_group_of_two_kinds_is_refused_in_words() -> None:
     with pytest.raises(
-        InvalidInput, match=r"group 'g': sample 'g/1' has no logprobs, which 1 other .* for all of these, or for none"
+        InvalidInput, match=r"group 'g': sample 'g/1' has no logprobs, which 1 other .* of mode rl or opd, or for none"
     ):
         facts_of(group({"logprobs": np.full(8, -1.0)}, {}))
+    with pytest.raises(InvalidInput, match="sample 'g/1' has no logprobs"):
+        facts_of(group({"logprobs": np.full(8, -1.0), "mode": "sft"}, {}))
     untrained = {"loss_mask": np.zeros(8, np.bool_)}
     assert facts_of(group({"logprobs": np.full(8, -1.0)}, untrained)).kinds["logprobs"] == WITH
 

@@ -241,11 +241,38 @@ def test_optional_columns_of_some_samples_are_filled_to_full_length() -> None:
 
 def test_advantages_that_only_some_of_the_samples_trained_by_them_have_are_refused() -> None:
     with pytest.raises(
-        InvalidInput, match="samples 'bare': no advantages, which 1 other trained samples of mode rl have"
+        InvalidInput, match=r"samples 'bare': no advantages, which 1 other samples of the step have; .* of mode rl"
     ):
         pack([sample(4, "bare"), sample(4, "full", advantages=0.5)], ranks=1, seq_len=8)
     untrained = Sample(id="context", token_ids=[1, 2])
     assert len(pack([untrained, sample(4, "full", advantages=0.5)], ranks=1, seq_len=8).ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "other_mode"), [("logprobs", "sft"), ("advantages", "sft"), ("teacher_logprobs", "rl")]
+)
+def test_a_column_that_only_samples_of_other_modes_have_is_not_filled_where_it_is_needed(
+    column: str, other_mode: str
+) -> None:
+    lacking = sample(4, "bare", mode="opd" if column == "teacher_logprobs" else "rl")
+    having = sample(4, "full", mode=other_mode, **{column: -np.ones(4)})
+    with pytest.raises(InvalidInput, match=f"samples 'bare': no {column}, which 1 other samples of the step have"):
+        pack([lacking, having], ranks=1, seq_len=8)
+
+
+def test_dummies_carry_every_column_of_the_step_wherever_its_samples_are() -> None:
+    experts = np.full((6, 3, 2), 300, np.uint16)
+    samples = [sample(6, "a", routed_experts=experts, advantages=1.0, logprobs=-np.ones(6))]
+    step = pack(samples, ranks=3, seq_len=8, pad_to_multiple_of=4)
+    columns = Samples.of(samples)
+    for rank in step.ranks:
+        received = RankPlan.from_bytes(rank.rank_plan.relative().to_bytes())
+        (batch,) = fill(columns.take(rank.rank_plan.needs), received)
+        assert tuple(batch) == tuple(rank[0]) == (*rank.rank_plan.columns, "position_ids")
+        assert batch["routed_experts"].dtype == np.uint16
+        assert batch["routed_experts"].shape == (batch.num_tokens, 3, 2)
+        if batch.is_dummy:
+            assert len(received.needs) == 0 and not batch["routed_experts"].any()
 
 
 @pytest.mark.parametrize("rows_by", ["modality", "run"])
@@ -355,6 +382,7 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
         stub=zeros,
         stub_patches=zeros,
         has={},
+        shapes={},
         ids=tuple(map(str, range(count))),
         group=("",) * count,
         run=("",) * count,

@@ -50,6 +50,35 @@ def test_a_step_of_no_ranks_is_refused() -> None:
         read(accounting=replace(GOOD.accounting, num_ranks=0))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("routed_experts", ("|u1", (2,))),
+        ("routed_experts", ("|O", (2, 2))),
+        ("routed_experts", ("|u1", (0, 2))),
+        ("routed_experts", ("|u1", (1 << 20, 2))),
+        ("loss_mask", ("|b1", (2, 2))),
+        ("secrets", ("|u1", (2, 2))),
+    ],
+)
+def test_shapes_that_no_column_has_are_refused(name: str, shape: tuple[str, tuple[int, ...]]) -> None:
+    with pytest.raises(CorruptFrame, match="no column looks like that"):
+        read(columns=(*GOOD.columns, "routed_experts"), shapes={name: shape})
+
+
+def test_a_dummy_of_gigabytes_of_experts_is_refused_before_anything_is_allocated() -> None:
+    changes = {"order": GOOD.order[:0], "cuts": GOOD.cuts[:0], "starts": np.zeros(2, np.int32)}
+    with pytest.raises(CorruptFrame, match="bytes of routed_experts in dummies; this reader takes"):
+        read(
+            **changes,
+            dummy=np.array([True]),
+            dummy_runs=("",),
+            padded=np.array([1 << 20], np.int32),
+            columns=(*GOOD.columns, "routed_experts"),
+            shapes={"routed_experts": ("|u1", (1000, 10))},
+        )
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_samples_with_and_without_experts_in_one_micro_batch_are_refused(order: list[int]) -> None:
     routed = np.zeros((12, 2, 3), np.uint8)

@@ -50,6 +50,14 @@ def test_the_odd_group_is_set_aside_wherever_it_stands(open_engine: OpenEngine, 
     assert engine.ledger.held + engine.ledger.scheduled == 80
 
 
+def test_groups_of_another_mode_that_have_the_column_are_no_reason_to_fill_it(open_engine: OpenEngine) -> None:
+    engine = open_engine(target=Target(groups=2))
+    supervised = [[s.replace(mode="sft") for s in named_group(f"sft{i}")] for i in range(3)]
+    put(engine, *supervised, bare("odd"))
+    assert isinstance(engine.plan_step(1), Staged)
+    assert [group["id"] for group in engine.quarantine()] == ["odd"]
+
+
 def test_on_a_tie_those_that_lack_the_column_are_set_aside(open_engine: OpenEngine) -> None:
     engine = open_engine(target=Target(groups=2))
     put(engine, bare("x"), bare("y"), named_group("a"), named_group("b"))

@@ -128,9 +128,12 @@ class Sample:
         completion_ids: Values,
         completion_mask: Values | None = None,
         completion_logprobs: Values | None = None,
+        completion_temperatures: Values | None = None,
         **rest: Any,
     ) -> Sample:
         """A sample from a prompt and its completion: the prompt is context, the completion is trained.
+
+        Temperatures are one number or one per completion token; tokens of the prompt take that of the first one.
 
         >>> s = Sample.from_prompt(prompt_ids=[1, 2], completion_ids=[3, 4], completion_logprobs=[-1.0, -2.0])
         >>> s.loss_mask.tolist(), s["logprobs"].tolist()
@@ -149,6 +152,11 @@ class Sample:
         trained = np.ones(len(completion), np.bool_) if completion_mask is None else completion_mask
         if completion_logprobs is not None:
             rest["logprobs"] = behind_prompt("logprobs", completion_logprobs)
+        if completion_temperatures is not None:
+            rest["temperatures"] = completion_temperatures
+            if np.ndim(completion_temperatures):
+                rest["temperatures"] = behind_prompt("temperatures", completion_temperatures)
+                rest["temperatures"][: len(prompt)] = rest["temperatures"][len(prompt) : len(prompt) + 1]
         return cls(
             token_ids=np.concatenate([prompt, completion]),
             loss_mask=behind_prompt("loss_mask", trained),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples
-from penstock.arrays.columns import TOKEN_COLUMNS, WEIGHTS
+from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, WEIGHTS
 
 MODALITIES = ("text", "image", "video")
 TEXT, IMAGE, VIDEO = range(3)
@@ -22,6 +23,9 @@ VIDEO_TOKEN = 2
 
 MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
 """What stands for absent weights, by mode; this lets modes share a micro-batch."""
+
+Shape: TypeAlias = tuple[str, tuple[int, ...]]
+"""dtype, and the dimensions behind the token axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class SampleFacts:
     """[n] patches of that prefix."""
     has: dict[str, NDArray[np.bool_]]
     """[n] by column present in any sample: whether this sample has it."""
+    shapes: dict[str, Shape]
+    """By column with trailing dimensions: what a dummy of it looks like, where no sample is at hand."""
     ids: tuple[str, ...]
     group: tuple[str, ...]
     run: tuple[str, ...]
@@ -74,6 +80,7 @@ class SampleFacts:
             stub=stub,
             stub_patches=stub_patches,
             has={name: column.lengths > 0 for name, column in samples.columns.items()},
+            shapes=shapes_of(samples),
             ids=samples.ids,
             group=samples.text["group"],
             run=samples.text["run"],
@@ -98,11 +105,27 @@ class SampleFacts:
                 for name in TOKEN_COLUMNS
                 if name in names
             },
+            shapes={name: shape for part in listed for name, shape in part.shapes.items()},
             ids=chain("ids"),
             group=chain("group"),
             run=chain("run"),
             mode=chain("mode"),
         )
+
+    def lacking(self, name: str) -> NDArray[np.bool_]:
+        """[n] trained samples whose mode cannot do without this column of `ALL_OR_NONE`, and that have none.
+
+        If any sample of the step has the column, of whatever mode, these would be filled with 0.0.
+        """
+        modes = ALL_OR_NONE[name]
+        asked = np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self)) & (self.kept_loss_tokens > 0)
+        return asked & ~self.has[name] if name in self.has else asked
+
+
+def shapes_of(samples: Samples) -> dict[str, Shape]:
+    """dtype and trailing dimensions of the columns that have some."""
+    trailing = {name: c.values for name, c in samples.columns.items() if TOKEN_COLUMNS[name].trailing}
+    return {name: (values.dtype.str, tuple(values.shape[1:])) for name, values in trailing.items()}
 
 
 def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:

@@ -73,6 +73,7 @@ def traits_of(lengths: NDArray[np.int64]) -> SampleFacts:
         stub=zeros,
         stub_patches=zeros,
         has={},
+        shapes={},
         ids=tuple(map(str, range(count))),
         group=("",) * count,
         run=("",) * count,

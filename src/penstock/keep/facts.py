@@ -20,7 +20,7 @@ from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.run_lengths import bit_view
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays.sample_facts import SampleFacts, Shape
 from penstock.encode import Limits
 from penstock.encode.layout import Buffer
 from penstock.encode.prefixes import Prefixes
@@ -75,6 +75,8 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
     digests: tuple[bytes, ...]
     """Per sample, as `penstock.arrays.digests` makes them."""
+    shapes: dict[str, Shape] = {}
+    """dtype and trailing dimensions of the columns that have some."""
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +125,8 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         seq_len=seq_len,
         num_tokens=samples.num_tokens,
         policy_version=int(known.min()) if len(known) else None,
-        kinds=_kinds(group, table, samples),
+        kinds=_kinds(group, table),
+        shapes=table.shapes,
         columns=columns,
         ids=samples.ids,
         modes=table.mode if len(set(table.mode)) > 1 else table.mode[:1],
@@ -151,6 +154,7 @@ def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
         term_tokens=joined("term_tokens").reshape(-1, 3),
         modality=np.frombuffer(b"".join(facts.modality for facts in groups), np.uint8),
         has=_joined_has(groups),
+        shapes={name: shape for facts in groups for name, shape in facts.shapes.items()},
         ids=tuple(chain.from_iterable(facts.ids for facts in groups)),
         group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
         run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
@@ -192,26 +196,23 @@ def _check_names(group: str, samples: Samples) -> None:
         raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
 
 
-def _kinds(group: str, table: SampleFacts, samples: Samples) -> dict[str, str]:
-    """What this group asks of the others in its step; a group that is not of one kind itself is refused."""
+def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
+    """What this group asks of the others in its step; a group that is not of one kind itself is refused.
+
+    A group that has a column asks that all who need it have it, also where it could do without itself.
+    """
     found: dict[str, str] = {}
-    trained = table.kept_loss_tokens > 0
     for name, modes in ALL_OR_NONE.items():
-        asked = trained & np.fromiter((mode in modes for mode in table.mode), np.bool_, len(table))
-        if not asked.any():
-            continue
-        have = asked & table.has.get(name, np.zeros(len(table), np.bool_))
-        if have.any() and (have != asked).any():
-            lacking = table.ids[int(np.flatnonzero(asked & ~have)[0])]
+        lacking = table.lacking(name)
+        have = int(table.has[name].sum()) if name in table.has else 0
+        if have and lacking.any():
             raise InvalidInput(
-                f"group {group!r}: sample {lacking!r} has no {name}, which {int(have.sum())} other trained samples of "
-                f"mode {' or '.join(modes)} have; record them for all of these, or for none"
+                f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
+                f"samples have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
             )
-        found[name] = WITH if have.any() else WITHOUT
-    for name, column in samples.columns.items():
-        if TOKEN_COLUMNS[name].trailing:
-            found[name] = f"{column.values.dtype.str}{list(column.values.shape[1:])}"
-    return found
+        if have or lacking.any():
+            found[name] = WITH if have else WITHOUT
+    return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}
 
 
 def _shared(samples: Samples, prefixes: Prefixes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -193,8 +193,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        if not is_dummy:
-            parts = _with_trailing(parts, layout, a, b)
+        parts = _with_dummy_trailing(parts, rank_plan, m) if is_dummy else _with_trailing(parts, layout, a, b)
         out.append(
             MicroBatch(
                 columns=parts,
@@ -237,6 +236,19 @@ def _with_trailing(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> 
             for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
         ]
         found[name] = np.concatenate(views)
+    return _in_order(parts, found)
+
+
+def _with_dummy_trailing(parts: dict[str, Array], rank_plan: RankPlan, m: int) -> dict[str, Array]:
+    """The columns of a dummy with those that have trailing dimensions: padding, in the shape the step has them in."""
+    found = {
+        name: np.full((int(rank_plan.padded[m]), *sizes), TOKEN_COLUMNS[name].pad, dtype)
+        for name, (dtype, sizes) in rank_plan.shapes.items()
+    }
+    return _in_order(parts, found)
+
+
+def _in_order(parts: dict[str, Array], found: dict[str, Array]) -> dict[str, Array]:
     every = {**parts, **found}
     return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every} if found else parts
 

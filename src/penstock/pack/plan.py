@@ -57,19 +57,15 @@ def plan(facts: SampleFacts, packing: Packing) -> Plan:
 
 
 def check_columns(facts: SampleFacts) -> None:
-    """Raise when only some of the samples that need a column have it."""
-    trained = facts.kept_loss_tokens > 0
+    """Raise when samples that need a column lack it, and others of the step, of whatever mode, have it."""
     for name, modes in ALL_OR_NONE.items():
-        if name not in facts.has:
-            continue
-        asked = trained & np.fromiter((mode in modes for mode in facts.mode), np.bool_, len(facts))
-        missing = np.flatnonzero(asked & ~facts.has[name])
-        have = int(asked.sum()) - len(missing)
-        if len(missing) and have:
+        have = int(facts.has[name].sum()) if name in facts.has else 0
+        missing = np.flatnonzero(facts.lacking(name))
+        if have and len(missing):
             names = ", ".join(repr(facts.ids[i]) for i in missing[:5].tolist())
             raise InvalidInput(
-                f"samples {names}{' and others' if len(missing) > 5 else ''}: no {name}, which {have} other trained "
-                f"samples of mode {' or '.join(modes)} have; record them for all of these, or for none"
+                f"samples {names}{' and others' if len(missing) > 5 else ''}: no {name}, which {have} other samples of "
+                f"the step have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
             )
 
 
@@ -163,6 +159,7 @@ def _rank_plan(
         modality=np.array([placed.modality for placed in column], np.uint8),
         dummy_runs=tuple(placed.run for placed in column if placed.dummy),
         columns=columns,
+        shapes={name: facts.shapes[name] for name in columns if name in facts.shapes},
         pad_id=pad_id,
         totals=totals,
         accounting=accounting,

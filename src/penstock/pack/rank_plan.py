@@ -6,19 +6,23 @@ samples of the step, or, after `relative`, from only those the rank received; th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.coerce import MAX_EXTENT
 from penstock.arrays.columns import TOKEN_COLUMNS
-from penstock.arrays.sample_facts import MODALITIES
+from penstock.arrays.sample_facts import MODALITIES, Shape
 from penstock.errors import CorruptFrame
 from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Totals
 
 VERSION = 1
+MAX_DUMMY_BYTES = 4 << 30
+"""Of a column with trailing dimensions in all dummies of a rank plan: as `encode.Limits` has it."""
 MAX_TOKENS = 1 << 28
 """Of all micro-batches of a rank plan, padding included, unless a reader says otherwise: as `encode.Limits` has it."""
 
@@ -44,6 +48,8 @@ class RankPlan:
     """[dummies] the run of each dummy's row; other micro-batches have that of their samples."""
     columns: tuple[str, ...]
     """Columns of every micro-batch of the step, whichever samples are in it."""
+    shapes: dict[str, Shape]
+    """dtype and trailing dimensions of the columns that have some: what a dummy has of them."""
     pad_id: int
     totals: Totals
     accounting: Accounting
@@ -93,6 +99,7 @@ class RankPlan:
                 totals=self.totals,
                 accounting=own,
                 dummy_runs=self.dummy_runs,
+                shapes=self.shapes,
             )
         )
 
@@ -115,6 +122,7 @@ class RankPlan:
                 totals=wire.totals,
                 accounting=wire.accounting,
                 dummy_runs=wire.dummy_runs or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
+                shapes=wire.shapes,
             )
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
@@ -149,6 +157,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     totals: Totals
     accounting: Accounting
     dummy_runs: tuple[str, ...] = ()
+    """Earlier writers did not say."""
+    shapes: dict[str, Shape] = {}
     """Earlier writers did not say."""
 
 
@@ -189,3 +199,18 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
         )
     if tokens > max_tokens:
         raise CorruptFrame(f"rank plan: {tokens} tokens with padding; this reader takes {max_tokens}")
+    _check_shapes(rank_plan)
+
+
+def _check_shapes(rank_plan: RankPlan) -> None:
+    """What a dummy has of columns with trailing dimensions: known columns and dtypes, and no more than fits."""
+    dummies = int(rank_plan.padded[rank_plan.dummy].sum(dtype=np.int64))
+    for name, (dtype, sizes) in rank_plan.shapes.items():
+        column = TOKEN_COLUMNS.get(name)
+        sound = name in rank_plan.columns and column is not None and dtype in column.dtypes
+        sound = sound and column is not None and len(sizes) == column.trailing
+        if not sound or not all(0 < n < MAX_EXTENT for n in sizes):
+            raise CorruptFrame(f"rank plan: {name!r:.80} of {dtype!r:.20} and {sizes!r:.80}; no column looks like that")
+        needed = dummies * math.prod(sizes) * np.dtype(dtype).itemsize
+        if needed > MAX_DUMMY_BYTES:
+            raise CorruptFrame(f"rank plan: {needed} bytes of {name} in dummies; this reader takes {MAX_DUMMY_BYTES}")
