@@ -65,10 +65,11 @@ class Trying:
     """A group that nothing can be planned with."""
 
     def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        failing = self.failing  # what is changed while this waits at the gate is for the next one
         if self.plan_gate is not None:
             self.plan_gate.passed()
-        if self.failing or self.blamed in {group.group for group in facts}:
-            raise RuntimeError(self.failing or "odd")
+        if failing or self.blamed in {group.group for group in facts}:
+            raise RuntimeError(failing or "odd")
         return self.inner.plan(facts)
 
     def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
@@ -215,6 +216,46 @@ def test_an_error_in_planning_is_told_to_every_rank_and_the_plane_lives_on() -> 
             assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
         assert server.failure is None
         assert plane.ledger.balanced
+
+
+def test_what_failed_for_one_session_is_not_told_to_the_next() -> None:
+    with trying() as (plane, server, builder):
+        builder.failing, builder.plan_gate = "no idea", Gate()
+        for name in "ab":
+            plane.put(named_group(name))
+        ranks = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
+        with ThreadPoolExecutor(RANKS) as pool:
+            steps = [pool.submit(_first_step, source) for source in ranks]
+            assert builder.plan_gate.reached.wait(PATIENCE_S)
+            ranks[0].fail("it was told to")
+            for step in steps:
+                with pytest.raises(PenstockError, match="it was told to"):
+                    step.result(PATIENCE_S)
+        for source in ranks:
+            source.close()
+        builder.failing = ""
+        with sources(plane) as steps:
+            while plane.status()["session"] < 2 or plane.status()["missing"]:
+                threading.Event().wait(QUICK.heartbeat_s)
+            builder.plan_gate.released.set()
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
+
+
+def test_a_failure_that_nobody_was_told_is_not_told_to_the_next_session() -> None:
+    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    workers = Inline()
+    builder = Trying(StepBuilder(engine.settings.packing, engine.keeper), failing="no idea")
+    pipeline = Pipeline(engine, Intake(engine.settings, engine.keeper), builder, workers)
+    for name in "ab":
+        frame = ps.encode(named_group(name))
+        pipeline.put(name, name, xxhash.xxh3_128_digest(frame), frame)
+    pipeline.collect()
+    assert pipeline.step(1) == "step 1 to be planned"
+    pipeline.collect()
+    pipeline.begin_session()
+    builder.failing = ""
+    assert pipeline.step(1) == "step 1 to be planned"
 
 
 def test_a_group_that_is_to_blame_is_set_aside_and_the_step_made_of_others() -> None:

@@ -13,12 +13,12 @@ import penstock as ps
 from penstock.arrays import Sample
 from penstock.cli import main
 from penstock.encode import encode
-from penstock.errors import Conflict, InvalidInput, StepAborted, UnknownKey
+from penstock.errors import Conflict, CorruptFrame, InvalidInput, StepAborted, UnknownKey
 from penstock.keep.facts import GroupFacts
 from penstock.send.steps import Staged
 from penstock.serve.decisions.step_builder import PlannedStep, StepBuilder
 from penstock.serve.settings import Replay, Target
-from penstock.testing.engines import DirectEngine
+from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
 from tests.serve.conftest import OpenEngine, OpenPlane
 
@@ -32,6 +32,64 @@ def put(engine: DirectEngine, *groups: Sequence[Sample]) -> None:
     for group in groups:
         assert engine.put(group[0].group, group[0].group, encode(group)) is None
     assert all(outcome.error is None for outcome in engine.flush())
+
+
+# ------------------------------------------------------------------ rewinding to steps that used them
+
+TWICE = Replay(capacity=8, max_times_sampled=2)
+
+
+def trained_then_set_aside(engine: DirectEngine) -> None:
+    """Steps of groups a and b are trained; then the frame of a is damaged, and step 3 is made without it."""
+    put(engine, named_group("a"), named_group("b"))
+    for step in (1, 2, 3):
+        if step == 3:
+            damage_frame(engine, "a")
+        assert isinstance(engine.plan_step(step), Staged)
+        engine.received(step)
+        engine.commit(step, None)
+    assert [group["id"] for group in engine.quarantine()] == ["a"]
+
+
+def test_a_step_whose_group_was_set_aside_since_is_planned_anew_when_ranks_rewind_to_it(
+    open_engine: OpenEngine,
+) -> None:
+    engine = open_engine(target=Target(groups=1), replay=TWICE)
+    trained_then_set_aside(engine)
+    engine.resume(2, 1)
+    with pytest.raises(CorruptFrame, match=r"group 'a': .*; it was set aside, steps 1 to 3 are planned anew"):
+        engine.stage_again(1)
+    assert isinstance(engine.plan_step(1), Staged)
+    assert [group["id"] for group in engine.quarantine()] == ["a"]
+
+
+def test_a_step_whose_group_was_set_aside_and_dropped_since_is_planned_anew(open_engine: OpenEngine) -> None:
+    engine = open_engine(target=Target(groups=1), replay=TWICE)
+    trained_then_set_aside(engine)
+    engine.settle("a", drop=True)
+    engine.resume(2, 1)
+    with pytest.raises(CorruptFrame, match=r"group 'a': .* given back.*; it was set aside, steps 1 to 3 are planned"):
+        engine.stage_again(1)
+    assert isinstance(engine.plan_step(1), Staged)
+
+
+def test_a_group_that_was_set_aside_with_a_frame_in_order_is_served_again_to_the_byte(
+    open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    engine = open_engine(tmp_path, target=Target(groups=1), replay=TWICE)
+    put(engine, bare("x"))
+    first = engine.plan_step(1)
+    assert isinstance(first, Staged)
+    engine.received(1)
+    engine.commit(1, None)
+    put(engine, named_group("a"), named_group("b"))  # x is odd from now on
+    assert isinstance(engine.plan_step(2), Staged)
+    assert [group["id"] for group in engine.quarantine()] == ["x"]
+    engine.resume(2, 1)
+    assert engine.stage_again(1).digests == first.digests
+    engine.log.close()
+    again = open_engine(tmp_path, target=Target(groups=1), replay=TWICE)
+    assert again.stage_again(1).digests == first.digests
 
 
 # ------------------------------------------------------------------ blame

@@ -155,9 +155,13 @@ class Coordinator:
 
     def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
         """End the session for everybody; rank -1 is the plane itself."""
-        if step is not None:
-            self._steps.unstage(step)  # it may be planned anew, and what comes behind it
+        self.unstage(step)  # it may be planned anew, and what comes behind it
         return self._abort(Happened.FAIL, step or self.next_step, rank, reason)
+
+    def unstage(self, first: int | None) -> None:
+        """Steps from this one on must be staged again; None for no step."""
+        if first is not None:
+            self._steps.unstage(first)
 
     def waits_for(self, now: float) -> str:
         """What ranks wait for, in words: found once per tick at most, for a thousand of them may ask."""

@@ -27,7 +27,7 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.hold.table import MAX_PRIORITY
-from penstock.keep.keeper import Keeper
+from penstock.keep.keeper import DamagedFrame, Keeper
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
 from penstock.serve.decisions.decision_records import (
@@ -238,11 +238,13 @@ class Engine:
         return plan, self._places(manifest.groups)
 
     def _places(self, ops: Sequence[int]) -> tuple[Place, ...]:
-        rows = [self.state.rows[op] for op in ops]
-        for row in rows:
-            if not row.location:
-                raise CorruptFrame(f"group {row.id!r}: its frame was given back; raise retain_steps")
-        return tuple(Place(row.id, row.location, row.samples) for row in rows)
+        """Where groups are; one that was set aside since it was drawn is still kept, unless it was dropped there."""
+        rows = [self.state.rows.get(op) or self.state.quarantined.get(op) for op in ops]
+        for op, row in zip(ops, rows, strict=True):
+            if row is None or not row.location:
+                name = next(self.log.groups_of([op])).id
+                raise DamagedFrame(name, "it was given back; raise retain_steps, or drop no group that steps may need")
+        return tuple(Place(row.id, row.location, row.samples) for row in rows if row is not None)
 
     def _facts(self, ops: Sequence[int]) -> tuple[bytes, ...]:
         found = [self.log.facts(op) for op in ops]

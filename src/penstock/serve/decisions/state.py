@@ -354,9 +354,12 @@ class PlaneState:
                 self._forget(op, frame=True)
 
     def keep_differences(self, rows: Iterable[GroupRow], steps: Mapping[int, State], frames: Container[int]) -> None:
-        """After a rebuild, write only what is recorded differently: a crash may have kept it from being written."""
+        """After a rebuild, write only what is recorded differently: a crash may have kept it from being written, or
+        the step that a group was recorded with is no more."""
         for row in rows:
             if self._unwritten.get(row.op) == (row.state, row.reason):
                 del self._unwritten[row.op]
+            elif row.op not in self._unwritten and row.state is not State.HELD and row.id in self.run_tables:
+                self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
         self._to_forget = [op for op in self._to_forget if op in frames]

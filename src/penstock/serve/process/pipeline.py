@@ -59,6 +59,11 @@ class Pipeline:
         """Planned and not written down yet: there may be no room for it now."""
         self._staged: dict[int, Staged] = {}
         self._failure: Exception | None = None
+        """What the session that asks next is told."""
+        self._session = self._asked_by = 0
+        """Counts the sessions that began, and which of them asked for what is being made."""
+        self.replanned = 0
+        """The first of the steps that were planned anew: what was staged of them is no more; 0 if there is none."""
 
     # -------------------------------------------------------------- groups
 
@@ -118,6 +123,11 @@ class Pipeline:
 
     # -------------------------------------------------------------- steps
 
+    def begin_session(self) -> None:
+        """Other ranks ask from now on: what failed for those before them is no news to these, and may go well now."""
+        self._session += 1
+        self._failure = None
+
     def step(self, step: int) -> Staged | str:
         """A step, once it is built; until then, in words, what it waits for.
 
@@ -125,13 +135,12 @@ class Pipeline:
         self._record()
         if step in self._staged:
             return self._staged[step]
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._raise_failure()
         if self._busy:
             return f"step {self._engine.last_step} to be built"
         if step <= self._engine.last_step:
             self._build(step)
+            self._raise_failure()
             return f"step {step} to be built"
         drawn = self._engine.draw_step(step)
         if isinstance(drawn, str):
@@ -143,8 +152,18 @@ class Pipeline:
         """The step is staged: nothing is kept of it here."""
         self._staged.pop(step, None)
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _fail(self, error: Exception) -> None:
+        """Tell those who asked, if they are still there."""
+        if self._asked_by == self._session:
+            self._failure = error
+
     def _submit(self, job: Job, then: Then) -> None:
-        self._busy = True
+        self._busy, self._asked_by = True, self._session
 
         def done(result: object) -> None:
             self._busy = False
@@ -178,7 +197,7 @@ class Pipeline:
         logger.error("step %d cannot be planned: %s: %s", drawn.step, type(error).__name__, error)
         self._engine.undo_draw(drawn, bad)
         if not bad:  # nobody to blame: the ranks must know
-            self._failure = error
+            self._fail(error)
 
     def _record(self) -> None:
         if self._to_record is not None:
@@ -188,7 +207,12 @@ class Pipeline:
             self._build(drawn.step)
 
     def _build(self, step: int) -> None:
-        planned, groups = self._engine.planned(step)
+        try:
+            planned, groups = self._engine.planned(step)
+        except CorruptFrame as error:
+            self._asked_by = self._session
+            self._built(step, error)
+            return
         self._submit(lambda: self._builder.build(step, planned, groups), lambda found: self._built(step, found))
 
     def _built(self, step: int, found: Staged | Exception) -> None:
@@ -198,9 +222,10 @@ class Pipeline:
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step
         if not (isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))):
-            self._failure = found
-        elif step < last:  # ranks may have those behind it, which are no more
+            self._fail(found)
+        elif step < last:  # ranks of any session may have those behind it, which are no more
             self._staged.clear()
+            self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned anew")
 
 

@@ -193,6 +193,7 @@ class Server:
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
+        self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
         if now >= self._retry_at:
@@ -201,6 +202,12 @@ class Server:
         self._admit(self.admission.offer_room(self.engine.acceptance, now))
         self.story.look()
         self._on_turn()
+
+    def _unstage(self) -> None:
+        """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
+        first, self._pipeline.replanned = self._pipeline.replanned, 0
+        if first and self.coordinator.phase is not Phase.RUNNING:
+            self.coordinator.unstage(first)
 
     def _tell_version(self) -> None:
         """Ranks and producers hear of the newest weights with every answer."""
@@ -337,6 +344,7 @@ class Server:
         except CallerError as error:
             self._carry_out(self.coordinator.refuse(effect, self.engine.next_step, str(error)))
             return
+        self._pipeline.begin_session()
         if note:
             logger.warning("session %d: %s", effect.session, note)
 
