@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import DiskFull, StorageError
+from penstock.encode import encode
+from penstock.errors import CorruptFrame, DiskFull, StorageError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep import folder as folder_module
-from penstock.testing.keepers import KeeperSuite, kept_frame
+from penstock.keep.keeper import DamagedFrame, Pick
+from penstock.testing.keepers import KeeperSuite, kept_frame, kept_group
 
 
 class TestMemoryKeeper(KeeperSuite):
@@ -104,8 +106,10 @@ def test_a_full_segment_is_continued_in_a_new_one_and_removed_when_it_is_empty(
     locations = [keeper.keep([kept_frame(name)])[0] for name in "abcdef"]
     assert segments(tmp_path) == ["000001-000001", "000001-000002", "000001-000003"]
     keeper.forget(locations[:2])
+    keeper.sweep()
     assert segments(tmp_path) == ["000001-000002", "000001-000003"]
     keeper.forget(locations[4:])
+    keeper.sweep()
     assert segments(tmp_path) == ["000001-000002", "000001-000003"]  # the last is still written to
     keeper.close()
     assert segments(tmp_path) == ["000001-000002"]
@@ -113,6 +117,7 @@ def test_a_full_segment_is_continued_in_a_new_one_and_removed_when_it_is_empty(
     again.retain(locations[2:4])
     assert bytes(again.read(locations[3])) == kept_frame("d")
     again.forget(locations[2:4])
+    again.sweep()
     assert segments(tmp_path) == []
     again.close()
 
@@ -123,10 +128,24 @@ def test_the_space_of_a_forgotten_frame_is_given_back_before_its_segment_is(tmp_
     path = tmp_path / a.split(":")[0]
     before = path.stat()
     keeper.forget([a])
+    keeper.sweep()
     after = path.stat()
     assert after.st_size == before.st_size
     assert after.st_blocks * 512 <= before.st_blocks * 512 - len(large) // 2
     keeper.close()
+
+
+def test_what_was_forgotten_and_not_swept_before_a_kill_is_given_back_by_the_next_life(tmp_path: Path) -> None:
+    keeper, large = FolderKeeper(tmp_path, life=1), bytes(range(256)) * 4096
+    a, b, c = keeper.keep([kept_frame("a"), large, kept_frame("c")])
+    path = tmp_path / a.split(":")[0]
+    before = path.stat()
+    keeper.forget([b])  # and killed before it is swept
+    again = FolderKeeper(tmp_path, life=2)
+    again.retain([a, c])
+    assert path.stat().st_blocks * 512 <= before.st_blocks * 512 - len(large) // 2
+    assert [bytes(again.read(at)) for at in (a, c)] == [kept_frame("a"), kept_frame("c")]
+    again.close()
 
 
 def test_a_full_disk_keeps_nothing_and_spoils_nothing(tmp_path: Path) -> None:
@@ -165,6 +184,21 @@ def test_a_segment_that_is_cut_short_or_gone_names_the_file(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="000001-000001: No such file"):
         again.read(a)
     again.close()
+
+
+def test_a_segment_that_is_cut_short_after_it_was_read_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    keeper = FolderKeeper(tmp_path, life=1)
+    large = [encode(kept_group(name, tokens=50_000)) for name in "ab"]  # of many pages
+    a, b = keeper.keep(large)
+    assert [bytes(keeper.read(at)) for at in (a, b)] == large
+    os.truncate(tmp_path / "000001-000001", len(large[0]))
+    with pytest.raises(DamagedFrame, match=r"group 'b': .*000001-000001: \d+ bytes; a frame should end at \d+"):
+        keeper.take([[Pick(a, "a", (0,)), Pick(b, "b", (0,))]])
+    assert bytes(keeper.read(a)) == large[0]
+    os.truncate(tmp_path / "000001-000001", 0)
+    with pytest.raises(CorruptFrame, match="000001-000001: it is empty"):
+        keeper.read(a)
+    keeper.close()
 
 
 def test_frames_are_forgotten_while_others_are_kept(tmp_path: Path) -> None:

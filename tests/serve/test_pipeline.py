@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 import penstock as ps
+from penstock.arrays import Sample
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep import GroupFacts, Keeper, MemoryKeeper
 from penstock.pack import Packing
@@ -93,15 +94,28 @@ class SlowIntake(Intake):
         return super().take(batch)
 
 
+class SlowSweeper(MemoryKeeper):
+    """Gives no space back until it is let."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def sweep(self) -> None:
+        self.gate.passed()
+
+
 def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
     return PlaneSettings(packing=Packing(ranks=RANKS, seq_len=64), target=Target(groups=2), timeouts=timeouts)
 
 
 @contextmanager
-def served(make: Callable[[Engine, Workers], Pipeline]) -> Iterator[tuple[ps.Plane, Server]]:
+def served(
+    make: Callable[[Engine, Workers], Pipeline], keeper: Keeper | None = None
+) -> Iterator[tuple[ps.Plane, Server]]:
     """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
     memory = MemoryPlane()
-    server = Server(settings_of(), Log(None), [memory], pipeline=make)
+    server = Server(settings_of(), Log(None), [memory], pipeline=make, keeper=keeper)
     memory.last_words = server.last_words
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -195,6 +209,22 @@ def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
         slow.released.set()
         assert [put.result(PATIENCE_S) for put in puts] == [True, True]
         assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
+
+
+def test_nobody_is_declared_dead_while_space_is_given_back() -> None:
+    slow = Gate()
+    with served(pipeline_of, SlowSweeper(slow)) as (plane, server):
+        plane.put([Sample.from_prompt(id="odd/0", group="odd", prompt_ids=[1], completion_ids=[2, 3])])
+        for name in "ab":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}  # the odd one is set aside
+            plane.settle("odd", drop=True)
+            plane.put(named_group("c"))  # with the next decision its frame is given back
+            assert slow.reached.wait(PATIENCE_S)
+            live_on(plane)
+            slow.released.set()
         assert server.failure is None
 
 

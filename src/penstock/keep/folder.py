@@ -5,7 +5,9 @@
 
 A location is handed out when its bytes are synced, so a torn tail is never referred to. A new life begins new
 segments. Forgotten frames are punched out of their segment where the filesystem can do that, and a segment without
-frames is removed. Whether the bytes are still those that were kept is for the frame's own checksums to say.
+frames is removed: by `sweep`, which may take as long as the disk likes. Segments are mapped to be read; their size is
+looked at before each use, because touching pages that a file no longer has ends the process. Whether the bytes are
+still those that were kept is for the frame's own checksums to say.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import mmap
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from penstock.arrays.ragged import offsets_of
@@ -49,6 +53,8 @@ class FolderKeeper:
         """(segment that is written to, its file descriptor)."""
         self._end = 0
         self._maps: dict[str, mmap.mmap] = {}
+        self._to_sweep: deque[tuple[str, int, int]] = deque()
+        """(segment, offset, bytes) to be punched out; no bytes: the segment is to be removed."""
         self._lock = threading.Lock()
 
     # -------------------------------------------------------------- keeping
@@ -101,7 +107,7 @@ class FolderKeeper:
             os.close(file)
             with self._lock:
                 self._active, self._end = None, 0
-                self._remove_if_empty(name)
+                self._drop_if_empty(name)
 
     # -------------------------------------------------------------- giving
 
@@ -109,7 +115,7 @@ class FolderKeeper:
         segment, offset, size = _parts(location)
         with self._lock:
             mapped = self._maps.get(segment)
-            if mapped is None or len(mapped) < offset + size:
+            if mapped is None or min(len(mapped), mapped.size()) < offset + size:
                 mapped = self._maps[segment] = self._map(segment)
         if len(mapped) < offset + size:
             raise CorruptFrame(f"{self._folder / segment}: {len(mapped)} bytes; a frame should end at {offset + size}")
@@ -140,27 +146,44 @@ class FolderKeeper:
                     continue
                 self._live[segment].remove(offset)
                 self._bytes -= size
-                if not self._remove_if_empty(segment):
-                    _punch(self._folder / segment, offset, size)
+                if not self._drop_if_empty(segment):
+                    self._to_sweep.append((segment, offset, size))
 
-    def _remove_if_empty(self, segment: str) -> bool:
+    def _drop_if_empty(self, segment: str) -> bool:
         if self._live.get(segment) or (self._active is not None and self._active[0] == segment):
             return False
         self._live.pop(segment, None)
         self._maps.pop(segment, None)
-        (self._folder / segment).unlink(missing_ok=True)
+        self._to_sweep.append((segment, 0, 0))
         return True
 
+    def sweep(self) -> None:
+        while self._to_sweep:
+            try:
+                segment, offset, size = self._to_sweep.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            if size:
+                _punch(self._folder / segment, offset, size)
+            else:
+                _remove(self._folder / segment)
+
     def retain(self, locations: Iterable[str]) -> None:
+        ends: dict[str, list[tuple[int, int]]] = {}
         with self._lock:
             self._live, self._bytes = {}, 0
             for location in locations:
                 segment, offset, size = _parts(location)
                 self._live.setdefault(segment, set()).add(offset)
                 self._bytes += size
+                ends.setdefault(segment, [(0, 0)]).append((offset, offset + size))
             for path in self._folder.iterdir():
-                if _NAME.fullmatch(path.name):
-                    self._remove_if_empty(path.name)
+                if _NAME.fullmatch(path.name) and not self._drop_if_empty(path.name):
+                    # What was forgotten and not swept: the plane may have been killed in between.
+                    for (_, a), (b, _) in pairwise(sorted(ends.get(path.name, []))):
+                        if a < b:
+                            self._to_sweep.append((path.name, a, b - a))
+        self.sweep()
 
     @property
     def num_bytes(self) -> int:
@@ -168,6 +191,7 @@ class FolderKeeper:
 
     def close(self) -> None:
         self._finish()
+        self.sweep()
         self._maps.clear()
 
 
@@ -190,6 +214,13 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # it is removed when the folder is opened again
+        logger.warning("%s: not removed: %s", path, error.strerror)
 
 
 def _punch(path: Path, offset: int, size: int) -> None:

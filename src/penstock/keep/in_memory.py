@@ -40,6 +40,9 @@ class MemoryKeeper:
         for location in locations:
             self._frames.pop(location, None)
 
+    def sweep(self) -> None:
+        """Nothing is left to do."""
+
     def retain(self, locations: Iterable[str]) -> None:
         wanted = set(locations)
         self._frames = {location: frame for location, frame in self._frames.items() if location in wanted}

@@ -28,7 +28,7 @@ class Pick:
 
 
 class Keeper(Protocol):
-    """Keeps frames. Used by one thread at a time, but for `forget`, which any thread may call."""
+    """Keeps frames. Used by one thread at a time, but for `forget` and `sweep`, which any thread may call."""
 
     def keep(self, frames: Sequence[Buffer]) -> list[str]:
         """The location of each frame; all of them are durable when this returns, or it raises and none is kept."""
@@ -40,7 +40,10 @@ class Keeper(Protocol):
         """For each request one frame of exactly those samples, in that order."""
 
     def forget(self, locations: Iterable[str]) -> None:
-        """Give the space of these frames back."""
+        """These frames are wanted no more, and count no more; `sweep` gives their space back."""
+
+    def sweep(self) -> None:
+        """Give the space of forgotten frames back: as slow as the disk is, so done beside whoever decides."""
 
     def retain(self, locations: Iterable[str]) -> None:
         """These are all the frames that are still wanted: what else is here was never acknowledged, or is forgotten."""

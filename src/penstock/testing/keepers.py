@@ -114,6 +114,7 @@ class KeeperSuite:
         keeper = self.keeper(tmp_path)
         a, b = keeper.keep([kept_frame("a"), kept_frame("b")])
         keeper.forget([a])
+        keeper.sweep()
         with pytest.raises(DamagedFrame, match="group 'a': its frame is damaged or gone"):
             keeper.take([[Pick(a, "a", (0,)), Pick(b, "b", (0,))]])
         assert bytes(keeper.read(b)) == kept_frame("b")

@@ -129,6 +129,8 @@ class Acceptance:
                     self._journal.state.retire(self._journal.state.next_step - kept // 2)
                 self._journal.counts["steps_given_back_early"] += kept - kept // 2
                 self._journal.log.shrink()
+                if not self._journal.log.disk.restore():
+                    self._journal.keeper.sweep()  # here and now: what it gives back is what is missing
             else:
                 return
 
@@ -161,7 +163,7 @@ class Acceptance:
             with self._journal.transaction():
                 self._journal.log.add_groups([(row, facts.to_bytes()) for row, facts in rows])
         except PenstockError as error:
-            self._journal.keeper.forget([row.location for row, _ in rows])
+            self._journal.forget([row.location for row, _ in rows])
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
         for row, _ in rows:
             outcomes += self._accept(row)
@@ -178,7 +180,7 @@ class Acceptance:
         try:
             self._arrivals.move(group, self._journal.run_tables.table_for(facts.run))
         except PenstockError as error:
-            self._journal.keeper.forget([location])
+            self._journal.forget([location])
             return self.refuse(group, error)
         return []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.keep.keeper import Keeper
@@ -22,6 +22,8 @@ class Journal:
         self._settings, self.log, self.keeper = settings, log, keeper
         self.counts: Counter[str] = Counter()
         """What happened since this plane started, for `penstock top`."""
+        self.sweep: Callable[[], None] = keeper.sweep
+        """Gives the space of forgotten frames back; a server has that done beside its loop."""
         self.state: PlaneState
         self.saved_op = 0
         """The last decision that is in the snapshot."""
@@ -53,4 +55,10 @@ class Journal:
             self.state.write(self.log)
         self.state.written()
         forgotten, self.state.forgotten = self.state.forgotten, []
-        self.keeper.forget(location for location in forgotten if location)
+        self.forget([location for location in forgotten if location])
+
+    def forget(self, locations: Sequence[str]) -> None:
+        """Frames are wanted no more."""
+        if locations:
+            self.keeper.forget(locations)
+            self.sweep()

@@ -91,6 +91,7 @@ class Server:
         self.engine = Engine(settings, log, self._keeper)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
+        self.engine.journal.sweep = lambda: self._workers.submit("sweep", self._keeper.sweep, _raise_if_failed)
         self._pipeline = (pipeline or partial(pipeline_of, allocate=shared))(self.engine, self._workers)
         self.coordinator = Coordinator(
             run=settings.run,
@@ -385,3 +386,8 @@ class Server:
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
         return status_of(self.engine, self.coordinator, self.admission) | {"uptime_s": time.monotonic() - self._started}
+
+
+def _raise_if_failed(result: object) -> None:
+    if isinstance(result, Exception):
+        raise result
