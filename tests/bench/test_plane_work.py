@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.bench import facts_only, plane_work
@@ -47,6 +48,12 @@ def test_facts_alone_are_accepted_and_planned_in_a_process_of_their_own(tmp_path
     assert (rate.ours or 0) > 0
     assert plan.name == "facts only: plan 256 samples for 4 ranks"
     assert 10 < (memory.ours or 0) < 2000
+
+
+def test_the_memory_of_facts_alone_is_not_that_of_whoever_measures_it(tmp_path: Path) -> None:
+    much = np.ones(100 << 20, np.uint32)
+    *_, memory = plane_work.facts_rows(tmp_path, groups=8, ranks=2)
+    assert (memory.ours or 0) < much.nbytes / 1e6
 
 
 def test_facts_that_are_made_up_are_facts() -> None:

@@ -7,7 +7,7 @@ penstock.bench.facts_only FOLDER GROUPS RANKS`, so that the memory it reports is
 from __future__ import annotations
 
 import json
-import resource
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.bench.ways.inputs import CASES, SIZE, make_groups
 from penstock.bench.ways.plane import SEQ_LEN, samples_of
+from penstock.bench.ways.serving import peak_bytes
 from penstock.encode import encode
 from penstock.encode.gathering import Allocate
 from penstock.encode.layout import Buffer
@@ -46,6 +47,9 @@ class Elsewhere:
         return [memoryview(b"") for _ in requests]
 
     def forget(self, locations: Iterable[str]) -> None:
+        """Others do."""
+
+    def sweep(self) -> None:
         """Others do."""
 
     def retain(self, locations: Iterable[str]) -> None:
@@ -85,8 +89,7 @@ def measure(folder: str, groups: int, ranks: int) -> dict[str, float]:
     engine.record(drawn, planned)
     plan_s, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     log.close()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"groups_per_s": max(rates), "plan_s": plan_s, "cpu_s": cpu_s, "peak_bytes": peak}
+    return {"groups_per_s": max(rates), "plan_s": plan_s, "cpu_s": cpu_s, "peak_bytes": peak_bytes(os.getpid())}
 
 
 def _accept(engine: Engine, facts: Sequence[GroupFacts]) -> float:

@@ -151,8 +151,8 @@ class Meter:
             cpu_s=sum(spent.values()),
             plane_cpu_s=sum(spent.get(pid, 0.0) for pid in between),
             rank_cpu_s=sum(spent.get(pid, 0.0) for pid in ranks),
-            plane_bytes=sum(_peak_bytes(pid) for pid in between),
-            rank_bytes=max(_peak_bytes(pid) for pid in ranks),
+            plane_bytes=sum(peak_bytes(pid) for pid in between),
+            rank_bytes=max(peak_bytes(pid) for pid in ranks),
         )
 
 
@@ -189,7 +189,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
-def _peak_bytes(pid: int) -> int:
+def peak_bytes(pid: int) -> int:
+    """Peak resident memory of a process. Not `ru_maxrss`: across exec that keeps the peak of whoever started it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
