@@ -130,3 +130,34 @@ def token_logprobs(
             out.append((scaled[token_ids[i]] - norm, entropy))
         start += length
     return out
+
+
+def topk_kl(
+    logits: Sequence[Sequence[float]],
+    topk_ids: Sequence[Sequence[int]],
+    topk_logprobs: Sequence[Sequence[float]],
+    sequence_lengths: Sequence[int],
+    temperatures: Sequence[float],
+    *,
+    forward: bool,
+    min_tail: float = 1e-6,
+) -> list[float]:
+    """The divergence of each token between the model and a teacher's k best ids, all other ids in one bucket."""
+    out: list[float] = []
+    start = 0
+    for length in sequence_lengths:
+        out.append(0.0)
+        for i in range(start + 1, start + length):
+            weights = [math.exp(value / temperatures[i]) for value in logits[i - 1]]
+            model = [weights[token] / sum(weights) for token in topk_ids[i]]
+            teacher = [math.exp(value) for value in topk_logprobs[i]]
+            others = [w for token, w in enumerate(weights) if token not in topk_ids[i]]
+            if others:
+                model.append(sum(others) / sum(weights))
+                teacher.append(max(1 - sum(teacher), min_tail))
+            if forward:
+                out.append(sum(q * math.log(q / p) for p, q in zip(model, teacher, strict=True)))
+            else:
+                out.append(sum(p * math.log(p / q) for p, q in zip(model, teacher, strict=True)))
+        start += length
+    return out

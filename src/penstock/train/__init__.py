@@ -16,32 +16,44 @@ if TYPE_CHECKING:
     from penstock.train.logits import token_logprobs
     from penstock.train.loss import Dppo
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
+    from penstock.train.modes import ByMode
     from penstock.train.mrope import mrope_positions
+    from penstock.train.teacher_kl import TeacherKl, forward_kl, reverse_kl, topk_kl
     from penstock.train.terms import Terms
 
 __all__ = [
+    "ByMode",
     "Dppo",
     "MaskSample",
     "Materializer",
+    "TeacherKl",
     "Terms",
     "agree",
     "check_image_tokens",
+    "forward_kl",
     "mask_segments",
     "mrope_positions",
+    "reverse_kl",
     "to_torch",
     "token_logprobs",
+    "topk_kl",
 ]
 
 _HOME = {
+    "ByMode": "modes",
     "Dppo": "loss",
     "MaskSample": "image_policies",
     "Materializer": "materialize",
+    "TeacherKl": "teacher_kl",
     "Terms": "terms",
     "agree": "agreement",
     "check_image_tokens": "materialize",
+    "forward_kl": "teacher_kl",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
+    "reverse_kl": "teacher_kl",
     "token_logprobs": "logits",
+    "topk_kl": "teacher_kl",
 }
 
 

@@ -115,8 +115,8 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         logprobs = torch.full((count,), -math.log(vocabulary), dtype=wide, device=logits.device)
         entropy = torch.full_like(logprobs, math.log(vocabulary))
         norms = torch.zeros_like(logprobs)
-        for a, b in _chunks(count, chunk):
-            z = _widened(logits, scale, a, b, wide)
+        for a, b in chunks_of(count, chunk):
+            z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
             norm = z.logsumexp(-1)
             own = z.gather(-1, token_ids[a:b, None]).squeeze(-1) - norm
             # sum p * z, with the softmax written over z's own memory
@@ -133,8 +133,8 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         logits, token_ids, starts, scale, norms, entropy = ctx.saved_tensors
         to_logprob, to_entropy = (grad.masked_fill(starts, 0.0) for grad in grads)
         out = torch.zeros_like(logits)
-        for a, b in _chunks(len(logits), ctx.chunk):
-            log_p = _widened(logits, scale, a, b, norms.dtype) - norms[a:b, None]
+        for a, b in chunks_of(len(logits), ctx.chunk):
+            log_p = widened(logits[a - 1 : b - 1], scale, a, b, norms.dtype) - norms[a:b, None]
             p = log_p.exp()
             # d logprob = onehot - p ; d entropy = -p * (log p + H)
             grad = -p * (to_logprob[a:b, None] + to_entropy[a:b, None] * (log_p + entropy[a:b, None]))
@@ -145,12 +145,13 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         return out, None, None, None, None
 
 
-def _chunks(count: int, chunk: int) -> list[tuple[int, int]]:
+def chunks_of(count: int, chunk: int) -> list[tuple[int, int]]:
+    """Tokens 1 to `count`, cut into chunks; token 0 has no prediction."""
     return [(a, min(a + chunk, count)) for a in range(1, count, chunk)]
 
 
-def _widened(logits: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
-    """The logits that predict tokens a to b, at least in float32, at the temperature of those tokens."""
+def widened(rows: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
+    """The rows of logits that predict tokens a to b, at least in float32, at the temperature of those tokens."""
     # A vocabulary may be cut down with -inf; 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
-    z = logits[a - 1 : b - 1].to(wide).clamp_min(torch.finfo(wide).min / 1e6)
+    z = rows.to(wide).clamp_min(torch.finfo(wide).min / 1e6)
     return z if scale is None else z * scale[a:b, None].to(wide)

@@ -60,7 +60,7 @@ def _weights(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | N
     weights = columns.get(f"{name}_weights")
     if weights is None:
         return torch.ones_like(columns["logprobs"]) if name == "rl" else None
-    if name == "ref_kl" and "teacher_logprobs" not in columns and not bool(weights.any()):
+    if name == "ref_kl" and not {"teacher_logprobs", "teacher_kl"} & columns.keys() and not bool(weights.any()):
         return None
     return weights
 

@@ -1,0 +1,177 @@
+"""KL divergence between the model and a teacher of which only the k likeliest tokens are known.
+
+A teacher's distribution over 151,936 ids is 600 KB a token in float32; its k best ids with their log-probabilities are
+8 k bytes. What the teacher gives all other ids together is known too: 1 minus the sum. So both are compared over k + 1
+buckets, the listed ids and one for the tail, with q of the teacher and p of the model at the same token:
+
+    forward_kl   sum q (log q - log p)     the model covers what the teacher might say
+    reverse_kl   sum p (log p - log q)     the model avoids what the teacher would not say
+
+When k is the vocabulary there is no tail, and these are the divergences of the full distributions. Otherwise they are
+lower bounds of them: how the teacher spreads its tail is not known, and nothing is asked of how the model spreads its
+own.
+
+Logits are widened chunk by chunk, and computed again in the backward pass, as in `penstock.train.logits`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from penstock.errors import InvalidInput
+from penstock.train.boundaries import checked_lengths
+from penstock.train.logits import CHUNK, chunks_of, starts_of, widened
+from penstock.train.loss import need
+from penstock.train.terms import Terms
+
+MIN_TAIL = 1e-6
+"""What a teacher gives its tail at least: float32 log-probabilities do not tell less from nothing."""
+
+Divergence: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""log p and log q, both [T, buckets] -> [T]"""
+
+
+def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || model) over the buckets."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(model || teacher) over the buckets."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def topk_kl(
+    logits: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_logprobs: torch.Tensor,
+    sequence_lengths: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    *,
+    divergence: Divergence = forward_kl,
+    loss_mask: torch.Tensor | None = None,
+    min_tail: float = MIN_TAIL,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """The divergence of every token, [T] in float32 or wider; it can be differentiated.
+
+    Logits are [T, V], or [1, T, V] as models give them; ids and log-probabilities are [T, k]. Row t of these is what
+    the teacher thought of token t given those before it, so it is compared with the logits at t - 1 of the same
+    sample. The ids of a row are distinct. First tokens of samples, and tokens that `loss_mask` leaves out, are 0
+    whatever stands there.
+
+    A teacher's tail below `min_tail` counts as `min_tail`: without that, a model that leaves the ids of a teacher who
+    is sure of them would have a reverse divergence of infinity.
+
+    >>> logits = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
+    >>> ids, teacher = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[0.5, 0.5], [0.5, 0.3]]).log()
+    >>> [round(value, 4) for value in topk_kl(logits, ids, teacher, torch.tensor([2])).tolist()]
+    [0.0, 0.069]
+    """
+    count, vocabulary, k = _checked(logits, topk_ids, topk_logprobs)
+    checked_lengths(sequence_lengths, count)
+    rows = logits.reshape(-1, vocabulary)
+    compared = ~starts_of(sequence_lengths).to(rows.device)
+    if loss_mask is not None:
+        compared &= loss_mask.reshape(-1).to(rows.device)
+    scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
+    # What stands where nothing is compared may be NaN: it is replaced before anything is computed from it.
+    known = torch.where(compared[:, None], topk_logprobs, -math.log(k + 1))
+
+    def measure(z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        return divergence(*_buckets(z, ids, known.to(z.dtype), min_tail))
+
+    values: torch.Tensor = _ByChunk.apply(measure, rows, scale, chunk, topk_ids.long(), known)
+    return torch.where(compared, values, 0.0)
+
+
+def _checked(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[int, int, int]:
+    """Tokens, vocabulary and k."""
+    vocabulary, count = logits.shape[-1], math.prod(logits.shape[:-1])
+    one_row = logits.shape[:-1] in ((count,), (1, count))
+    if not one_row or ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != count:
+        raise InvalidInput(
+            f"logits {tuple(logits.shape)} for ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)} of "
+            "a teacher; give one row: [T, V] or [1, T, V] for [T, k] and [T, k]"
+        )
+    if not 0 < ids.shape[1] <= vocabulary:
+        raise InvalidInput(f"ids {tuple(ids.shape)} of a teacher: k must be from 1 to the vocabulary, {vocabulary}")
+    return count, vocabulary, ids.shape[1]
+
+
+def _buckets(
+    z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor, min_tail: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p and log q of the listed ids and, where some are not listed, of the tail: [T, k + 1]."""
+    norm = z.logsumexp(-1, keepdim=True)
+    listed = z.gather(-1, ids) - norm
+    if ids.shape[-1] == z.shape[-1]:
+        return listed, known
+    # Not 1 - sum p: that has no digits left where the model's tail is small.
+    tail = z.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True) - norm
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp_min(min_tail).log()
+    return torch.cat([listed, tail], -1), torch.cat([known, rest], -1)
+
+
+class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
+    """A measure of logits and per-token columns, chunk by chunk; the backward pass computes each chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        measure: Callable[..., torch.Tensor],
+        logits: torch.Tensor,
+        scale: torch.Tensor | None,
+        chunk: int,
+        *columns: torch.Tensor,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        out = torch.zeros(len(logits), dtype=wide, device=logits.device)
+        for a, b in chunks_of(len(logits), chunk):
+            z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
+            out[a:b] = measure(z, *(column[a:b] for column in columns))
+        ctx.save_for_backward(logits, scale, *columns)
+        ctx.measure, ctx.chunk = measure, chunk
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, scale, *columns = ctx.saved_tensors
+        out = torch.zeros_like(logits)
+        for a, b in chunks_of(len(logits), ctx.chunk):
+            rows = logits[a - 1 : b - 1].detach().requires_grad_()
+            with torch.enable_grad():
+                z = widened(rows, scale, a, b, grads[0].dtype)
+                values = ctx.measure(z, *(column[a:b] for column in columns))
+            (out[a - 1 : b - 1],) = torch.autograd.grad(values, rows, grads[0][a:b])
+        return None, out, None, None, *(None for _ in columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherKl:
+    """The loss over `topk_kl`, which is computed from the logits and handed over as the column `teacher_kl`.
+
+    It asks for no sampler log-probabilities: there is no ratio, and nothing is masked. As the `ref_kl` of `ByMode` it
+    trains the tokens that have `ref_kl_weights`.
+
+    >>> columns = {"loss_mask": torch.tensor([False, True]), "teacher_kl": torch.tensor([0.0, 0.25])}
+    >>> TeacherKl()(columns, torch.tensor([0.0, -1.0])).loss.tolist()
+    [0.0, 0.25]
+    """
+
+    def __call__(
+        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> Terms:
+        divergence, mask = need(columns, "teacher_kl", "TeacherKl"), columns["loss_mask"]
+        if divergence.shape != mask.shape:
+            raise InvalidInput(f"teacher_kl: shape {list(divergence.shape)} for a loss_mask {list(mask.shape)}")
+        return Terms(
+            loss=torch.where(mask, divergence, 0.0),
+            trainer_logprobs=trainer_logprobs.detach(),
+            entropy=None if entropy is None else entropy.detach(),
+        )
