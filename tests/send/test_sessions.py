@@ -44,6 +44,8 @@ class Rank:
             run="r", rank=rank, world=world.ranks, step=1, incarnation=self.name, timeouts=TIMES
         )
         self.arrived: list[int] = []
+        self.fills = True
+        """Whether it acknowledges what arrives at once."""
         self.released: list[int] = []
         self.error: PenstockError | None = None
         self.do(self.rank_session.start(world.now))
@@ -54,7 +56,8 @@ class Rank:
                 self.world.up.append((self.name, event.message))
             elif isinstance(event, Arrived):
                 self.arrived.append(event.deliver.step)
-                self.do(self.rank_session.received(event.deliver.step, event.deliver.digest, self.world.now))
+                if self.fills:
+                    self.do(self.rank_session.received(event.deliver.step, event.deliver.digest, self.world.now))
             elif isinstance(event, Released):
                 self.released.append(event.step)
             elif isinstance(event, Failed):
@@ -285,6 +288,40 @@ def test_a_step_on_a_slow_link_is_sent_once() -> None:
         world.hand_over(*parcel)
     world.settle()
     assert [member.released for member in world.members] == [[1], [1]]
+
+
+def test_a_rank_that_fills_longer_than_a_delivery_may_take_is_not_late() -> None:
+    world = World()
+    slow = world.members[1]
+    slow.fills = False
+    world.take(1)
+    world.pass_time(3 * TIMES.delivery_s)
+    assert [member.error for member in world.members] == [None, None]
+    assert slow.arrived == [1] and not slow.released
+    assert world.members[0].rank_session.waiting_for == "rank 1 to fill step 1"
+    slow.do(slow.rank_session.received(1, "1", world.now))
+    world.settle()
+    assert [member.released for member in world.members] == [[1], [1]]
+
+
+@pytest.mark.parametrize("trouble", ["stopped", "altered"])
+def test_a_rank_that_fills_no_more_is_late_or_silent(trouble: str) -> None:
+    world = World()
+    slow = world.members[1]
+    slow.fills = False
+    world.take(1)
+    world.pass_time(TIMES.delivery_s)
+    if trouble == "stopped":
+        world.members.remove(slow)
+        world.cut.add(slow.name)
+        world.pass_time(TIMES.peer_s + TIMES.heartbeat_s)
+        assert "rank 1: silent for" in str(world.members[0].error)
+        return
+    world.slow.add(slow.name)  # what it is sent again does not come
+    slow.do(slow.rank_session.altered(1, world.now))
+    world.settle()
+    world.pass_time(TIMES.delivery_s + TIMES.heartbeat_s)
+    assert "rank 1: did not acknowledge step 1" in str(world.members[0].error)
 
 
 def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:

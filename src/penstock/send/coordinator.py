@@ -153,15 +153,15 @@ class Coordinator:
         self._session.next_step = next_step
         return self._abort(Happened.FAIL, resume.step, -1, reason)
 
-    def fail(self, reason: str, *, step: int | None = None, rank: int = -1) -> list[Effect]:
-        """End the session for everybody; rank -1 is the plane itself."""
-        self.unstage(step)  # it may be planned anew, and what comes behind it
-        return self._abort(Happened.FAIL, step or self.next_step, rank, reason)
+    def fail(self, reason: str, *, step: int | None = None) -> list[Effect]:
+        """The plane ends the session for everybody; the step may be planned anew, and what comes behind it."""
+        if step is not None:
+            self.unstage(step)
+        return self._abort(Happened.FAIL, step or self.next_step, -1, reason)
 
-    def unstage(self, first: int | None) -> None:
-        """Steps from this one on must be staged again; None for no step."""
-        if first is not None:
-            self._steps.unstage(first)
+    def unstage(self, first: int) -> None:
+        """Steps from this one on must be staged again."""
+        self._steps.unstage(first)
 
     def waits_for(self, now: float) -> str:
         """What ranks wait for, in words: found once per tick at most, for a thousand of them may ask."""
@@ -172,13 +172,11 @@ class Coordinator:
 
     def _find_words(self) -> str:
         if self.phase in (Phase.FORMING, Phase.REJOINING):
-            back = "join" if self.phase is Phase.FORMING else "come back"
-            return f"{self._members.names(self.missing)} to {back}"
+            return f"{self._members.names(self.missing)} to {'join' if self.phase is Phase.FORMING else 'come back'}"
         if self._failure is not None:
             return "a new session"
-        step, late = self._steps.late()
-        if late:
-            return f"{self._members.names(late)} to receive step {step}"
+        if late := self._steps.late_words():
+            return late
         words = self.waiting_for or f"a rank to ask for step {self.next_step}"
         return f"{words}; {self.remark}" if self.remark else words
 
@@ -206,9 +204,8 @@ class Coordinator:
             return self._on_bye(place)
         self._session.on(Happened.MESSAGE)
         if isinstance(message, Beat):
-            member = self._members[place]
-            member.beat(message.number, message.heard, now)
-            return [Send(member.peer, self.pulse(now, message.number))]
+            self._members[place].beat(message, now)
+            return [Send(self._members[place].peer, self.pulse(now, message.number))]
         if isinstance(message, Report):
             return self._steps.on_report(place, message)
         if isinstance(message, Request):
@@ -252,8 +249,8 @@ class Coordinator:
             waited = now - self._rejoining_since
             if not self._members or waited <= self.timeouts.peer_s:
                 return []
-            rank, _ = next(self.missing)
-            return self._abort(Happened.NOT_BACK, self.next_step, rank, f"did not come back within {waited:.1f} s")
+            reason = f"did not come back within {waited:.1f} s"
+            return self._abort(Happened.NOT_BACK, self.next_step, next(self.missing)[0], reason)
         late = self._members.overdue(self.timeouts, now)
         if late is None:
             return []
@@ -360,8 +357,8 @@ class Coordinator:
             self._begin_session(Happened.LAST_BYE)
             return [note, Detach(member.peer)]
         if self.phase is Phase.FORMING:
-            reason = "left before all had joined"
-            return [note, Detach(member.peer), *self._abort(Happened.BYE, self.next_step, place[0], reason)]
+            ended = self._abort(Happened.BYE, self.next_step, place[0], "left before all had joined")
+            return [note, Detach(member.peer), *ended]
         self._session.on(Happened.BYE)
         last = self._steps.leave(place)
         return [note, Detach(member.peer), MemberLeft(self.session, *place, last)]
@@ -389,8 +386,8 @@ class Coordinator:
         return [Note(f"session {self.session} failed: {failure.reason}"), *ends]
 
     def _welcome(self) -> Welcome:
-        ready = self.phase is Phase.RUNNING
-        return Welcome(epoch=self.epoch, session=self.session, ready=ready, step=self.next_step)
+        running = self.phase is Phase.RUNNING
+        return Welcome(epoch=self.epoch, session=self.session, ready=running, step=self.next_step)
 
     def pulse(self, now: float, number: int = 0) -> Pulse:
         """A sign of life, and what there is to know while one waits."""

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from penstock.send.carrier import Peer
-from penstock.send.messages import MAX_NAME, SCHEMA, Hello
+from penstock.send.messages import MAX_NAME, SCHEMA, Beat, Hello
 from penstock.send.timeouts import Timeouts
 
 Place: TypeAlias = tuple[int, int]
@@ -26,16 +26,21 @@ class Member:
     """The first step it wants; 0 for the first that is not committed."""
     heard: float
     sent: dict[int, float] = field(default_factory=dict)
-    """Step -> when it was first sent; removed when received."""
+    """Step -> when it was first sent, or last said to be filled; removed when received."""
     copies: dict[int, int] = field(default_factory=dict)
     """Step -> how many times it was sent."""
     reports: int = 0
     """How many of its reports arrived."""
+    filling: set[int] = field(default_factory=set)
+    """Steps that it has and is about to acknowledge, as it said with its last beat."""
     unheard: tuple[int, float] | None = None
     """The first pulse that it has not yet said to have heard, and when that was sent."""
 
-    def beat(self, number: int, heard: int, now: float) -> None:
-        """It says which pulse it heard last, and is about to get the next one."""
+    def beat(self, beat: Beat, now: float) -> None:
+        """It says which pulse it heard last, and is about to get the next one; and which steps have reached it."""
+        number, heard = beat.number, beat.heard
+        self.filling = self.sent.keys() & set(beat.filling)
+        self.sent |= dict.fromkeys(self.filling, now)
         if self.unheard is not None and heard >= self.unheard[0]:
             self.unheard = None
         if self.unheard is None and number:

@@ -97,6 +97,8 @@ class Beat(_Message, frozen=True, tag="beat"):
     """Counts this process's beats from 1."""
     heard: int = 0
     """The last beat whose pulse came back: so the plane notices when only the way to this process is cut."""
+    filling: tuple[int, ...] = ()
+    """Steps that came and are being checked and filled: however long that takes, they are not late."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):

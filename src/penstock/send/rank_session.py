@@ -138,6 +138,8 @@ class RankSession:
         self._requests: dict[int, Pending] = {}
         self._lost: dict[int, int] = {}
         """How many copies of a step are known to be lost."""
+        self._filling: set[int] = set()
+        """Steps that arrived and are neither received nor lost yet."""
         self._received: dict[int, Pending] = {}
         """Steps this process has and that are not committed. Each is said until its release answers, and again to a
         plane that restarted: that forgot who has what, and others may still wait for their release."""
@@ -161,11 +163,13 @@ class RankSession:
 
     def altered(self, step: int, now: float) -> list[Event]:
         """What came is not what was sent: it is lost, and asked for again."""
+        self._filling.discard(step)
         self._lost[step] = self._lost.get(step, 0) + 1
         return self._ask(self._requests, step, Request(session=self.session, step=step, lost=self._lost[step]), now)
 
     def received(self, step: int, digest: str, now: float) -> list[Event]:
         """The payload was checked."""
+        self._filling.discard(step)
         self._lost.pop(step, None)
         return self._ask(self._received, step, Received(session=self.session, step=step, digest=digest), now)
 
@@ -290,7 +294,8 @@ class RankSession:
 
     def _say_beat(self, now: float) -> list[Event]:
         self._beat, self._beats = now, self._beats + 1
-        return [Out(Beat(session=self.session, number=self._beats, heard=self._pulses))]
+        filling = tuple(sorted(self._filling))
+        return [Out(Beat(session=self.session, number=self._beats, heard=self._pulses, filling=filling))]
 
     def _on_refused(self, message: Refused, now: float) -> list[Event]:
         if message.session == 0:
@@ -362,6 +367,7 @@ class RankSession:
             reason = f"got step {message.step} of rank {message.rank}/{message.world}, is rank {who.rank}/{who.world}"
             return self.fail(message.step, reason, now)
         self._requests.pop(message.step)
+        self._filling.add(message.step)
         return [Arrived(message, frames)]
 
     def _on_sent(self, message: Sent, now: float) -> list[Event]:

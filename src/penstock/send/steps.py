@@ -131,14 +131,15 @@ class Steps:
         found = self._steps.get(step)
         return found is not None and found.digests is not None
 
-    def late(self) -> tuple[int, list[Place]]:
-        """The first step that some have received and others have not, and who those others are."""
+    def late_words(self) -> str:
+        """Who has not received the first step that others have, in words; empty if there is no such step."""
         for number, step in sorted(self._steps.items()):
             if step.received and step.digests is not None:
                 late = [place for place in self._members if place not in step.received]
                 if late:
-                    return number, late
-        return 0, []
+                    filling = all(number in self._members[place].filling for place in late)
+                    return f"{self._members.names(late)} to {'fill' if filling else 'receive'} step {number}"
+        return ""
 
     # -------------------------------------------------------------- requested, delivered
 

@@ -27,7 +27,7 @@ class Timeouts:
         ),
     ] = 11.0
     delivery_s: Annotated[
-        float, Meta(gt=0, description="seconds from sending a step to the rank's word that it has it")
+        float, Meta(gt=0, description="seconds from sending a step to the rank's word that it has it, or is filling it")
     ] = 30.0
     plane_s: Annotated[
         float, Meta(gt=0, description="seconds that ranks and producers wait for a lost plane to come back")

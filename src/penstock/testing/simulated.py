@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ class Faults:
     """Ends of each rank per second, half of them crashes and half in order; crashes, for the plane."""
     plane_crash: float = 0.0
     pause: float = 0.0
+    slow_fill: float = 0.0
+    """Share of steps that a rank needs longer to fill than a delivery may take."""
     fill_failure: float = 0.0
     """Share of steps that a rank fails to unpack."""
     disk_full: float = 0.0
@@ -251,9 +254,18 @@ class Rank(Process):
         if self.world.happens(self.world.faults.fill_failure):
             self.handle(self.rank_session.fail(step, "cannot unpack", now))
             return
+        filled, takes_s = partial(self.filled, step, digest, self.life), self.world.fill_s()
+        if takes_s:
+            self.world.clock.after(takes_s, lambda: self.hears(filled))
+        else:
+            filled()
+
+    def filled(self, step: int, digest: str, life: int) -> None:
+        if self.life != life:
+            return
         self.arrived[step] = digest
         self.world.oracle.received(self, step)
-        self.handle(self.rank_session.received(step, digest, now))
+        self.handle(self.rank_session.received(step, digest, self.world.clock.now))
 
     def go_on(self) -> None:
         """Take the next step if it may be trained; leave when all are done."""
@@ -262,9 +274,7 @@ class Rank(Process):
         if self.next > self.world.last:
             if self.rank_session.standing is Standing.READY and self.rank_session.done >= self.world.last:
                 self.up = False
-                for event in self.rank_session.leave():
-                    assert isinstance(event, Out)
-                    self.say(event.message, event.frames, self.rank_session.run_id)
+                self.say_goodbye()
         elif self.next in self.released:
             step = self.next
             self.world.oracle.returned(self, step, self.arrived.pop(step))
@@ -291,10 +301,13 @@ class Rank(Process):
 
     def depart(self) -> None:
         """End in order, as a trainer that was told to; another one starts later."""
+        self.say_goodbye()
+        self.crash()
+
+    def say_goodbye(self) -> None:
         for event in self.rank_session.leave():
             assert isinstance(event, Out)
             self.say(event.message, event.frames, self.rank_session.run_id)
-        self.crash()
 
     def crash(self) -> None:
         self.stop()

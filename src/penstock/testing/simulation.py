@@ -128,7 +128,8 @@ class Simulation:
         self.rng = rng = Random(seed)  # noqa: S311 - a simulation, not a secret
         self.clock = Clock()
         self.timeouts = TIMEOUTS
-        self.faults = Faults.drawn(rng)
+        self._fills = Random(f"fills of {seed}")  # noqa: S311 - numbers of its own: known seeds stay what they were
+        self.faults = replace(Faults.drawn(rng), slow_fill=self._fills.choice([0.0, 0.0, 0.0, 0.2]))
         self.ranks = rng.choice([1, 2, 3])
         self.last = rng.choice([3, 6])
         """Steps to train."""
@@ -227,6 +228,11 @@ class Simulation:
         elif isinstance(process, Producer) and self.happens(faults.producer_crash * 0.2):
             self.note(f"{process.name} crashes")
             process.crash()
+
+    def fill_s(self) -> float:
+        """How long a rank needs to fill the step at hand."""
+        slow = self._fills.random() < self.faults.slow_fill
+        return self.timeouts.delivery_s * (1.0 + self._fills.random()) if slow else 0.0
 
     # -------------------------------------------------------------- the plane
 
