@@ -395,16 +395,6 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
     assert sum(len(rank_plan.order) for rank_plan in made.rank_plans) == count
 
 
-def test_traits_of_parts_joined_are_the_traits_of_the_whole() -> None:
-    first = [sample(5, "a", rewards=1.0), picture(9, image(2), name="b")]
-    second = [sample(20, "c", run="other", teacher_logprobs=-np.ones(20))]
-    whole = SampleFacts.of(Samples.of(first + second), 12)
-    joined = SampleFacts.join([SampleFacts.of(Samples.of(part), 12) for part in (first, second)])
-    packing = Packing(ranks=2, seq_len=12)
-    for mine, other in zip(plan(joined, packing).rank_plans, plan(whole, packing).rank_plans, strict=True):
-        assert mine.to_bytes() == other.to_bytes()
-
-
 def test_a_share_of_other_samples_is_refused() -> None:
     step = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8)
     with pytest.raises(InvalidInput, match=r"2 given.*samples.take"):

@@ -7,7 +7,7 @@ placeholder on. A sample that would keep nothing has `kept` 0 and cannot be pack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from penstock.arrays import ImageSpan, Samples
 from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, WEIGHTS
 
-MODALITIES = ("text", "image", "video")
-TEXT, IMAGE, VIDEO = range(3)
-VIDEO_TOKEN = 2
+MODALITIES = ("text", "image")
+TEXT, IMAGE = range(2)
 
 MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
 """What stands for absent weights, by mode; this lets modes share a micro-batch."""
@@ -87,31 +86,6 @@ class SampleFacts:
             mode=samples.text["mode"],
         )
 
-    @staticmethod
-    def join(parts: Iterable[SampleFacts]) -> SampleFacts:
-        """The facts of several batches, one after the other, all read with one `seq_len`."""
-        listed = list(parts)
-        names = {name for part in listed for name in part.has}
-
-        def chain(field: str) -> tuple[str, ...]:
-            return tuple(value for part in listed for value in getattr(part, field))
-
-        arrays = ["lengths", "kept", "loss_tokens", "kept_loss_tokens", "term_tokens"]
-        arrays += ["patches", "modality", "stub", "stub_patches"]
-        return SampleFacts(
-            **{name: np.concatenate([getattr(part, name) for part in listed]) for name in arrays},
-            has={
-                name: np.concatenate([part.has.get(name, np.zeros(len(part), np.bool_)) for part in listed])
-                for name in TOKEN_COLUMNS
-                if name in names
-            },
-            shapes={name: shape for part in listed for name, shape in part.shapes.items()},
-            ids=chain("ids"),
-            group=chain("group"),
-            run=chain("run"),
-            mode=chain("mode"),
-        )
-
     def lacking(self, name: str) -> NDArray[np.bool_]:
         """[n] trained samples whose mode cannot do without this column of `ALL_OR_NONE`, and that have none.
 
@@ -133,15 +107,15 @@ def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:
     lengths = samples.lengths
     kept = np.minimum(lengths, seq_len)
     for i in np.flatnonzero(lengths > seq_len).tolist():
-        kept[i] = cut(int(lengths[i]), seq_len, _images(samples, i), _types(samples, i))
+        kept[i] = cut(int(lengths[i]), seq_len, () if samples.images is None else samples.images[i])
     return kept
 
 
-def cut(length: int, seq_len: int, spans: Sequence[ImageSpan], types: NDArray[np.uint8] | None) -> int:
-    """How many leading tokens a sample keeps: at most `seq_len`, never part of an image or of a run of video tokens.
+def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
+    """How many leading tokens a sample keeps: at most `seq_len`, never part of an image.
 
     >>> span = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=2, length=4)
-    >>> cut(9, 7, [span], None), cut(9, 6, [span], None), cut(9, 5, [span], None)
+    >>> cut(9, 7, [span]), cut(9, 6, [span]), cut(9, 5, [span])
     (7, 6, 2)
     """
     if length <= seq_len:
@@ -149,24 +123,7 @@ def cut(length: int, seq_len: int, spans: Sequence[ImageSpan], types: NDArray[np
     for span in spans:
         if span.offset < seq_len < span.end:
             return span.offset
-    if types is not None and types[seq_len - 1] == types[seq_len] == VIDEO_TOKEN:
-        others = np.flatnonzero(types[:seq_len] != VIDEO_TOKEN)
-        return int(others[-1]) + 1 if len(others) else 0
     return seq_len
-
-
-def _images(samples: Samples, i: int) -> tuple[ImageSpan, ...]:
-    return () if samples.images is None else samples.images[i]
-
-
-def _types(samples: Samples, i: int) -> NDArray[np.uint8] | None:
-    column = samples.columns.get("mm_token_type_ids")
-    return None if column is None or len(column[i]) == 0 else column[i]
-
-
-def _with_types(samples: Samples) -> list[int]:
-    column = samples.columns.get("mm_token_type_ids")
-    return [] if column is None else np.flatnonzero(column.lengths).tolist()
 
 
 def _trained(samples: Samples, kept: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -202,9 +159,4 @@ def _look(
             modality[i] = IMAGE
             patches[i] = sum(span.num_patches for span in spans)
             stub[i], stub_patches[i] = spans[0].end, spans[0].num_patches
-    for i in _with_types(samples):
-        types = _types(samples, i)
-        if types is not None and (types[: kept[i]] == VIDEO_TOKEN).any():
-            # How many of its tokens a video needs is not recorded, so its stub is all that is kept.
-            modality[i], stub[i], stub_patches[i] = VIDEO, kept[i], patches[i]
     return patches, modality, stub, stub_patches

@@ -56,7 +56,7 @@ class MicroBatch:
     images: tuple[ImageSpan, ...]
     """Images in token order, their spans in the micro-batch's token space."""
     modality: str
-    """text, image or video: the same on every rank at this index, unless modalities were declared to mix."""
+    """text or image: the same on every rank at this index, unless modalities were declared to mix."""
     run: str
     """The run or adapter; one per micro-batch."""
     is_dummy: bool

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.arrays.sample_facts import MODALITIES
+from penstock.arrays.sample_facts import MODALITIES, TEXT
 from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.pack.bins import Caps
@@ -28,21 +28,17 @@ class Modalities:
 
     together: Annotated[
         tuple[str, ...],
-        Meta(
-            description="modalities that may share a micro-batch: two or three of text, image, video; or none of them"
-        ),
+        Meta(description="modalities that may share a micro-batch: text and image, or none of them"),
     ] = ()
 
     def __post_init__(self) -> None:
         check(self, "modalities")
-        unknown = set(self.together) - set(MODALITIES)
-        if unknown or len(set(self.together)) != len(self.together) or len(self.together) == 1:
-            raise ConfigError(f"modalities.together: {self.together}; name two or three of {', '.join(MODALITIES)}")
+        if self.together and sorted(self.together) != sorted(MODALITIES):
+            raise ConfigError(f"modalities.together: {self.together}; name {' and '.join(MODALITIES)}, or none of them")
 
     def class_of(self, modality: int) -> int:
         """The first modality of those that share micro-batches with this one: the name of its class of rows."""
-        name = MODALITIES[modality]
-        return min(map(MODALITIES.index, self.together)) if name in self.together else modality
+        return TEXT if self.together else modality
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
