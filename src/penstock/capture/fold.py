@@ -89,7 +89,7 @@ def fold(steps: Iterable[Step], **fields: Any) -> Trajectory:
         turns=[Turn(**draft.given, routed_experts=draft.routed) for draft in folding.drafts],
         parents=[draft.parent for draft in folding.drafts],
         keeps=[draft.keep for draft in folding.drafts],
-        **fields,
+        **{"routing_gaps": folding.routing_gaps, **fields},
     )
 
 
@@ -107,6 +107,7 @@ def _check_logprobs(drafts: list[_Draft]) -> None:
 class _Folding:
     def __init__(self) -> None:
         self.drafts: list[_Draft] = []
+        self.routing_gaps = 0
         self._index = PrefixIndex()
         self._branches: list[_Branch] = []
         self._ends = np.zeros(8, np.intp)  # the segment each branch ends at
@@ -181,6 +182,7 @@ class _Folding:
         boundary = last is not None and last.open
         total = self.drafts[-1].stop
         if routing.start > start - boundary or routing.stop < total - 1:
+            self.routing_gaps += 1
             return  # a gap: the turns stay without routing, and so does every sample that holds them
         if boundary and routing.stop >= start:
             assert last is not None and last.routed is not None

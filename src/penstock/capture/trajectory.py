@@ -55,6 +55,8 @@ class Trajectory:
     truncated: bool = False
     """Ended by a limit rather than by the model."""
     stop_condition: str = ""
+    routing_gaps: int = 0
+    """Model calls whose routed experts were reported with rows missing, and therefore left out."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Small numbers about the rollout; never in the path of the tokens."""
     info: Mapping[str, Any] = field(default_factory=dict)

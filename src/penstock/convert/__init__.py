@@ -14,9 +14,20 @@ from penstock.convert.advantages import (
 )
 from penstock.convert.attach import attach
 from penstock.convert.branches import to_samples
-from penstock.convert.filters import AnyErrored, Errored, Filter, TooLong, Truncated, ZeroVariance, apply_filters
+from penstock.convert.filters import (
+    AnyErrored,
+    Errored,
+    Filter,
+    Gibberish,
+    Repetition,
+    TooLong,
+    Truncated,
+    ZeroVariance,
+    apply_filters,
+)
+from penstock.convert.forks import fork_causes
 from penstock.convert.groups import Group, make_group, unique_id
-from penstock.convert.rollouts import Rollouts
+from penstock.convert.rollouts import Rollouts, RolloutTokens
 
 __all__ = [
     "Advantage",
@@ -24,8 +35,11 @@ __all__ = [
     "Efficiency",
     "Errored",
     "Filter",
+    "Gibberish",
     "Group",
     "LengthPenalty",
+    "Repetition",
+    "RolloutTokens",
     "Rollouts",
     "RunningBaseline",
     "Std",
@@ -35,6 +49,7 @@ __all__ = [
     "apply_filters",
     "attach",
     "by_agent",
+    "fork_causes",
     "grpo",
     "leave_one_out",
     "make_group",

@@ -53,17 +53,25 @@ class Part:
         return self.turn.logprobs[first:last]
 
 
-def paths(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
-    """Every branch as (turn, tokens of it) from the root to the leaf, in the order the branches were opened."""
+def openers_of(trajectory: Trajectory) -> tuple[list[int], dict[int, int]]:
+    """The turn that opens each branch, and for every turn the one that continues it on the same branch."""
     turns, parents, keeps = trajectory.turns, trajectory.parents, trajectory.keeps
     assert parents is not None and keeps is not None
-    onward: dict[int, int] = {}  # turn -> the turn that continues it on the same branch
+    onward: dict[int, int] = {}
     openers = []
     for i, (parent, keep) in enumerate(zip(parents, keeps, strict=True)):
         if parent >= 0 and keep == turns[parent].num_tokens and parent not in onward:
             onward[parent] = i
         else:
             openers.append(i)
+    return openers, onward
+
+
+def paths(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
+    """Every branch as (turn, tokens of it) from the root to the leaf, in the order the branches were opened."""
+    turns, parents, keeps = trajectory.turns, trajectory.parents, trajectory.keeps
+    assert parents is not None and keeps is not None
+    openers, onward = openers_of(trajectory)
     found = []
     for leaf in openers:
         while leaf in onward:

@@ -1,12 +1,14 @@
 """Filters: which rollouts of a group are not worth training on, each with a reason that is counted.
 
-A filter marks rollouts to drop. It decides what is trained, not what a rollout was worth: advantages are computed
-over the whole group first. Filters apply in order, and a rollout counts under the first reason that drops it. A filter
-that judges the group as a whole (`ZeroVariance`, `AnyErrored`) marks all of it or nothing.
+A filter marks rollouts to drop. It sees the numbers of all rollouts, and the tokens of each with `rollouts.tokens(i)`.
+It decides what is trained, not what a rollout was worth: advantages are computed over the whole group first. Filters
+apply in order, and a rollout counts under the first reason that drops it. A filter that judges the group as a whole
+(`ZeroVariance`, `AnyErrored`) marks all of it or nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.convert.rollouts import Rollouts
+from penstock.convert.rollouts import Rollouts, RolloutTokens
+from penstock.errors import InvalidInput
 
 
 class Filter(Protocol):
@@ -78,6 +81,77 @@ class ZeroVariance:
         rewards = rollouts.rewards[rollouts.scored]
         flat = len(rewards) == 0 or rewards.max() == rewards.min()
         return np.full(len(rollouts), bool(flat))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gibberish:
+    """Drops rollouts in which the model sampled a rare token by accident: id above a threshold, and less likely than
+    by a blind guess.
+
+    Ids of a byte-pair vocabulary are in the order of merges, so high ids are rare tokens. A token counts when its id is
+    above `rare_above` and its log-probability below `-log(vocabulary) - offset`.
+    """
+
+    vocabulary: int
+    rare_above: int = 100_000
+    offset: float = 2.0
+    reason: str = "gibberish"
+
+    def __call__(self, rollouts: Rollouts) -> NDArray[np.bool_]:
+        return _any_hit(self, rollouts)
+
+    def first_hit(self, tokens: RolloutTokens) -> int | None:
+        """Which sampled token was the first to count, numbered over sampled tokens only; None if there is none."""
+        unlikely = _logprobs(tokens, self.reason) < -math.log(self.vocabulary) - self.offset
+        return _first(unlikely & (tokens.sampled_ids > self.rare_above))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """Drops rollouts that went round in circles: `window` sampled tokens in a row, each with a probability above
+    `certain`.
+
+    A model in a loop is sure of every token, however long the loop; texts that repeat are hard to find by comparing.
+    What the environment says in between does not end a run.
+    """
+
+    window: int = 3_000
+    certain: float = 0.99
+    reason: str = "repetition"
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 < self.certain < 1:
+            raise InvalidInput(
+                f"repetition: window {self.window}, certain {self.certain}; must be from 1 up, and between 0 and 1"
+            )
+
+    def __call__(self, rollouts: Rollouts) -> NDArray[np.bool_]:
+        return _any_hit(self, rollouts)
+
+    def first_hit(self, tokens: RolloutTokens) -> int | None:
+        """The sampled token with which a run became `window` long, numbered over sampled tokens only."""
+        sure = _logprobs(tokens, self.reason) > math.log(self.certain)
+        places = np.arange(len(sure))
+        ended = np.maximum.accumulate(np.where(sure, -1, places))
+        return _first(places - ended >= self.window)
+
+
+class _OfTokens(Protocol):
+    def first_hit(self, tokens: RolloutTokens) -> int | None: ...
+
+
+def _any_hit(one: _OfTokens, rollouts: Rollouts) -> NDArray[np.bool_]:
+    return np.array([one.first_hit(rollouts.tokens(i)) is not None for i in range(len(rollouts))], np.bool_)
+
+
+def _logprobs(tokens: RolloutTokens, who: str) -> NDArray[np.float64]:
+    if tokens.logprobs is None:
+        raise InvalidInput(f"filter {who!r}: a rollout without log-probabilities; record them, or leave the filter out")
+    return tokens.logprobs.astype(np.float64)
+
+
+def _first(hits: NDArray[np.bool_]) -> int | None:
+    return int(hits.argmax()) if hits.any() else None
 
 
 def apply_filters(rollouts: Rollouts, filters: Iterable[Filter]) -> tuple[NDArray[np.bool_], Counter[str]]:

@@ -22,6 +22,7 @@ from penstock.convert.advantages import Advantage, grpo
 from penstock.convert.attach import attach
 from penstock.convert.branches import to_samples
 from penstock.convert.filters import Filter, apply_filters
+from penstock.convert.forks import fork_causes
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import Conflict, InvalidInput
 
@@ -40,6 +41,10 @@ class Group:
     """Rewards and counts of all rollouts, those dropped included."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """How many rollouts each filter dropped."""
+    forks: Mapping[str, int] = field(default_factory=dict)
+    """How often its rollouts branched, by cause: see `penstock.convert.forks`."""
+    unrouted: int = 0
+    """Samples without routed experts although the server reported some: rows were missing."""
 
     def __post_init__(self) -> None:
         check_text({"id": self.id, "mode": "rl"}, "group")
@@ -133,6 +138,7 @@ def make_group(
     kept, reasons = apply_filters(rollouts, filters)
     samples: list[Sample] = []
     origins: list[int] = []
+    unrouted = 0
     for i in np.flatnonzero(kept).tolist():
         own = to_samples(
             rows[i],
@@ -144,7 +150,17 @@ def make_group(
         )
         samples += own
         origins += [i] * len(own)
-    return Group(id=id, samples=samples, origins=np.array(origins, np.int64), rollouts=rollouts, dropped=dict(reasons))
+        if rows[i].routing_gaps or any("routed_experts" in turn.columns for turn in rows[i].turns):
+            unrouted += sum("routed_experts" not in sample for sample in own)
+    return Group(
+        id=id,
+        samples=samples,
+        origins=np.array(origins, np.int64),
+        rollouts=replace(rollouts, trajectories=()),
+        dropped=dict(reasons),
+        forks=dict(sum((fork_causes(row) for row in rows), Counter())),
+        unrouted=unrouted,
+    )
 
 
 def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Trajectory], name: str) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The numbers of a group's rollouts, one array per number: all that advantages and filters look at."""
+"""The numbers of a group's rollouts, one array per number, and their tokens for filters that look at tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ from numpy.typing import NDArray
 from penstock.capture.trajectory import Trajectory
 from penstock.convert.branches import paths
 from penstock.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutTokens:
+    """The tokens of one rollout, turn after turn, each once however many branches share it."""
+
+    token_ids: NDArray[np.uint32]
+    """[T]"""
+    mask: NDArray[np.bool_]
+    """[T] True where the model sampled the token."""
+    logprobs: NDArray[np.float32] | None
+    """[sampled] of the sampler, for the sampled tokens in order; None when not recorded."""
+
+    @staticmethod
+    def of(trajectory: Trajectory) -> RolloutTokens:
+        said = [turn.logprobs for turn in trajectory.turns if turn.num_sampled]
+        known = [values for values in said if values is not None]
+        return RolloutTokens(
+            token_ids=np.concatenate([turn.token_ids for turn in trajectory.turns]),
+            mask=np.concatenate([turn.sampled_mask for turn in trajectory.turns]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *known]) if len(known) == len(said) else None,
+        )
+
+    @property
+    def sampled_ids(self) -> NDArray[np.uint32]:
+        """[sampled]"""
+        return self.token_ids[self.mask]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +67,8 @@ class Rollouts:
     """[n] tokens of the longest sample."""
     agents: tuple[str, ...]
     """[n] who acted."""
+    trajectories: tuple[Trajectory, ...] = ()
+    """[n] where filters look; empty where only rewards are known, and in a group, which keeps no tokens twice."""
 
     @staticmethod
     def of(source: Rollouts | Sequence[float] | NDArray[Any] | Iterable[Trajectory]) -> Rollouts:
@@ -76,11 +105,17 @@ class Rollouts:
     def take(self, rows: NDArray[Any]) -> Rollouts:
         """The chosen rollouts (indices or a mask), in that order."""
         chosen = np.arange(len(self))[rows]
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "agents"}
-        return Rollouts(
-            **{name: array[chosen] for name, array in values.items()},
-            agents=tuple(self.agents[i] for i in chosen.tolist()),
-        )
+
+        def of(values: Any) -> Any:
+            return tuple(values[i] for i in chosen.tolist() if values) if isinstance(values, tuple) else values[chosen]
+
+        return Rollouts(**{f.name: of(getattr(self, f.name)) for f in fields(self)})
+
+    def tokens(self, i: int) -> RolloutTokens:
+        """The tokens of rollout `i`, gathered when asked for."""
+        if not self.trajectories:
+            raise InvalidInput("rollouts: made of rewards, without tokens; give trajectories to filters of tokens")
+        return RolloutTokens.of(self.trajectories[i])
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -100,4 +135,5 @@ def _of_trajectories(items: Sequence[Any]) -> Rollouts:
         turns=each(lambda t: t.num_turns),
         longest=each(lambda t: max(sum(keep for _, keep in path) for path in paths(t))),
         agents=tuple(t.agent for t in items),
+        trajectories=tuple(items),
     )

@@ -137,3 +137,28 @@ def length_penalty(rewards: Sequence[float], weighted: Sequence[tuple[float, Seq
         reward - mean * math.fsum(weight * counts[i] / max(max(counts), 1) for weight, counts in weighted)
         for i, reward in enumerate(rewards)
     ]
+
+
+def gibberish(
+    ids: Sequence[int], logprobs: Sequence[float], sampled: Sequence[bool], *, rare_above: int, below: float
+) -> int | None:
+    """The number, among sampled tokens, of the first that is rare and unlikely; one log-probability per token."""
+    number = 0
+    for token, logprob, was_sampled in zip(ids, logprobs, sampled, strict=True):
+        if was_sampled:
+            if token > rare_above and logprob < below:
+                return number
+            number += 1
+    return None
+
+
+def repetition(logprobs: Sequence[float], sampled: Sequence[bool], *, window: int, above: float) -> int | None:
+    """The number, among sampled tokens, of the one with which a run of likely ones became `window` long."""
+    number = run = 0
+    for logprob, was_sampled in zip(logprobs, sampled, strict=True):
+        if was_sampled:
+            run = run + 1 if logprob > above else 0
+            if run >= window:
+                return number
+            number += 1
+    return None

@@ -6,7 +6,6 @@ others as well; with an address it is a line to a plane that `penstock serve` ru
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -45,11 +44,11 @@ from penstock.send.producer import Answer, Answered, Event, ProducerSession
 from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
+from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.process.server import Server
 
-logger = logging.getLogger("penstock.producer")
 Connect = Callable[[], ClientCarrier]
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody could still answer it."""
@@ -76,8 +75,8 @@ class Plane:
         self._futures: dict[int, Future[Answer]] = {}
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
-        self.num_stale = 0
-        """Groups that were put here and dropped at once, because they were too old for `max_staleness`."""
+        self.counts = PutCounts()
+        """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._loop = ClientLoop(
             connect(),
             on_message=self._on_message,
@@ -120,7 +119,10 @@ class Plane:
             raise InvalidInput("put: no samples; a group has at least one")
         name = group.id if isinstance(group, Group) else samples[0].group
         run = samples[0].run
-        return self._put(name, encode(samples), lambda: run, timeout)
+        is_new = self._put(name, encode(samples), lambda: run, timeout)
+        if is_new and isinstance(group, Group):
+            self.counts.on_put(group)
+        return is_new
 
     def put_frame(self, group: str, frame: bytes, *, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
@@ -137,21 +139,13 @@ class Plane:
             raise _error_of(answer)
         assert isinstance(answer, Accepted)
         if answer.stale:
-            self._on_stale(group, answer.policy_version)
+            self.counts.on_stale(group, answer.policy_version)
         return not answer.duplicate
 
-    def _on_stale(self, group: str, version: int | None) -> None:
-        with self._lock:
-            self.num_stale += 1
-            count = self.num_stale
-        if count & (count - 1) == 0:  # the first, second, fourth, ...
-            logger.warning(
-                "group %r was too old for max_staleness and dropped, as %d put here so far; published is version %s: "
-                "generate with newer weights (plane.policy_version), or raise max_staleness",
-                group,
-                count,
-                version,
-            )
+    @property
+    def num_stale(self) -> int:
+        """Groups that were put here and dropped at once, because they were too old for `max_staleness`."""
+        return self.counts.stale
 
     def discard(self, reason: str, samples: int, *, key: str = "") -> None:
         """Count samples that were generated and filtered out before they became a group; what has a key, once."""
