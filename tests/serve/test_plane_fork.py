@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
 from penstock.testing.groups import named_group
+from penstock.testing.torture import address
 from tests.serve.conftest import OpenPlane
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -71,18 +74,49 @@ def test_a_handle_used_in_a_forked_process_raises_at_once(open_plane: OpenPlane,
         plane.close()
 
 
-def test_a_forked_child_does_not_keep_the_folder_locked(open_plane: OpenPlane, tmp_path: Path) -> None:
-    plane = open_plane(tmp_path / "run", ranks=1)
+@contextmanager
+def child_that_lives() -> Iterator[None]:
+    """A forked process that does nothing, until this is done."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write)
         os.read(read, 1)  # until the parent is done
         os._exit(0)
-    plane.close()
     try:
-        open_plane(tmp_path / "run", ranks=1).close()
+        yield
     finally:
         os.close(write)
         os.close(read)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_keep_the_folder_locked(open_plane: OpenPlane, tmp_path: Path) -> None:
+    plane = open_plane(tmp_path / "run", ranks=1)
+    with child_that_lives():
+        plane.close()
+        open_plane(tmp_path / "run", ranks=1).close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_a_forked_child_does_not_keep_the_address(open_plane: OpenPlane, tmp_path: Path, kind: str) -> None:
+    url = address(kind, tmp_path)
+    plane = open_plane(listen=[url])
+    with child_that_lives():
+        plane.close()
+        open_plane(listen=[url])
+        with ps.open(url) as client:
+            client.put(named_group("a"))
+
+
+def test_who_is_connected_hears_at_once_that_a_plane_with_forked_children_is_gone(
+    open_plane: OpenPlane, tmp_path: Path
+) -> None:
+    url = address("tcp", tmp_path)
+    plane = open_plane(listen=[url])
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as peer:
+        peer.recv(10)  # ZeroMQ's greeting: the connection is the plane's now
+        with child_that_lives():
+            plane.close()
+            while peer.recv(1 << 16):
+                pass

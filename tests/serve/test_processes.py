@@ -13,8 +13,9 @@ import pytest
 
 from penstock.serve.decisions.log import Log
 from penstock.testing.engines import DirectEngine
-from penstock.testing.processes import TIMEOUTS, settings
+from penstock.testing.processes import TIMEOUTS, Notes, settings
 from penstock.testing.torture import CARRIERS, Run, torture
+from tests.serve.processes import alive, wait_until
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -25,6 +26,28 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(
     assert result.good, result
     assert result.kills.total() == 3
     assert result.detect_s < (TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s) * pace
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from penstock.testing.torture import Run
+run = Run(Path(sys.argv[1]), "ipc", seed=0)
+for name in run._names:
+    run.start(name)
+print(*(process.pid for process in run._processes.values()), flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_of_a_run_end_with_whoever_started_them(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        started = [int(word) for word in parent.stdout.readline().split()]
+        wait_until(lambda: len(Notes.read(tmp_path / "rank0.notes")) > 2)  # all of them are at work
+        assert len(started) > 3 and all(map(alive, started))
+        parent.kill()
+    wait_until(lambda: not any(map(alive, started)))
 
 
 @pytest.fixture

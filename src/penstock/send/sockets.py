@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import zmq
 
 from penstock.errors import ConfigError
+from penstock.send import fork
 from penstock.send.carrier import Envelope, Peer
 from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
@@ -61,6 +62,7 @@ class SocketPlane:
     """The plane's end."""
 
     poll_s: float | None = None
+    _url = ""
 
     def __init__(self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None) -> None:
         check_url(url, secured=keys is not None)
@@ -81,6 +83,7 @@ class SocketPlane:
             raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
+        fork.close_in_children(self._url)
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
         if keys and self._guard:
@@ -127,6 +130,8 @@ class SocketPlane:
         """Nothing is kept for a client but what it has not read."""
 
     def close(self) -> None:
+        if self._url:
+            fork.forget(self._url)
         if self._guard is not None:
             self._guard.stop()
         self._socket.close(linger=200)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ import msgspec
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.send.timeouts import Timeouts
+from penstock.serve.process.watchdog import die_with_parent
 from penstock.testing.groups import named_group
 
 
@@ -33,6 +36,7 @@ class Worker:
     def __init__(self, *words: object, timeouts: Timeouts, prefix: tuple[str, ...] = ()) -> None:
         """`prefix` comes before the command, as in `ip netns exec NAME`."""
         command = [*prefix, sys.executable, "-m", "penstock.testing.farm", *map(str, words), _pack(timeouts)]
+        command.append(f"--parent={os.getpid()}")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
         self.said: list[dict[str, Any]] = []
         """Everything so far."""
@@ -106,7 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("numbers", type=int, nargs=3)
     parser.add_argument("timeouts")
     parser.add_argument("--keys")
+    parser.add_argument("--parent", type=int, help="the process that starts this one: it is killed when that ends")
     asked = parser.parse_args(argv)
+    if asked.parent and not die_with_parent(asked.parent, signal.SIGKILL):
+        return 1
     timeouts = msgspec.json.decode(asked.timeouts, type=Timeouts)
     first, second, third = asked.numbers
     work = run_rank if asked.kind == "rank" else run_producer

@@ -4,13 +4,15 @@
     producer FOLDER URL N OF    puts groups N, N + OF, ..., and notes what was acknowledged
     rank FOLDER URL N OF        takes steps, notes their digests, commits, saves a checkpoint; begins anew when told
 
-They end when the file FOLDER/last names a step and it is trained. `torture.py` starts and kills them.
+They end when the file FOLDER/last names a step and it is trained, and with the process that `--parent` names, however
+that ends. `torture.py` starts and kills them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.server import Server
+from penstock.serve.process.watchdog import die_with_parent
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.groups import named_group
 
@@ -125,7 +128,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("url")
     parser.add_argument("number", type=int)
     parser.add_argument("of", type=int)
+    parser.add_argument("--parent", type=int, help="the process that starts this one: it is killed when that ends")
     asked = parser.parse_args(argv)
+    if asked.parent and not die_with_parent(asked.parent, signal.SIGKILL):
+        return 1
     if asked.kind == "plane":
         run_plane(asked.folder, asked.url, asked.of)
     elif asked.kind == "producer":

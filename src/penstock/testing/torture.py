@@ -88,6 +88,7 @@ class Run:
             self._url,
             number,
             str(of),
+            f"--parent={os.getpid()}",
         ]
         with (self.folder / f"{name}.err").open("ab") as errors:
             self._processes[name] = subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
