@@ -160,6 +160,30 @@ def prompts_and_unknown_versions() -> list[ps.Sample]:
     return [*made, ps.Sample(id="alone", token_ids=[9])]
 
 
+def sampling_masks() -> list[ps.Sample]:
+    """Kept sets of answers to one prompt; one answer has none, one sample has a set of its only token."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, 151_936, 40).tolist()
+    made = [
+        ps.Sample(id="without", token_ids=prompt),
+        ps.Sample(id="one", token_ids=[3], sampling_mask=[[3, 2**32 - 1]]),
+    ]
+    for i, length in enumerate([30, 7]):
+        answer = rng.integers(0, 151_936, length).tolist()
+        kept = [sorted({one, *rng.integers(0, 151_936, int(rng.integers(12))).tolist()}) for one in answer]
+        made.append(
+            ps.Sample.from_prompt(
+                id=f"{i}", prompt_ids=prompt, completion_ids=answer, sampling_mask=[[]] * len(prompt) + kept
+            )
+        )
+    return made
+
+
+def kept_sets_everywhere() -> list[ps.Sample]:
+    """All samples have kept sets, on trained tokens alone."""
+    return sampling_masks()[2:]
+
+
 def one_token() -> list[ps.Sample]:
     return [ps.Sample(id="a", token_ids=[0])]
 
@@ -176,6 +200,8 @@ BATCHES = (
     images,
     every_column,
     prompts_and_unknown_versions,
+    sampling_masks,
+    kept_sets_everywhere,
     one_token,
     empty,
 )

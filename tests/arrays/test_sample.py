@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from penstock.arrays import ImageSpan, Sample
+from penstock.arrays.ragged import arrays_in
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.reference import record
 from penstock.testing.strategies import samples
@@ -156,7 +157,7 @@ def test_columns_have_their_declared_dtype_whatever_they_were_given_as() -> None
 
 @given(samples())
 def test_arrays_of_a_sample_cannot_be_written_to(sample: Sample) -> None:
-    assert not any(values.flags.writeable for values in sample.columns.values())
+    assert not any(array.flags.writeable for cells in sample.columns.values() for array in arrays_in(cells))
 
 
 def test_fields_of_a_sample_cannot_be_set() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan, Sample, Samples
+from penstock.arrays.ragged import arrays_in
 from penstock.encode import encode
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.reference import record
@@ -59,7 +60,7 @@ def test_samples_of_a_batch_are_read_only_views_of_its_columns(rows: list[Sample
     batch = Samples.of(rows)
     for sample in batch:
         assert np.shares_memory(sample.token_ids, batch["token_ids"].values)
-        assert not any(values.flags.writeable for values in sample.columns.values())
+        assert not any(array.flags.writeable for cells in sample.columns.values() for array in arrays_in(cells))
 
 
 def test_lengths_of_a_column_say_who_has_it_and_how() -> None:

@@ -72,8 +72,13 @@ def test_values_are_those_of_the_micro_batch_with_and_without_a_pool(samples: li
     pool: dict[str, Any] = {}
     for batch in [b for rank in pack_with(Packing(ranks=2, seq_len=64), samples).ranks for b in rank]:
         for tensors in (to_torch(batch), to_torch(batch, out=pool), to_torch(batch, device="cpu")):
-            assert set(tensors) == {*batch.columns, "sequence_lengths"}
-            for name, values in batch.columns.items():
+            columns = dict(batch.columns)
+            if "sampling_mask" in columns:
+                lists = columns.pop("sampling_mask")
+                columns |= {"sampling_mask_values": lists.values, "sampling_mask_offsets": lists.offsets}
+                assert tensors["sampling_mask_values"].dtype == tensors["sampling_mask_offsets"].dtype == torch.int64
+            assert set(tensors) == {*columns, "sequence_lengths"}
+            for name, values in columns.items():
                 found = tensors[name].numpy()
                 assert np.array_equal(found, values.astype(found.dtype), equal_nan=found.dtype.kind == "f")
 

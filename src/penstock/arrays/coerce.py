@@ -12,10 +12,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Array, Column, first_bad
+from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Array, Cells, Column, first_bad
+from penstock.arrays.kept_sets import ascending, check_kept
+from penstock.arrays.ragged import Ragged, freeze, offsets_of
 from penstock.errors import InvalidInput
 
-Values: TypeAlias = Array | Sequence[float] | Sequence[int] | Sequence[bool] | float
+Values: TypeAlias = Array | Ragged | Sequence[float] | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | float
 MAX_TEXT = 512
 MAX_EXTENT = 1 << 20
 """Bound on each dimension behind the token axis; a frame's reader holds its peers to the same."""
@@ -38,16 +40,16 @@ def _check_unicode(value: str, where: str) -> None:
         raise InvalidInput(f"{where}: holds the control character U+{ord(bad):04X}; remove it")
 
 
-def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, Array]:
+def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, Cells]:
     """Columns as validated read-only arrays, in table order."""
     unknown = given.keys() - TOKEN_COLUMNS.keys()
     if unknown:
         raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}")
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Cells] = {}
     for name, column in TOKEN_COLUMNS.items():
         value = given.get(name)
         if value is not None:
-            arrays[name] = coerce(column, value, f"{where}.{name}")
+            arrays[name] = coerce_cells(column, value, f"{where}.{name}")
     count = len(arrays["token_ids"]) if "token_ids" in arrays else 0
     if count == 0:
         raise InvalidInput(f"{where}.token_ids: empty; a sample has at least one token")
@@ -57,23 +59,77 @@ def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, 
         arrays = {name: arrays[name] for name in TOKEN_COLUMNS if name in arrays}
     for name, values in arrays.items():
         _check_column(TOKEN_COLUMNS[name], values, count, mask, where)
-        if values.ndim == 1 and count == 1 and TOKEN_COLUMNS[name].per == "either":
+        if count == 1 and TOKEN_COLUMNS[name].per == "either" and values.ndim == 1:
             arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
+    if "sampling_mask" in arrays:
+        check_kept(arrays["sampling_mask"], arrays["token_ids"], where)
     if mask[0]:
         raise InvalidInput(f"{where}.loss_mask[0]: True; nothing predicts a first token, so it cannot be trained")
     return arrays
 
 
-def _check_column(column: Column, values: Array, count: int, mask: NDArray[np.bool_], where: str) -> None:
+def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bool_], where: str) -> None:
     scalar = column.per == "either" and values.ndim == 0
     if not scalar and len(values) != count:
+        what = "lists" if column.ragged else "values"
         form = "one per token" if column.per == "token" else "one per token or a single number"
-        raise InvalidInput(f"{where}.{column.name}: {len(values)} values for {count} tokens; give {form}, or omit it")
+        raise InvalidInput(f"{where}.{column.name}: {len(values)} {what} for {count} tokens; give {form}, or omit it")
+    if column.ragged:
+        _check_lists(column, values, where)
+        return
     where_trained = column.nan == "untrained" and not mask.all()
     bad = first_bad(column, values[mask] if where_trained else np.atleast_1d(values))
     if bad is not None:
         index = int(np.flatnonzero(mask)[bad[0]]) if where_trained else bad[0]
         raise InvalidInput(f"{where}.{column.name}{'' if scalar else f'[{index}]'}: {bad[1]}")
+
+
+def _check_lists(column: Column, lists: Ragged, where: str) -> None:
+    bad = first_bad(column, lists.values)
+    if bad is not None:
+        token = int(np.searchsorted(lists.offsets, bad[0], side="right")) - 1
+        raise InvalidInput(f"{where}.{column.name}[{token}][{bad[0] - int(lists.offsets[token])}]: {bad[1]}")
+
+
+def coerce_cells(column: Column, value: Values, where: str) -> Cells:
+    """What a sample holds of any column: an array, or for a ragged one a `Ragged` with one list per token."""
+    return coerce_lists(column, value, where) if column.ragged else coerce(column, value, where)
+
+
+def coerce_lists(column: Column, value: Values, where: str) -> Ragged:
+    """One read-only list per token, in the column's dtype; the ids of a sampling mask are put in order."""
+    lists = _as_lists(value, where)
+    lists = Ragged(coerce(column, lists.values, where), lists.offsets)
+    lists = ascending(lists) if column.name == "sampling_mask" else lists
+    freeze(lists)
+    return lists
+
+
+def _as_lists(value: Values, where: str) -> Ragged:
+    """One list per token, from a `Ragged`, from a sequence of sequences (None = nothing), or from rows of an array."""
+    if isinstance(value, Ragged):
+        return _checked_offsets(value, where)
+    if isinstance(value, np.ndarray) and value.ndim == 2:
+        return Ragged(value.reshape(-1), np.arange(len(value) + 1) * value.shape[1])
+    try:
+        rows = [() if row is None else row for row in value]  # type: ignore[union-attr]
+        lengths = [len(row) for row in rows]  # type: ignore[arg-type]
+        parts = [np.asarray(row) for row, length in zip(rows, lengths, strict=True) if length]
+        values = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"{where}: not one list per token ({error}); give a list of lists, or a Ragged") from None
+    return Ragged(values, offsets_of(lengths))
+
+
+def _checked_offsets(lists: Ragged, where: str) -> Ragged:
+    offsets, values = np.asarray(lists.offsets), np.asarray(lists.values)
+    sound = offsets.ndim == 1 and len(offsets) > 0 and offsets.dtype.kind in "ui" and values.ndim == 1
+    if not sound or int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or (offsets[1:] < offsets[:-1]).any():
+        raise InvalidInput(
+            f"{where}: offsets {offsets.reshape(-1)[:4].tolist()}... for {values.size} values; they must be whole "
+            "numbers that rise from 0 to the number of values"
+        )
+    return Ragged(values, offsets.astype(np.int64))
 
 
 def coerce(column: Column, value: Values, where: str) -> Array:

@@ -4,7 +4,8 @@ Validation, encoding, packing, padding, export and the viewer all loop over this
 one line here. Names are the field's own: what trainers and inference servers call these things.
 
 A column is given per token, per sample, or either way ("either": one number for the whole sample, or one
-per token). `fill` stands in for an absent column when samples with and without it share a micro-batch;
+per token). Along the tokens stands one value, an array of a fixed shape (`trailing`), or a list of any length
+(`ragged`). `fill` stands in for an absent column when samples with and without it share a micro-batch;
 `pad` stands in the padding segment of a micro-batch, where nothing may reach the loss.
 """
 
@@ -21,6 +22,8 @@ NO_VERSION = -1
 """Stands in arrays and frames for a policy version that was not given: not 0, which is the first one."""
 
 Array: TypeAlias = NDArray[Any]
+Cells: TypeAlias = Any
+"""What a column holds along the tokens: an array, or a `Ragged` where every token has a list of its own."""
 Per: TypeAlias = Literal["token", "either", "sample"]
 MODES = ("rl", "opd", "sft")
 WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
@@ -40,6 +43,8 @@ class Column:
     meaning: str
     trailing: int = 0
     """Number of trailing dimensions after the token axis."""
+    ragged: bool = False
+    """Whether every token has a list of its own; where nothing was given, and in padding, the lists are empty."""
     nan: Literal["no", "untrained", "yes"] = "no"
     """Where NaN may stand: nowhere, on tokens that are not trained, or anywhere."""
     above: float = -math.inf
@@ -115,6 +120,15 @@ TABLE: tuple[Column, ...] = (
         NO_VERSION,
         "policy version that sampled the token, where it changed mid-rollout; -1 = not known",
         above=NO_VERSION - 1,
+    ),
+    Column(
+        name="sampling_mask",
+        dtypes=("<u4",),
+        per="token",
+        ragged=True,
+        fill=0,
+        pad=0,
+        meaning="the ids that the sampler kept (top-p, top-k, min-p), ascending; empty = all of them",
     ),
     _sample("id", "str", "", "unique; later columns attach by it"),
     _sample("group", "str", "", "the group's own id, unique: the unit of replay"),

@@ -55,9 +55,23 @@ def _names(samples: Samples) -> list[bytes]:
 
 def _column(name: str, column: Ragged) -> list[bytes]:
     """One digest per sample; empty where it lacks the column."""
+    if isinstance(column.values, Ragged):
+        return _lists(name, column)
     values = np.ascontiguousarray(column.values)
     width = values.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     octets = values.reshape(-1).view(np.uint8).data
     seed = xxhash.xxh3_64_intdigest(f"{name}:{values.dtype.str}:{values.shape[1:]}".encode())
     edges = (column.offsets * width).tolist()
     return [xxhash.xxh3_128_digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]
+
+
+def _lists(name: str, column: Ragged) -> list[bytes]:
+    """As `_column`, where every token has a list: of the lengths of the lists, then of their values."""
+    seed = xxhash.xxh3_64_intdigest(f"{name}:{column.values.dtype.str}:lists".encode())
+    digests = []
+    for i in range(len(column)):
+        lists: Ragged = column[i]
+        state = xxhash.xxh3_128(lists.lengths.astype("<u4").data, seed)
+        state.update(np.ascontiguousarray(lists.values).data)
+        digests.append(state.digest() if len(lists) else b"")
+    return digests

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import Values, check_text, coerce, coerce_columns
-from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array
+from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells
 from penstock.arrays.images import ImageSpan, check_spans, types_of
-from penstock.arrays.run_lengths import bit_view
+from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
 
@@ -44,7 +44,7 @@ class Sample:
     policy_version: int | None
     """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]
-    _columns: dict[str, Array]
+    _columns: dict[str, Cells]
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Sample:
     @classmethod
     def trusted(
         cls,
-        columns: dict[str, Array],
+        columns: dict[str, Cells],
         text: Mapping[str, str],
         policy_version: int | None,
         images: tuple[ImageSpan, ...],
@@ -94,13 +94,13 @@ class Sample:
         """A sample from columns that were already validated: nothing is checked or copied, but made read-only."""
         sample = cls.__new__(cls)
         for values in columns.values():
-            values.flags.writeable = False
+            freeze(values)
         sample._set(columns, text, policy_version, images)
         return sample
 
     def _set(
         self,
-        columns: dict[str, Array],
+        columns: dict[str, Cells],
         text: Mapping[str, str],
         policy_version: int | None,
         images: tuple[ImageSpan, ...],
@@ -165,11 +165,13 @@ class Sample:
 
     @property
     def token_ids(self) -> NDArray[np.uint32]:
-        return self._columns["token_ids"]
+        ids: NDArray[np.uint32] = self._columns["token_ids"]
+        return ids
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        return self._columns["loss_mask"]
+        mask: NDArray[np.bool_] = self._columns["loss_mask"]
+        return mask
 
     @property
     def num_tokens(self) -> int:
@@ -180,11 +182,11 @@ class Sample:
         return int(np.count_nonzero(self._columns["loss_mask"]))
 
     @property
-    def columns(self) -> Mapping[str, Array]:
-        """The columns present, by name: [T, ...] per token, or a scalar array for the whole sample."""
+    def columns(self) -> Mapping[str, Cells]:
+        """The columns present, by name: [T, ...] per token, a `Ragged` with one list per token, or a scalar array."""
         return self._columns
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Cells:
         try:
             return self._columns[name]
         except KeyError:
@@ -196,7 +198,7 @@ class Sample:
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
-    def get(self, name: str) -> Array | None:
+    def get(self, name: str) -> Cells | None:
         return self._columns.get(name)
 
     def replace(self, **changes: Any) -> Sample:
@@ -212,7 +214,7 @@ class Sample:
         return (
             all(getattr(self, name) == getattr(other, name) for name in fields)
             and self._columns.keys() == other._columns.keys()
-            and all(_same_bits(values, other._columns[name]) for name, values in self._columns.items())
+            and all(same_bits(values, other._columns[name]) for name, values in self._columns.items())
         )
 
     def __hash__(self) -> int:
@@ -221,11 +223,3 @@ class Sample:
     def __repr__(self) -> str:
         extra = [name for name in self._columns if name not in ("token_ids", "loss_mask")]
         return f"Sample(id={self.id!r}, tokens={self.num_tokens}, loss_tokens={self.loss_tokens}, columns={extra})"
-
-
-def _same_bits(a: Array, b: Array) -> bool:
-    if a.shape != b.shape:
-        return False
-    if a.dtype.kind == "f" and a.dtype == b.dtype:
-        return bool(np.array_equal(bit_view(np.atleast_1d(a)), bit_view(np.atleast_1d(b))))
-    return bool(np.array_equal(a, b))

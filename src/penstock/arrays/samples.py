@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Cells
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
@@ -112,7 +112,7 @@ class Samples(Sequence[Sample]):
         return self._row(range(len(self))[index])
 
     def _row(self, i: int) -> Sample:
-        columns: dict[str, Array] = {}
+        columns: dict[str, Cells] = {}
         count = int(self.lengths[i])
         for name, column in self.columns.items():
             row = column[i]
@@ -171,6 +171,9 @@ def _join(name: str, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
     given = [v for v in values if v is not None]
     if not given:
         return Ragged(np.zeros(0, column.dtype), offsets)
+    if column.ragged:
+        nothing = Ragged.empty(0, column.dtype)
+        return Ragged.of([nothing if v is None else v for v in values], offsets if len(given) == len(rows) else None)
     shapes = {v.shape[1:] for v in given}
     if len(shapes) > 1:
         raise InvalidInput(f"{name}: samples of one batch have trailing shapes {sorted(shapes)}; give them one shape")

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import MAX_TEXT, Values, coerce
-from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Column, first_bad
+from penstock.arrays.coerce import MAX_TEXT, Values, coerce, coerce_lists
+from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans, types_of
+from penstock.arrays.kept_sets import check_kept
+from penstock.arrays.ragged import Ragged, copied, freeze, offsets_of
 from penstock.arrays.run_lengths import bit_view
 from penstock.errors import InvalidInput
 
@@ -36,6 +38,7 @@ class Turn:
     which of its tokens the model sampled: a chat template often puts tokens around them. Log-probabilities may
     be given for all tokens or for the sampled ones only. Other columns are given by name, as one value per
     token or one number for the turn: `temperatures`, `weight_versions`, `routed_experts`, `ce_weights`, ...
+    `sampling_mask` is one list of ids per token, or per sampled token.
 
     >>> prompt = Turn([5, 6, 7])
     >>> reply = Turn([1, 8, 9], mask=[False, True, True], logprobs=[-0.5, -0.25], temperatures=0.7)
@@ -51,8 +54,8 @@ class Turn:
     """[T] which tokens were sampled; None when all were (or, for a turn that is not sampled, none)."""
     logprobs: NDArray[np.float32] | None
     """[num_sampled] of the sampler, for the sampled tokens in order; None when not recorded."""
-    columns: Mapping[str, Array]
-    """Other columns: [T, ...], or a scalar array for the whole turn."""
+    columns: Mapping[str, Cells]
+    """Other columns: [T, ...], a `Ragged` with one list per token, or a scalar array for the whole turn."""
     images: tuple[ImageSpan, ...]
     """Images this turn introduced; offsets count from the turn's first token."""
     role: str
@@ -145,12 +148,12 @@ def _logprobs(logprobs: Values, ids: Array, marks: NDArray[np.bool_] | None, whe
 
 def _columns(
     given: Mapping[str, Any], ids: Array, sampled: NDArray[np.bool_], images: Sequence[ImageSpan], where: str
-) -> dict[str, Array]:
+) -> dict[str, Cells]:
     unknown = given.keys() - TURN_COLUMNS.keys()
     if unknown:
         raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; a turn has {', '.join(TURN_COLUMNS)}")
     arrays = {
-        name: _column(column, given[name], sampled, where)
+        name: _column(column, given[name], ids, sampled, where)
         for name, column in TURN_COLUMNS.items()
         if given.get(name) is not None
     }
@@ -158,10 +161,30 @@ def _columns(
     check_spans(images, len(ids), None if types is None else np.broadcast_to(types, len(ids)), where)
     if images and types is None:
         arrays["mm_token_type_ids"] = types_of(images, len(ids))
-    return {name: owned(_one_number(values)) for name, values in arrays.items()}
+    return {name: freeze(copied(_one_number(values))) for name, values in arrays.items()}
 
 
-def _column(column: Column, value: Any, sampled: NDArray[np.bool_], where: str) -> Array:
+def _lists(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], where: str) -> Ragged:
+    """One list per token; where they were given for the sampled tokens only, the others get empty ones."""
+    lists = coerce_lists(column, value, f"{where}.{column.name}")
+    num_sampled = int(np.count_nonzero(sampled))
+    if len(lists) == num_sampled != len(ids):
+        lengths = np.zeros(len(ids), np.int64)
+        lengths[sampled] = lists.lengths
+        lists = Ragged(lists.values, offsets_of(lengths))
+    if len(lists) != len(ids):
+        raise InvalidInput(
+            f"{where}.{column.name}: {len(lists)} lists for {num_sampled} sampled of {len(ids)} tokens; "
+            "record one per sampled token, or one per token"
+        )
+    if column.name == "sampling_mask":
+        check_kept(lists, ids, where)
+    return lists
+
+
+def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], where: str) -> Cells:
+    if column.ragged:
+        return _lists(column, value, ids, sampled, where)
     at = f"{where}.{column.name}"
     scalar = column.trailing == 0 and np.ndim(value) == 0
     values = coerce(column, [value] if scalar else value, at)
@@ -174,9 +197,9 @@ def _column(column: Column, value: Any, sampled: NDArray[np.bool_], where: str) 
     return values[0].reshape(()) if scalar else values
 
 
-def _one_number(values: Array) -> Array:
+def _one_number(values: Cells) -> Cells:
     """A constant column as a scalar array; bits are compared, so -0.0 and 0.0 stay apart."""
-    if values.ndim != 1 or len(values) == 0:
+    if isinstance(values, Ragged) or values.ndim != 1 or len(values) == 0:
         return values
     bits = bit_view(values) if values.dtype.kind == "f" else values
     return values[0].reshape(()) if bool((bits == bits[0]).all()) else values

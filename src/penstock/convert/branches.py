@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.ragged import Ragged, joined
 from penstock.arrays.sample import Sample
 from penstock.arrays.versions import known
 from penstock.capture.trajectory import Trajectory
@@ -156,6 +157,11 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
         rows = [part.turn.columns[name][: part.keep] for part in parts if part.keep] if whole else []
         return {name: np.concatenate(rows)} if rows else {}
     column = TOKEN_COLUMNS[name]
+    if column.ragged:
+        nothing = {part.keep: Ragged.empty(part.keep, column.dtype) for part in parts}
+        lists = joined([part.turn.columns.get(name, nothing[part.keep])[: part.keep] for part in parts])
+        # What an earlier branch trains is context here: the sets that its tokens were drawn from have no use.
+        return {name: lists.only(sampled) if name == "sampling_mask" else lists}
     fill = column.fill
     if name == "weight_versions":  # a turn that does not say was sampled by the rollout's version
         fill = NO_VERSION if version is None else version

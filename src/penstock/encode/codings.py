@@ -7,8 +7,9 @@
     4 sparse    only the values on trained tokens; all others are zero bits
     5 planes    byte planes, each compressed or left alone (arrays/byte_planes.py)
     6 packed    `narrow`, each plane compressed or left alone
+    7 deltas    lists that ascend: the first value of each list, then by how much each is larger than the one before
 
-The `fast` profile uses 0-4, which run at memory speed; `small` adds 5 and 6. Every writer here has its
+The `fast` profile uses 0-4, which run at memory speed; `small` adds 5 to 7. Every writer here has its
 reader beside it; readers check sizes against counts before they allocate.
 """
 
@@ -24,14 +25,16 @@ from numpy.typing import NDArray
 from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, unpack_uints, width_of
 from penstock.arrays.byte_planes import join_bytes, split_bytes
 from penstock.arrays.columns import Array
+from penstock.arrays.list_steps import lists_of, steps_of
+from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.encode.compress import compress, decompress
 from penstock.encode.layout import ALIGN, Block, Buffer
 from penstock.errors import CorruptFrame
 
 Profile: TypeAlias = Literal["fast", "small"]
-RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED = range(7)
-NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed")
+RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS = range(8)
+NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas")
 
 
 class Writer:
@@ -125,6 +128,19 @@ class Writer:
         self._pad(size)
         return Block(RAW)
 
+    def write_lists(self, lists: Ragged, trained: MaskRuns | None = None) -> tuple[Block, Block]:
+        """Write one list per token: how many values each has, then the values; `trained` as for `write`."""
+        counts = lists.lengths.astype(np.uint32)
+        if len(counts) and trained is not None and trained.has_off and trained.is_zero_off(counts):
+            first = Block(SPARSE, trained.count(), (), (self.write(trained.take(counts)),))
+        else:
+            first = self.write(counts)
+        if self.small and lists.dtype.kind == "u" and len(lists.values) > 64:
+            steps = steps_of(lists)
+            if steps is not None:
+                return first, Block(DELTAS, 0, (), (self.write(steps),))
+        return first, self.write(lists.values)
+
     def write_rows(self, values: Array) -> Block:
         """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`."""
         flat = values.reshape(len(values), -1)
@@ -192,6 +208,16 @@ class Reader:
             flat = np.frombuffer(decompress(self.bytes(block.sizes[0], what), total, what), dtype)
             return np.ascontiguousarray(flat.reshape(size, count).T).reshape(count, *shape)
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
+
+    def read_lists(self, block: Block, dtype: np.dtype[Any], counts: NDArray[np.uint32], what: str) -> Ragged:
+        """The lists of these lengths whose values were written as `block`; the caller has bounded their sum."""
+        offsets = offsets_of(counts)
+        total = int(offsets[-1])
+        if block.coding != DELTAS:
+            return Ragged(self.read(block, dtype, total, what), offsets)
+        if len(block.parts) != 1 or dtype.kind != "u":
+            raise CorruptFrame(f"{what}: {len(block.parts)} parts of {dtype} in lists that ascend")
+        return lists_of(self.read(block.parts[0], dtype, total, what), offsets)
 
     def _read_runs(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> Array:
         runs = block.arg

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import MAX_EXTENT, MAX_TEXT, check_text
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, first_bad
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, first_bad
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.versions import MAX_VERSION
@@ -128,9 +128,11 @@ def _check_limits(header: Header, limits: Limits) -> None:
         size = 8
         for extent in spec.trailing:
             size *= extent
-        total += size * (header.num_tokens if spec.rows is None else spec.num_values)
+        total += size * (header.num_tokens if spec.rows is None else spec.num_values) + 8 * max(spec.num_items, 0)
         if spec.num_values < 0 or spec.num_values > header.num_tokens:
             raise CorruptFrame(f"{spec.name}: {spec.num_values} values for {header.num_tokens} tokens")
+        if spec.num_items < 0 or (spec.num_items and spec.counts is None):
+            raise CorruptFrame(f"{spec.name}: {spec.num_items} values in lists of no length")
     for text in header.text:
         total += max(text.num_distinct, 0) * 4 + max(text.num_bytes, 0)
     if total > limits.max_bytes:
@@ -152,6 +154,8 @@ def _check_spec(spec: ColumnBlock) -> None:
         raise CorruptFrame(f"frame: column {spec.name[:40]!r} is not one this reader knows; upgrade it")
     if spec.dtype not in column.dtypes or len(spec.trailing) != column.trailing:
         raise CorruptFrame(f"{spec.name}: {spec.dtype[:8]} with {len(spec.trailing)} trailing dimensions")
+    if (spec.counts is not None) != column.ragged or (column.ragged and spec.shares_prefixes):
+        raise CorruptFrame(f"{spec.name}: {'lists that share prefixes' if column.ragged else 'lists'}")
 
 
 def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -274,7 +278,7 @@ def _read_kinds(reader: Reader, spec: ColumnBlock, n: int, *, most: int) -> NDAr
     return kinds
 
 
-def ragged(spec: ColumnBlock, values: Array, lengths: NDArray[np.int64]) -> Ragged:
+def ragged(spec: ColumnBlock, values: Cells, lengths: NDArray[np.int64]) -> Ragged:
     if int(lengths.sum()) != len(values):
         raise CorruptFrame(f"{spec.name}: rows add up to {int(lengths.sum())} of {len(values)} values")
     return Ragged(values, offsets_of(lengths))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
@@ -31,6 +31,12 @@ PREFIX_SIZE = _PREFIX.size
 _CHECKED = PREFIX_SIZE - 8  # the head checksum covers the prefix up to itself
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Form: TypeAlias = tuple[str, bool | int | float, bool | int | float]
+"""How a column is given (token, either, sample), its fill and its padding."""
+
+
+_FIRST_FIELDS = 7
+"""Of a ColumnBlock, in frames of the first writers; those of the columns they knew still have no more."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +74,17 @@ class ColumnBlock(msgspec.Struct, frozen=True, array_like=True):
     """Values held; only used with `rows`."""
     shares_prefixes: bool = False
     """Whether tokens shared with an earlier sample are left out."""
+    counts: Block | None = None
+    """Of a column of lists: per token held, how many values its list has."""
+    num_items: int = 0
+    """Values of all lists together; only used with `counts`."""
+    form: Form | None = None
+    """What it takes to keep the column without knowing it; None for those that every reader knows."""
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """As it is written: without the fields behind `shares_prefixes` where they say nothing."""
+        fields = msgspec.structs.astuple(self)
+        return fields if self.form is not None else fields[:_FIRST_FIELDS]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -157,6 +174,14 @@ def check_body(sections: Sections) -> None:
 
 
 _HEADER = msgspec.msgpack.Decoder(Header)
+_PACK = msgspec.msgpack.Encoder()
+
+
+def pack_header(header: Header) -> bytes:
+    fields = {name: getattr(header, name) for name in header.__struct_fields__}
+    for name in ("head_columns", "body_columns"):
+        fields[name] = [block.to_wire() for block in fields[name]]
+    return _PACK.encode(tuple(fields.values()))
 
 
 def parse_header(section: memoryview) -> Header:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import TOKEN_COLUMNS, Array
+from penstock.arrays.columns import TOKEN_COLUMNS, Cells
 from penstock.arrays.images import check_spans
+from penstock.arrays.kept_sets import first_bad_set
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
@@ -108,7 +109,12 @@ def _unfold(stored: Stored, offsets: Offsets) -> Ragged:
 
 def _read_values(
     spec: ColumnBlock, dtype: np.dtype[Any], count: int, reader: Reader, trained: MaskRuns | None
-) -> Array:
+) -> Cells:
+    if spec.counts is not None:
+        counts = reader.read(spec.counts, np.dtype("<u4"), count, spec.name, trained)
+        if int(counts.sum(dtype=np.int64)) != spec.num_items:
+            raise CorruptFrame(f"{spec.name}: lists of {int(counts.sum(dtype=np.int64))} of {spec.num_items} values")
+        return reader.read_lists(spec.values, dtype, counts, spec.name)
     if spec.trailing:
         return reader.read_rows(spec.values, dtype, count, spec.trailing, spec.name)
     return reader.read(spec.values, dtype, count, spec.name, trained)
@@ -141,6 +147,10 @@ def _check_values(samples: Samples, head: Head) -> None:
 
 def _check_column(name: str, column: Ragged, samples: Samples) -> None:
     values = column.values
+    if isinstance(values, Ragged):
+        if name == "sampling_mask":
+            _check_kept(column, samples)
+        values = values.values
     if TOKEN_COLUMNS[name].nan == "untrained":
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values
@@ -148,3 +158,15 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
             have = np.repeat(column.lengths > 0, samples.lengths)
             values = values[samples.trained.mask[have]]
     check_floats(name, values)
+
+
+def _check_kept(column: Ragged, samples: Samples) -> None:
+    """Every set of a sampling mask holds the token that was drawn from it."""
+    ids = samples["token_ids"].values
+    if column.offsets[-1] != samples.num_tokens:
+        ids = ids[np.repeat(column.lengths > 0, samples.lengths)]
+    bad = first_bad_set(column.values, ids)
+    if bad is not None:
+        row = int(np.searchsorted(column.offsets, bad[0], side="right")) - 1
+        token = bad[0] - int(column.offsets[row])
+        raise CorruptFrame(f"sample {samples.ids[row]!r}.sampling_mask[{token}]: {bad[1]}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import Array, Cells
 from penstock.encode.prefixes import Prefixes
 
 
@@ -15,7 +15,7 @@ from penstock.encode.prefixes import Prefixes
 class Stored:
     """One column of one frame."""
 
-    values: Array
+    values: Cells
     """[stored, *trailing] the samples' own parts, end to end."""
     starts: NDArray[np.int64]
     """[n + 1] where each sample's own part begins."""

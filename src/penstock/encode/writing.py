@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS
+from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Column
+from penstock.arrays.ragged import Ragged
+from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import Profile, Writer
-from penstock.encode.layout import TEXTS, Buffer, ColumnBlock, Header, TextBlock, assemble
+from penstock.encode.layout import TEXTS, Buffer, ColumnBlock, Form, Header, TextBlock, assemble, pack_header
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
 
-_PACK = msgspec.msgpack.Encoder()
+_FIRST = tuple(name for name in TOKEN_COLUMNS if name != "sampling_mask")
+"""Columns that every reader of the format knows; others are described in the header."""
 
 
 def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
@@ -72,7 +75,7 @@ def frame_pieces(
         shared=shared,
         images=batch.images,
     )
-    return assemble(_PACK.encode(header), head.pieces, body.pieces)
+    return assemble(pack_header(header), head.pieces, body.pieces)
 
 
 def _texts(batch: Samples) -> list[str]:
@@ -109,6 +112,8 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     if column.offsets is not batch.offsets and not np.array_equal(column.offsets, batch.offsets):
         return _sparse_rows(name, batch, head, body)
     values = column.values
+    if TOKEN_COLUMNS[name].ragged:
+        return _lists(name, values, body, batch.trained)
     # Only what the model saw follows from the tokens alone; masks and log-probabilities differ by branch.
     share = prefixes.any and (
         name == "token_ids" or (TOKEN_COLUMNS[name].trailing > 0 and shares_values(values, batch.offsets, prefixes))
@@ -119,11 +124,27 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     return ColumnBlock(name, column.values.dtype.str, block, tuple(values.shape[1:]), shares_prefixes=share)
 
 
+def _lists(name: str, lists: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
+    """A column in which every token has a list."""
+    counts, values = body.write_lists(lists, trained)
+    return ColumnBlock(
+        name, lists.dtype.str, values, counts=counts, num_items=len(lists.values), form=_form(TOKEN_COLUMNS[name])
+    )
+
+
+def _form(column: Column) -> Form | None:
+    assert not isinstance(column.fill, str) and not isinstance(column.pad, str)
+    return None if column.name in _FIRST else (column.per, column.fill, column.pad)
+
+
 def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> ColumnBlock:
     """A column that not every sample has per token: say per sample what it has, then the values."""
     column = batch.columns[name]
     rows = head.write(_row_kinds(column.lengths, name))
-    values, trailing = column.values, tuple(column.values.shape[1:])
+    values = column.values
+    if TOKEN_COLUMNS[name].ragged:
+        return replace(_lists(name, values, section), rows=rows, num_values=len(values))
+    trailing = tuple(values.shape[1:])
     block = section.write_rows(values) if trailing else section.write(values)
     return ColumnBlock(name, values.dtype.str, block, trailing, rows, len(values))
 

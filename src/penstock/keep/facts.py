@@ -234,10 +234,20 @@ def _agreement(column: Ragged, i: int, j: int, limit: int) -> int:
         return limit
     if len(a) < limit or len(b) < limit:
         return 0
+    if isinstance(a, Ragged):
+        return _agreeing_lists(a[:limit], b[:limit])
     a, b = bit_view(a[:limit].reshape(-1)), bit_view(b[:limit].reshape(-1))
     if np.array_equal(a, b):
         return limit
     return common_prefix(a, b) // max(len(a) // limit, 1)
+
+
+def _agreeing_lists(a: Ragged, b: Ragged) -> int:
+    """Over how many first tokens two lists per token agree."""
+    tokens = common_prefix(a.lengths, b.lengths)
+    own, other = (bit_view(side.values[: side.offsets[tokens]]) for side in (a, b))
+    values = common_prefix(own, other)
+    return int(np.searchsorted(a.offsets[: tokens + 1], values, side="right")) - 1
 
 
 def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array, Column
+from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array, Cells, Column
+from penstock.arrays.ragged import Ragged, copied, joined
 from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
 from penstock.pack.micro_batch import MicroBatch, Segments
@@ -71,15 +72,20 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
 
 
 def bytes_needed(rank_plan: RankPlan) -> int:
-    """How much memory the columns of a rank plan take (routed experts have their own)."""
+    """How much memory the columns of a rank plan take (routed experts and lists have their own)."""
     tokens = int(rank_plan.padded.sum())
     return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(rank_plan).values())
 
 
 def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
     """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
-    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if not TOKEN_COLUMNS[name].trailing}
+    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if _is_flat(TOKEN_COLUMNS[name])}
     return {**gathered, "position_ids": np.dtype(np.int64)}
+
+
+def _is_flat(column: Column) -> bool:
+    """Whether a column has one value per token, so that memory for it can be set aside."""
+    return not column.trailing and not column.ragged
 
 
 def _aligned(offset: int) -> int:
@@ -193,7 +199,8 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        parts = _with_dummy_trailing(parts, rank_plan, m) if is_dummy else _with_trailing(parts, layout, a, b)
+        shaped = _dummy_trailing(rank_plan, m) if is_dummy else _trailing(layout, a, b)
+        parts = _in_order(parts, _lists(layout, a, b), shaped)
         out.append(
             MicroBatch(
                 columns=parts,
@@ -218,8 +225,30 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
     return out
 
 
-def _with_trailing(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> dict[str, Array]:
-    """The columns with those that have trailing dimensions, where the samples here have them: all do, or none."""
+def _in_order(*parts: dict[str, Cells]) -> dict[str, Cells]:
+    """The columns of a micro-batch in table order, positions last."""
+    if not any(parts[1:]):
+        return parts[0]
+    every = {name: values for part in parts for name, values in part.items()}
+    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every}
+
+
+def _lists(layout: _Layout, a: int, b: int) -> dict[str, Ragged]:
+    """The columns of lists; those of padding, of dummies and of samples that have none are empty."""
+    found: dict[str, Ragged] = {}
+    for column in (TOKEN_COLUMNS[name] for name in layout.rank_plan.columns if TOKEN_COLUMNS[name].ragged):
+        given = layout.samples.columns.get(column.name)
+        pieces = []
+        for segment in range(a, b):
+            row, n = int(layout.rows[segment]), layout.lengths[segment]
+            own = given[row] if given is not None and layout.is_trained[segment] else ()
+            pieces.append(own[:n] if len(own) else Ragged.empty(n, column.dtype))
+        found[column.name] = joined(pieces) if len(pieces) > 1 else copied(pieces[0])
+    return found
+
+
+def _trailing(layout: _Layout, a: int, b: int) -> dict[str, Array]:
+    """The columns that have trailing dimensions, where the samples here have them: all do, or none."""
     found: dict[str, Array] = {}
     own = layout.rows[a:b][layout.is_sample[a:b]]
     for name in layout.rank_plan.columns:
@@ -236,21 +265,15 @@ def _with_trailing(parts: dict[str, Array], layout: _Layout, a: int, b: int) -> 
             for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
         ]
         found[name] = np.concatenate(views)
-    return _in_order(parts, found)
+    return found
 
 
-def _with_dummy_trailing(parts: dict[str, Array], rank_plan: RankPlan, m: int) -> dict[str, Array]:
-    """The columns of a dummy with those that have trailing dimensions: padding, in the shape the step has them in."""
-    found = {
+def _dummy_trailing(rank_plan: RankPlan, m: int) -> dict[str, Array]:
+    """The columns of a dummy that have trailing dimensions: padding, in the shape the step has them in."""
+    return {
         name: np.full((int(rank_plan.padded[m]), *sizes), TOKEN_COLUMNS[name].pad, dtype)
         for name, (dtype, sizes) in rank_plan.shapes.items()
     }
-    return _in_order(parts, found)
-
-
-def _in_order(parts: dict[str, Array], found: dict[str, Array]) -> dict[str, Array]:
-    every = {**parts, **found}
-    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every} if found else parts
 
 
 def _images(

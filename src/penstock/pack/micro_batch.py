@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import Cells
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.ragged import arrays_in
 from penstock.errors import UnknownKey
 
 
@@ -48,8 +48,8 @@ class Segments:
 class MicroBatch:
     """What one rank computes at one micro-batch index."""
 
-    columns: dict[str, Array]
-    """[T, ...] by name, in table order, position_ids last; every column has all T tokens."""
+    columns: dict[str, Cells]
+    """[T, ...] by name, in table order, position_ids last; a `Ragged` where tokens have lists. All have T tokens."""
     sequence_lengths: NDArray[np.int32]
     """[segments] the only boundaries; padding is a segment of its own, the last."""
     segments: Segments
@@ -62,7 +62,7 @@ class MicroBatch:
     is_dummy: bool
     """True when it only keeps the ranks in step: no sample, no loss."""
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Cells:
         try:
             return self.columns[name]
         except KeyError:
@@ -113,14 +113,15 @@ class MicroBatch:
     def digest(self) -> str:
         """xxh3-128 of all columns, boundaries and sample ids: equal digests, equal micro-batches."""
         state = xxhash.xxh3_128()
-        arrays: Mapping[str, NDArray[Any]] = {
+        arrays: Mapping[str, Cells] = {
             **self.columns,
             "sequence_lengths": self.sequence_lengths,
             "source_offsets": self.segments.source_offsets,
         }
-        for name, array in arrays.items():
-            state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
-            state.update(np.ascontiguousarray(array).data)
+        for name, cells in arrays.items():
+            for array in arrays_in(cells):
+                state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
+                state.update(np.ascontiguousarray(array).data)
         facts = (self.segments.ids, self.run, self.modality, self.is_dummy, [(i.hash, i.offset) for i in self.images])
         state.update(repr(facts).encode())
         return state.hexdigest()

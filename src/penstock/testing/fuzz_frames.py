@@ -129,6 +129,13 @@ def _odd_samples() -> list[Sample]:
             policy_version=1,
         ),
         Sample(
+            id="kept",
+            mode="sft",
+            token_ids=range(12),
+            loss_mask=mask,
+            sampling_mask=[[] if not on else [*range(0, token, 2), token, 100_000] for token, on in enumerate(mask)],
+        ),
+        Sample(
             id="experts",
             mode="sft",
             token_ids=range(12),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 try:
     from hypothesis import strategies as st
@@ -27,17 +28,18 @@ def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None)
     runs = draw(st.integers(1, 3))
     longest = draw(st.sampled_from([1, 3, 20, 60]))
     has_images, has_routing, has_modes = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
-    optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher"])))
+    optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher", "sampling_mask"])))
     has_advantages = draw(st.booleans()) if advantages is None else advantages
     out = []
     for i in range(draw(st.integers(0, most))):
         length = int(rng.integers(1, longest + 1))
+        ids = rng.integers(1, 1000, length)
         columns: dict[str, Any] = {"logprobs": -rng.random(length)}
         if has_advantages:
             columns.update(_optional("advantages", rng, length))
         for name in sorted(optional):
             if rng.random() < 0.5:
-                columns.update(_optional(name, rng, length))
+                columns.update(_optional(name, rng, length) if name != "sampling_mask" else _kept(rng, ids))
         if has_routing and rng.random() < 0.4:
             columns["routed_experts"] = rng.integers(0, 9, (length, 2, 2), np.uint8)
         if has_images and rng.random() < 0.4:
@@ -45,7 +47,7 @@ def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None)
         out.append(
             Sample(
                 id=f"s{i}",
-                token_ids=rng.integers(1, 1000, length),
+                token_ids=ids,
                 loss_mask=(rng.random(length) < 0.6) & (np.arange(length) > 0),
                 group=["", "g0", "g1"][int(rng.integers(3))],
                 run=f"run{rng.integers(runs)}",
@@ -63,6 +65,12 @@ def _optional(name: str, rng: np.random.Generator, length: int) -> dict[str, Any
         return {name: (rng.random(length) < 0.5).astype(np.float32)}
     per_token = rng.random() < 0.5
     return {name: rng.random(length) + 0.5 if per_token else float(rng.random() + 0.5)}
+
+
+def _kept(rng: np.random.Generator, ids: NDArray[np.int64]) -> dict[str, Any]:
+    """A set for most tokens, of one id to four."""
+    sets = [[] if rng.random() < 0.3 else sorted({one, *rng.integers(0, 1000, 3).tolist()}) for one in ids.tolist()]
+    return {"sampling_mask": sets}
 
 
 def _images(rng: np.random.Generator, length: int) -> dict[str, Any]:

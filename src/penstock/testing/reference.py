@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from penstock.arrays import Sample
-from penstock.arrays.columns import Array
+from penstock.arrays import Ragged, Sample
+from penstock.arrays.columns import Cells
 
 Item = TypeVar("Item")
 
@@ -106,7 +106,9 @@ def record(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _plain(values: Array) -> Any:
+def _plain(values: Cells) -> Any:
+    if isinstance(values, Ragged):
+        return [_plain(values[t]) for t in range(len(values))]
     if values.dtype.kind != "f":
         return values.tolist()
     bits = list(struct.unpack(f"<{values.size}I", values.tobytes()))

@@ -83,7 +83,7 @@ def token_rows(samples: Sequence[Sample], rank_plan: RankPlan, m: int) -> list[d
     for t in range(padding):
         row = {"position_ids": t}
         for name in rank_plan.columns:
-            row[name] = rank_plan.pad_id if name == "token_ids" else TOKEN_COLUMNS[name].pad
+            row[name] = rank_plan.pad_id if name == "token_ids" else _padding(name)
         rows.append(row)
     return rows
 
@@ -91,14 +91,19 @@ def token_rows(samples: Sequence[Sample], rank_plan: RankPlan, m: int) -> list[d
 def _value(sample: Sample, name: str, t: int) -> Any:
     column = sample.get(name)
     if column is None:
-        return WEIGHTS[sample.mode].get(name, TOKEN_COLUMNS[name].fill)
-    return column.tolist() if column.ndim == 0 else column[t].tolist()
+        return [] if TOKEN_COLUMNS[name].ragged else WEIGHTS[sample.mode].get(name, TOKEN_COLUMNS[name].fill)
+    once = not TOKEN_COLUMNS[name].ragged and column.ndim == 0
+    return column.tolist() if once else column[t].tolist()
 
 
 def _borrowed(sample: Sample, name: str, t: int) -> Any:
     if name in ("token_ids", "mm_token_type_ids") and sample.get(name) is not None:
         return sample[name][t].tolist()
-    return TOKEN_COLUMNS[name].pad
+    return _padding(name)
+
+
+def _padding(name: str) -> Any:
+    return [] if TOKEN_COLUMNS[name].ragged else TOKEN_COLUMNS[name].pad
 
 
 def count_step(step: Step) -> dict[str, int]:

@@ -27,14 +27,21 @@ except ImportError as error:
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Sample
+from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Ragged, Sample
 from penstock.arrays.columns import Array
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
 _LOGPROBS = ("logprobs", "teacher_logprobs")
 _FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.dtype.kind == "f")
-_OPTIONAL = (*_FLOATS, *_FLOATS, "routed_experts", "images", "weight_versions")  # floats twice as often
+_OPTIONAL = (
+    *_FLOATS,
+    *_FLOATS,
+    "routed_experts",
+    "images",
+    "weight_versions",
+    "sampling_mask",
+)  # floats twice as often
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
@@ -125,6 +132,21 @@ def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int] = (2, 3))
 
 
 @st.composite
+def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32]) -> Ragged:
+    """For each token nothing, its own id alone, or a set of up to a few dozen ids with its own among them."""
+    rng, most = draw(generators()), draw(st.sampled_from([0, 1, 4, 40]))
+    top = draw(st.sampled_from(_LARGEST_IDS))
+    sizes = rng.integers(0, most, len(ids), endpoint=True)
+    return Ragged.of_lists(
+        [
+            [] if n == 0 else sorted({int(one), *rng.integers(0, top, int(n) - 1, endpoint=True).tolist()})
+            for one, n in zip(ids.tolist(), sizes, strict=True)
+        ],
+        np.uint32,
+    )
+
+
+@st.composite
 def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[np.uint8]]:
     """Images that fit into `count` tokens, apart and in order, and the token types that go with them."""
     rng = draw(generators())
@@ -153,6 +175,8 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
             columns[present] = draw(routed_experts(len(ids)))
         elif present == "images":
             columns["images"], columns["mm_token_type_ids"] = draw(image_spans(len(ids)))
+        elif present == "sampling_mask":
+            columns[present] = draw(sampling_masks(ids))
         elif present == "weight_versions":
             columns[present] = draw(generators()).integers(0, 2**31 - 1, len(ids), np.int32, endpoint=True)
         else:

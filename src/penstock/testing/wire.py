@@ -17,9 +17,10 @@ SIZES = {"|b1": 1, "|u1": 1, "<u2": 2, "<u4": 4, "<f4": 4, "<i4": 4, "<i8": 8}
 WIDTHS = {1: (0, 1), 2: (0, 2), 4: (0, 4), 8: (8, 0), 9: (8, 1), 10: (8, 2), 12: (8, 4), 16: (16, 0)}
 WIDTHS |= {17: (16, 1), 18: (16, 2), 20: (16, 4), 24: (16, 8), 32: (32, 0)}
 PER_TOKEN = {"token_ids", "loss_mask", "logprobs", "teacher_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"}
-PER_TOKEN |= {"routed_experts", "mm_token_type_ids", "weight_versions"}
+PER_TOKEN |= {"routed_experts", "mm_token_type_ids", "weight_versions", "sampling_mask"}
 ORDER = ["token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "rewards", "teacher_logprobs"]
 ORDER += ["rl_weights", "ce_weights", "ref_kl_weights", "routed_experts", "mm_token_type_ids", "weight_versions"]
+ORDER += ["sampling_mask"]
 
 
 class Section:
@@ -99,6 +100,17 @@ def read_rows(section: Section, block: list[Any], dtype: str, count: int, shape:
     return [rows[i : i + layers] for i in range(0, len(rows), layers)]
 
 
+def read_lists(
+    section: Section, block: list[Any], counts_block: list[Any], dtype: str, count: int, mask: list[int] | None
+) -> list[Any]:
+    """The lists of `count` tokens: how long each is, then all values."""
+    counts = read(section, counts_block, "<u4", count, mask)
+    if block[0] != 7:
+        return split(read(section, block, dtype, sum(counts)), counts)
+    lists = split(read(section, block[3][0], dtype, sum(counts)), counts)
+    return [[sum(steps[: i + 1]) for i in range(len(steps))] for steps in lists]
+
+
 def read_frame(frame: bytes) -> list[dict[str, Any]]:
     """What every sample of a frame says."""
     header_size, head_size = struct.unpack_from("<II", frame, 12)
@@ -121,13 +133,18 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
         rows[name] = split(read(head, block, dtype, num_values), kinds)
     kinds_of = {spec[0]: read(head, spec[4], "<u4", n) for spec in body_columns if spec[4]}
     mask: list[int] | None = None
-    for name, dtype, block, trailing, kinds_block, _, shares in body_columns:
+    for name, dtype, block, trailing, kinds_block, _, shares, *described in body_columns:
         sizes = [m if kind == 2 else kind for m, kind in zip(lengths, kinds_of.get(name, [2] * n), strict=True)]
         if shares:
             sizes = [m - s for m, s in zip(lengths, shared, strict=True)]
         whole = None if kinds_block or shares else mask
         count = sum(sizes)
-        values = read_rows(body, block, dtype, count, trailing) if trailing else read(body, block, dtype, count, whole)
+        if described and described[0]:
+            values = read_lists(body, block, described[0], dtype, count, whole)
+        elif trailing:
+            values = read_rows(body, block, dtype, count, trailing)
+        else:
+            values = read(body, block, dtype, count, whole)
         rows[name] = split(values, sizes)
         if shares:
             for i in range(n):

@@ -5,7 +5,11 @@
     logprobs, advantages, weights and the like     float32  [T]
     weight_versions                                int32    [T]
     routed_experts                                 uint8    [T, layers, top_k]      (uint16 above 256 experts)
+    sampling_mask_values                           int64    [N]                     the lists of all tokens end to end
+    sampling_mask_offsets                          int64    [T + 1]                 where the list of each token starts
     sequence_lengths                               int32    [segments]
+
+A column of lists becomes two tensors, so named: token t has `values[offsets[t] : offsets[t + 1]]`.
 
 The shapes are those of the numpy columns. A model takes a row as `tensor[None]`.
 
@@ -14,11 +18,13 @@ position_ids, masks, floats and experts share the micro-batch's memory: a change
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import Array, Cells
+from penstock.arrays.ragged import Ragged
 from penstock.extras import require
 from penstock.pack import MicroBatch
 
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 # Embedding lookups take int64. Experts are many and only looked up by: they stay as narrow as they are.
-CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64}
+CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64, "sampling_mask_values": np.int64}
 
 
 def to_torch(
@@ -50,7 +56,7 @@ def to_torch(
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, values in batch.columns.items():
+    for name, values in _flat(batch.columns):
         if out is None:
             tensors[name] = torch.from_numpy(_converted(name, values))
         else:
@@ -59,6 +65,16 @@ def to_torch(
     if device is None:
         return tensors
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _flat(columns: Mapping[str, Cells]) -> Iterator[tuple[str, Array]]:
+    """The columns as arrays, those of lists as two."""
+    for name, cells in columns.items():
+        if isinstance(cells, Ragged):
+            yield f"{name}_values", cells.values
+            yield f"{name}_offsets", cells.offsets
+        else:
+            yield name, cells
 
 
 def _converted(name: str, values: Array) -> Array:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, Array
+from penstock.arrays.columns import ALL_OR_NONE, Array, Cells
 from penstock.arrays.columns import COLUMNS as GIVEN
+from penstock.arrays.ragged import copied
 from penstock.arrays.versions import known
 from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
@@ -32,20 +33,20 @@ class Snapshot:
     """A micro-batch and what the loss did with it, on the host and nobody else's: safe to write later."""
 
     batch: MicroBatch
-    columns: dict[str, Array]
+    columns: dict[str, Cells]
     """[T, ...] by export name: all of the table that batch and terms have."""
     rules: Mapping[str, Mapping[str, float | str]]
 
     @staticmethod
     def of(batch: MicroBatch, terms: Terms, *, omit: Collection[str] = ()) -> Snapshot:
         """Copy what will be exported; the only part of exporting that costs the training thread time."""
-        columns: dict[str, Array] = {}
+        columns: dict[str, Cells] = {}
         for column in TABLE:
             if column.name in omit:
                 continue
             if column.source == "batch":
                 value = batch.columns.get(column.attribute)
-                found = None if value is None else np.array(value)
+                found = None if value is None else copied(value)
             else:
                 found = _to_host(getattr(terms, column.attribute), column.kind)
             if found is None:
@@ -81,7 +82,7 @@ class Snapshot:
                 columns=without_empty(found),
             )
 
-    def _measured(self) -> dict[str, Array]:
+    def _measured(self) -> dict[str, Cells]:
         """The columns with NaN on tokens for which nothing was measured."""
         out, offsets = dict(self.columns), self.batch.segments.offsets
         absent = {column.name: self._unrecorded(column) for column in TABLE if column.null == "unrecorded"}

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from penstock.arrays.columns import Array
+from penstock.arrays.ragged import Ragged
 from penstock.errors import InvalidInput
 from penstock.view.reader import Export, StepFolder
-from penstock.view.record import OF_SAMPLE, TABLE, Record
+from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
 
 _FACTS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
 """Compared where tokens are the same; samples are paired by id, and two runs may have two names."""
@@ -142,7 +143,10 @@ def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | Non
     length = min(a.num_tokens, b.num_tokens)
     best: tuple[int, str] | None = None
     for column in TABLE:
-        differs = _differing(_values(a, column.name, length), _values(b, column.name, length))
+        if column.ragged:
+            differs = _differing_lists(*(_lists(record, column, length) for record in (a, b)))
+        else:
+            differs = _differing(_values(a, column.name, length), _values(b, column.name, length))
         if len(differs) and (best is None or differs[0] < best[0]):
             best = (int(differs[0]), column.name)
     if best is None:
@@ -158,9 +162,23 @@ def _differing(left: Array, right: Array) -> Array:
     return np.flatnonzero(((left != right) & ~(np.isnan(left) & np.isnan(right))).any(1))
 
 
+def _differing_lists(left: Ragged, right: Ragged) -> Array:
+    """Tokens whose lists are not the same on both sides."""
+    alike = left.lengths == right.lengths
+    own, other = left.only(alike).values, right.only(alike).values
+    token = np.repeat(np.arange(len(left)), np.where(alike, left.lengths, 0))
+    return np.union1d(np.flatnonzero(~alike), token[(own != other) & ~(np.isnan(own) & np.isnan(other))])
+
+
+def _lists(record: Record, column: ExportColumn, length: int) -> Ragged:
+    """One list per token; empty ones where the record lacks the column."""
+    lists: Ragged | None = record.columns.get(column.name)
+    return Ragged.empty(length, column.dtypes[0]) if lists is None else lists[:length]
+
+
 def _values(record: Record, name: str, length: int) -> Array:
     """[length, values per token]; one null per token where the record lacks the column."""
-    values = record.columns.get(name)
+    values: Array | None = record.columns.get(name)
     if values is None:
         return np.full((length, 1), np.nan)
     return values[:length].reshape(length, math.prod(values.shape[1:])).astype(np.float64)
@@ -170,7 +188,7 @@ def _cell(record: Record, name: str, index: int) -> Any:
     values = record.columns.get(name)
     if values is None:
         return None
-    if values.ndim > 1:
+    if isinstance(values, Ragged) or values.ndim > 1:
         return values[index].tolist()
     if values.dtype.kind == "f" and not np.isfinite(values[index]):
         return None

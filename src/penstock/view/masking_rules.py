@@ -19,14 +19,16 @@ def dppo(record: Record, *, high: float = 0.2, low: float = 0.2) -> NDArray[np.b
     columns = record.columns
     delta, advantages = columns["prob_delta"], columns["advantages"]
     with np.errstate(invalid="ignore"):
-        return columns["loss_mask"] & np.where(advantages > 0, delta > high, delta < -low)
+        masked: NDArray[np.bool_] = np.where(advantages > 0, delta > high, delta < -low)
+    return record.loss_mask & masked
 
 
 def icepop(record: Record, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> NDArray[np.bool_]:
     """IcePop by the ratio, whatever the advantage."""
     ratio = record.columns["importance_ratio"]
     with np.errstate(invalid="ignore"):
-        return record.columns["loss_mask"] & ((ratio < low) | (ratio > high))
+        masked: NDArray[np.bool_] = (ratio < low) | (ratio > high)
+    return record.loss_mask & masked
 
 
 def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> NDArray[np.bool_]:
@@ -34,8 +36,8 @@ def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> NDArray[
     columns = record.columns
     ratio, advantages = columns["importance_ratio"], columns["advantages"]
     with np.errstate(invalid="ignore"):
-        stopped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-        return columns["loss_mask"] & stopped
+        stopped: NDArray[np.bool_] = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+    return record.loss_mask & stopped
 
 
 def disagreement(record: Record) -> int | None:

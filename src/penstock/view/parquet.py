@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from penstock.arrays import offsets_of
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import Array, Cells
+from penstock.arrays.ragged import Ragged
 from penstock.assets.offload import INLINE_BYTES
 from penstock.errors import AssetError, CorruptFile, StorageError
 from penstock.extras import require
@@ -135,7 +136,7 @@ def _list_of(column: ExportColumn) -> pa.DataType:
     """A list along the tokens, of values or of lists of them; inner ones are counted in 64 bits, there may be many."""
     pa = _arrow()
     kind = pa.from_numpy_dtype(np.dtype(column.dtypes[-1]))
-    for _ in range(column.trailing):
+    for _ in range(column.depth):
         kind = pa.large_list(kind)
     return pa.list_(kind)
 
@@ -146,15 +147,20 @@ def _lists(records: list[Record], column: ExportColumn) -> pa.ListArray:
     found = [record.columns.get(column.name) for record in records]
     given = [one for one in found if one is not None]
     leaf = np.dtype(column.dtypes[-1])
-    joined = _joined([one.reshape(-1) for one in given], leaf)
+    joined = _joined([one.values if column.ragged else one.reshape(-1) for one in given], leaf)
     missing = ~np.isfinite(joined) if column.kind == "float" else None
     values: Any = pa.array(joined, pa.from_numpy_dtype(leaf), mask=missing)
-    for depth in range(column.trailing, 0, -1):
-        sizes = [np.full(math.prod(one.shape[:depth]), one.shape[depth]) for one in given]
+    for depth in range(column.depth, 0, -1):
+        sizes = [one.lengths if column.ragged else _sizes(one, depth) for one in given]
         values = pa.LargeListArray.from_arrays(pa.array(offsets_of(_joined(sizes, np.dtype(np.int64)))), values)
     lengths = [0 if one is None else len(one) for one in found]
     absent = pa.array([one is None for one in found], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets_of(lengths), pa.int32()), values, mask=absent)
+
+
+def _sizes(values: Array, depth: int) -> Array:
+    """How long the lists of this depth are: all the same."""
+    return np.full(math.prod(values.shape[:depth]), values.shape[depth])
 
 
 def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
@@ -175,9 +181,13 @@ def _rows(table: pa.Table) -> Iterator[Record]:
         yield Record(facts={name: values[row] for name, values in facts.items()}, columns=without_empty(columns))
 
 
-def _values(cell: pa.ListScalar, column: ExportColumn) -> Array | None:
+def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
     if not cell.is_valid:
         return None
+    if column.ragged:
+        lengths = cell.values.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        flat = cell.values.flatten().to_numpy(zero_copy_only=False)
+        return Ragged(column.array(flat), offsets_of(lengths))
     values, shape = cell.values, [len(cell.values)]
     for _ in range(column.trailing):
         flat = values.flatten()

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.arrays.columns import COLUMNS as GIVEN
-from penstock.arrays.columns import TOKEN_COLUMNS, Array, Column
+from penstock.arrays.columns import TOKEN_COLUMNS, Array, Cells, Column
+from penstock.arrays.ragged import Ragged
 
 SCHEMA_VERSION = 1
 
@@ -32,6 +34,8 @@ class ExportColumn:
     """Of the arrays, narrowest first."""
     trailing: int = 0
     """Number of dimensions behind the token axis."""
+    ragged: bool = False
+    """Whether every token has a list of its own."""
     required: bool = True
     null: Literal["never", "unrecorded", "unsampled", "first"] = "never"
     """Which tokens have no value: those without a recorded one, those not sampled, or the first of a sequence."""
@@ -40,6 +44,18 @@ class ExportColumn:
     def kind(self) -> Literal["int", "bool", "float"]:
         kind = np.dtype(self.dtypes[0]).kind
         return "float" if kind == "f" else "bool" if kind == "b" else "int"
+
+    @property
+    def depth(self) -> int:
+        """How many lists are in one another along a token."""
+        return self.trailing + self.ragged
+
+    def cells(self, values: Any) -> Cells:
+        """As `array`, or one list per token."""
+        if not self.ragged:
+            return self.array(values)
+        lists = Ragged.of_lists(values, np.float32 if self.kind == "float" else None)
+        return Ragged(self.array(lists.values), lists.offsets)
 
     def array(self, values: Any) -> Array:
         """The values in the narrowest of the column's dtypes that holds them; ValueError where none does."""
@@ -67,6 +83,7 @@ def _of_batch() -> Iterator[ExportColumn]:
             attribute=column.name,
             dtypes=column.dtypes,
             trailing=column.trailing,
+            ragged=column.ragged,
             required=column.name in _ALWAYS,
             null="unrecorded" if column.nan == "untrained" else "never",
         )
@@ -119,12 +136,19 @@ class Record:
 
     facts: dict[str, Any]
     """The fields of FACTS; None where unknown."""
-    columns: dict[str, Array]
-    """[T, ...] by name. Floats are float32 with NaN for null; a column that is null on every token is absent."""
+    columns: dict[str, Cells]
+    """[T, ...] by name, or a `Ragged` with one list per token. Floats are float32 with NaN for null; a column
+    without a value on any token is absent."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.columns["token_ids"])
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """[T]"""
+        mask: NDArray[np.bool_] = self.columns["loss_mask"]
+        return mask
 
     @property
     def worst_kl(self) -> float:
@@ -148,7 +172,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def filled(record: Record) -> dict[str, Array]:
+def filled(record: Record) -> dict[str, Cells]:
     """The record's columns in table order, with NaN arrays for required ones that it lacks."""
     nothing = np.full(record.num_tokens, np.nan, np.float32)
     return {
@@ -158,10 +182,12 @@ def filled(record: Record) -> dict[str, Array]:
     }
 
 
-def without_empty(columns: dict[str, Array]) -> dict[str, Array]:
+def without_empty(columns: dict[str, Cells]) -> dict[str, Cells]:
     """The columns without those that hold no number at all: readers of every format give the same records."""
     return {name: values for name, values in columns.items() if not _is_empty(values)}
 
 
-def _is_empty(values: Array) -> bool:
+def _is_empty(values: Cells) -> bool:
+    if isinstance(values, Ragged):
+        return len(values.values) == 0
     return bool(values.dtype.kind == "f" and values.size and np.isnan(values.flat[0]) and np.isnan(values).all())
