@@ -154,7 +154,7 @@ class Sample:
             rest["logprobs"] = behind_prompt("logprobs", completion_logprobs)
         if completion_temperatures is not None:
             rest["temperatures"] = completion_temperatures
-            if np.ndim(completion_temperatures):
+            if np.ndim(rest["temperatures"]):
                 rest["temperatures"] = behind_prompt("temperatures", completion_temperatures)
                 rest["temperatures"][: len(prompt)] = rest["temperatures"][len(prompt) : len(prompt) + 1]
         return cls(
