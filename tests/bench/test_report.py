@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.bench.report import Row, as_json, as_table, faster, skipped
@@ -37,3 +39,12 @@ def test_a_bound_is_on_ours(bound: str, ours: float, ok: bool) -> None:
 def test_a_benchmark_without_such_rivals_refuses_the_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "wire", flag, "python3"]) != 0
     assert f"bench wire: takes no {flag}" in capsys.readouterr().err
+
+
+def test_the_table_fits_a_terminal_of_100_columns_whatever_was_measured() -> None:
+    long = faster("what takes very many words to be said " * 3, 1.0, 2.0, "a rival with a long name", target=1.5)
+    rows = [long, replace(long, name="short", note="and a note " * 20), skipped("gone", "not installed " * 20)]
+    lines = as_table("wire", rows).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].startswith("what takes") and lines[2].startswith("  ")
+    assert [line.split()[-1] for line in lines if line.startswith(("what", "short", "gone"))] == ["ok", "ok", "skipped"]

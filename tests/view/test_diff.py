@@ -1,4 +1,4 @@
-"""Where two runs part: every column, samples only one has, lengths, steps, and the command line."""
+"""Where two runs first differ: every column, samples only one has, lengths, steps, and the command line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def changed(run: Path, to: Path, step: int, edit: Any) -> Path:
+def changed(run: Path, to: Path, step: int, edit: Any, *, rank: int = 1) -> Path:
     """A copy of the run with one record of a step edited; markers keep the digests of before, as an edit would."""
     import shutil
 
-    shutil.copytree(run, to)
-    path = to / f"token_exports/step_{step}/rank_1.jsonl"
+    shutil.copytree(run, to, dirs_exist_ok=True)
+    path = to / f"token_exports/step_{step}/rank_{rank}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     edit(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,12 +96,23 @@ def test_a_null_on_one_side_is_a_difference_and_on_both_is_none(run: Path, tmp_p
     assert compare(Export(other), Export(other)).what == "same"
 
 
+def test_runs_without_an_id_in_common_are_said_to_have_none(run: Path, tmp_path: Path) -> None:
+    def rename(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            line["sample_id"] = f"other-{line['sample_id']}"
+
+    half = changed(run, tmp_path / "b", 2, rename, rank=0)
+    parting = compare(Export(run), Export(changed(half, tmp_path / "c", 2, rename)))
+    assert (parting.what, parting.step) == ("samples", 2)
+    assert "has the id of one of B (other-" in parting.sentence
+
+
 def test_a_sample_only_one_run_trained_is_named(run: Path, tmp_path: Path) -> None:
     gone: list[str] = []
     other = changed(run, tmp_path / "b", 3, lambda lines: gone.append(lines.pop()["sample_id"]))
     parting = compare(Export(run), Export(other))
-    assert parting.sentence == f"The runs part at step 3: only A trained sample {gone[0]}."
-    assert compare(Export(other), Export(run)).sentence.startswith("The runs part at step 3: only B")
+    assert parting.sentence == f"The runs first differ at step 3: only A trained sample {gone[0]}."
+    assert compare(Export(other), Export(run)).sentence.startswith("The runs first differ at step 3: only B")
 
 
 def test_a_shorter_sample_parts_at_its_end(run: Path, tmp_path: Path) -> None:
@@ -142,4 +153,4 @@ def test_diff_command_says_one_sentence_and_its_exit_code_tells(
     report = json.loads(capsys.readouterr().out)
     assert (report["step"], report["token"], report["column"]) == (2, 7, "entropy") and report["values"][1] == 1.5
     assert main(["diff", str(run), str(other)]) == 1
-    assert capsys.readouterr().out.startswith("The runs part at step 2, sample s2-g")
+    assert capsys.readouterr().out.startswith("The runs first differ at step 2, sample s2-g")

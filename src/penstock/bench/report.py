@@ -11,6 +11,7 @@ import gc
 import os
 import platform
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,10 @@ from importlib import metadata
 from typing import Any, Literal
 
 from penstock.version import __version__
+
+WIDTH = 100
+"""Characters of a line of the table for people."""
+_RIVAL_NAME = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,19 +187,31 @@ def as_table(bench: str, rows: Sequence[Row]) -> str:
         ratio = "" if row.ratio is None else f"{_number(row.ratio)}x"
         ours = "" if row.ours is None else f"{_number(row.ours)} {row.unit}".strip()
         body.append([row.name, ours, _number(row.rival), row.rival_name, ratio, target, verdict])
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    left = {0, 3}
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *body]
-    ]
+    lines = _aligned([head, *body])
     where = machine()
     lines.append("")
-    lines.append(
-        f"{bench}: {where['cpu']}, {where['cores']} cores, load {where['load']}, Python {sys.version.split()[0]}"
+    lines += textwrap.wrap(
+        f"{bench}: {where['cpu']}, {where['cores']} cores, load {where['load']}, Python {sys.version.split()[0]}",
+        WIDTH,
+        subsequent_indent="  ",
     )
-    lines.extend(f"  {row.name}: {row.note}" for row in rows if row.note)
-    lines.extend(f"  skipped: {why}" for why in dict.fromkeys(row.skipped for row in rows if row.skipped))
+    notes = [f"{row.name}: {row.note}" for row in rows if row.note]
+    notes += [f"skipped: {why}" for why in dict.fromkeys(row.skipped for row in rows if row.skipped)]
+    for note in notes:
+        lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Columns side by side in `WIDTH`; what is measured goes on in a second line where there is not enough room."""
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    widths[0] = min(widths[0], max(WIDTH - sum(widths[1:]) - 2 * len(widths[1:]), 20))
+    lines = []
+    for name, *cells in table:
+        first, *more = textwrap.wrap(name, widths[0], subsequent_indent="  ") or [""]
+        shown = [
+            cell.ljust(w) if i == _RIVAL_NAME else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(cells, widths[1:], strict=True), start=1)
+        ]
+        lines += ["  ".join([first.ljust(widths[0]), *shown]).rstrip(), *more]
+    return lines

@@ -1,4 +1,4 @@
-"""Where two recorded runs part: the first step, sample, token and column that is not the same in both.
+"""Where two recorded runs first differ: the first step, sample, token and column that is not the same in both.
 
 Steps are compared in order, samples by id (by place where they have none), tokens in order, and at the first token
 that differs the columns in the order of the table, what went in before what came out. A difference in what came out
@@ -88,6 +88,12 @@ def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = 
 
 def _compare_steps(a: StepFolder, b: StepFolder, count: _Count) -> Parting | None:
     left, right = _by_name(a), _by_name(b)
+    if left and right and not left.keys() & right.keys():
+        sentence = (
+            f"The runs first differ at step {a.number}: no sample of A ({next(iter(left))}, ...) has the id of one of "
+            f"B ({next(iter(right))}, ...). Runs can be compared when their groups are given the same ids."
+        )
+        return count.parting("samples", sentence, step=a.number)
     for name in left:
         if name not in right:
             return _only(a.number, name, "A", count)
@@ -115,7 +121,7 @@ def _by_name(step: StepFolder) -> dict[str, Record]:
 
 
 def _only(step: int, name: str, side: str, count: _Count) -> Parting:
-    sentence = f"The runs part at step {step}: only {side} trained sample {name}."
+    sentence = f"The runs first differ at step {step}: only {side} trained sample {name}."
     return count.parting("samples", sentence, step=step, sample_id=name)
 
 
@@ -125,15 +131,15 @@ def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) 
     if token is not None:
         index, column, values = token
         shown = " against ".join(_shown(value) for value in values)
-        sentence = f"The runs part at step {step}, sample {name}, token {index}, in {column}: {shown}."
+        sentence = f"The runs first differ at step {step}, sample {name}, token {index}, in {column}: {shown}."
         return count.parting("token", sentence, token=index, column=column, values=values, **where)
     if a.num_tokens != b.num_tokens:
-        sentence = f"The runs part at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
+        sentence = f"The runs first differ at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
         return count.parting("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
     for fact in _FACTS:
         pair = (a.facts.get(fact), b.facts.get(fact))
         if pair[0] != pair[1]:
-            sentence = f"The runs part at step {step}, sample {name}, in {fact}: {pair[0]} against {pair[1]}."
+            sentence = f"The runs first differ at step {step}, sample {name}, in {fact}: {pair[0]} against {pair[1]}."
             return count.parting("fact", sentence, column=fact, values=pair, **where)
     return None
 

@@ -46,7 +46,7 @@ class Library:
     vocabulary: Vocabulary | None = None
     images: AssetStore | None = None
     parting: dict[str, Any] | None = None
-    """Where two runs part, when they were compared."""
+    """Where two runs first differ, when they were compared."""
     _index: Any = field(init=False)
 
     def __post_init__(self) -> None:

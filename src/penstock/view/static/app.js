@@ -76,7 +76,7 @@
       ps.el("nav", {}, tab("samples", "Samples"), tab("step", "Step"), tab("run", "Run")),
       ps.el("span", { class: "grow" }),
       overview.parting && overview.parting.step !== undefined
-        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they part")
+        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they differ")
         : null,
       ps.el("button", { type: "button", id: "theme", title: "Light or dark  (t)", on: { click: theme } }, "◐"),
       ps.el("button", { type: "button", id: "show-help", title: "Keyboard  (?)", on: { click: help } }, "?"),
