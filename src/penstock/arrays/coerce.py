@@ -77,8 +77,10 @@ def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bo
     if column.ragged:
         _check_lists(column, values, where)
         return
-    where_trained = column.nan == "untrained" and not mask.all()
-    bad = first_bad(column, values[mask] if where_trained else np.atleast_1d(values))
+    bad = first_bad(column, np.atleast_1d(values))
+    where_trained = bad is not None and column.nan == "untrained" and not mask.all()
+    if where_trained:
+        bad = first_bad(column, values[mask])
     if bad is not None:
         index = int(np.flatnonzero(mask)[bad[0]]) if where_trained else bad[0]
         raise InvalidInput(f"{where}.{column.name}{'' if scalar else f'[{index}]'}: {bad[1]}")
@@ -134,6 +136,10 @@ def _checked_offsets(lists: Ragged, where: str) -> Ragged:
 
 def coerce(column: Column, value: Values, where: str) -> Array:
     """The value as a read-only array of the column's dtype and rank; raises rather than change a value."""
+    if isinstance(value, np.ndarray) and _is_ready(column, value):
+        view = value.view(np.ndarray)
+        view.flags.writeable = False
+        return view
     try:
         with np.errstate(invalid="ignore"):  # a signalling NaN among floats is no reason for a warning
             raw = np.asarray(value)
@@ -154,6 +160,12 @@ def coerce(column: Column, value: Values, where: str) -> Array:
     view = np.ascontiguousarray(raw).reshape(raw.shape).view()
     view.flags.writeable = False
     return view
+
+
+def _is_ready(column: Column, raw: Array) -> bool:
+    """Whether there is nothing to convert, as there should not be."""
+    plain = raw.ndim == 1 and not column.trailing and raw.flags.c_contiguous
+    return plain and raw.dtype.str == column.dtypes[0]
 
 
 def _check_rank(column: Column, raw: Array, where: str) -> None:

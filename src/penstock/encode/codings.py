@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, unpack_uints, width_of
+from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
 from penstock.arrays.byte_planes import join_bytes, split_bytes
 from penstock.arrays.columns import Array
 from penstock.arrays.list_steps import lists_of, steps_of
@@ -57,7 +57,7 @@ class Writer:
         if self.align and size % ALIGN:
             self.pieces.append(bytes(-size % ALIGN))
 
-    def plain(self, coding: int, arg: int, *arrays: Array) -> Block:
+    def plain(self, coding: int, arg: int, *arrays: Array | bytes) -> Block:
         """A block whose buffer sizes follow from its coding and count."""
         self.add(*arrays)
         return Block(coding, arg)
@@ -77,6 +77,13 @@ class Writer:
         if values.dtype.kind == "f" or values.dtype.itemsize == 1:
             return self._raw(values)
         return self._integers(values)
+
+    def write_number(self, value: int) -> Block:
+        """`write` for one number below 2**32, without arrays."""
+        width = width_of(value)
+        low, high = planes_of(width)
+        self.add((value % (1 << low)).to_bytes(low // 8, "little"), (value >> low).to_bytes(-(-high // 8), "little"))
+        return Block(NARROW, width)
 
     def _write_trained(self, values: Array, trained: MaskRuns) -> Block:
         first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
@@ -195,6 +202,14 @@ class Reader:
             return join_bytes(self._planes(block, [count] * dtype.itemsize, what), dtype)
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
+    def read_number(self, block: Block, what: str) -> int:
+        """`read` for one number below 2**32."""
+        if block.coding != NARROW or block.arg not in WIDTHS:
+            return int(self.read(block, np.dtype("<u4"), 1, what)[0])
+        low, high = planes_of(block.arg)
+        value = int.from_bytes(self.bytes(low // 8, what), "little")
+        return value | (int.from_bytes(self.bytes(-(-high // 8), what), "little") % (1 << high)) << low
+
     def read_rows(self, block: Block, dtype: np.dtype[Any], count: int, shape: tuple[int, ...], what: str) -> Array:
         """The [count, *shape] array that `write_rows` wrote."""
         size = int(np.prod(shape, dtype=np.int64))
@@ -243,7 +258,11 @@ class Reader:
     def _read_narrow(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> Array:
         if block.arg not in WIDTHS or dtype.kind == "f":
             raise CorruptFrame(f"{what}: {dtype} in {block.arg} bits")
-        low, high = self._planes_of_sizes(block, plane_bytes(block.arg, count), what)
+        expected = plane_bytes(block.arg, count)
+        if block.coding == NARROW:
+            low, high = (np.frombuffer(self.bytes(size, what), np.uint8) for size in expected)
+        else:
+            low, high = self._planes_of_sizes(block, expected, what)
         values = unpack_uints(low, high, block.arg, count)
         if dtype == np.bool_:
             return values.astype(np.bool_)
@@ -252,12 +271,11 @@ class Reader:
         return values.view(dtype) if dtype.itemsize == 4 else values.astype(dtype)
 
     def _planes_of_sizes(self, block: Block, expected: Sequence[int], what: str) -> list[NDArray[np.uint8]]:
-        sizes = expected if block.coding == NARROW else block.sizes
-        if len(sizes) != len(expected):
-            raise CorruptFrame(f"{what}: {len(sizes)} planes where {len(expected)} are needed")
+        if len(block.sizes) != len(expected):
+            raise CorruptFrame(f"{what}: {len(block.sizes)} planes where {len(expected)} are needed")
         return [
             np.frombuffer(decompress(self.bytes(size, what), need, what), np.uint8)
-            for size, need in zip(sizes, expected, strict=True)
+            for size, need in zip(block.sizes, expected, strict=True)
         ]
 
     def _planes(self, block: Block, expected: Sequence[int], what: str) -> NDArray[np.uint8]:

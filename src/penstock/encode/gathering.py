@@ -3,15 +3,16 @@
     frame A   samples 0 1 2 3        picks  A: 0 2   B: 1        output   A0 A2 B1
     frame B   samples 0 1 2
 
-Small columns are decoded, joined and coded again, which costs little. Token ids and columns with trailing dimensions
-(routed experts: a hundred times the bytes of the rest) are never unfolded: what a source frame stores of a sample is
-copied piece by piece. A prefix that a picked sample shared with a sample that was not picked is stored with it; one
-that it shares with another picked sample is not stored again.
+Small columns are decoded, joined and coded again, which costs little. Token ids, columns that only trained tokens
+have (log-probabilities) and columns with trailing dimensions (routed experts: a hundred times the bytes of the rest)
+are never unfolded: what a source frame stores of a sample is copied piece by piece. A prefix that a picked sample
+shared with a sample that was not picked is stored with it; one that it shares with another picked sample is not stored
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits
 from penstock.encode.layout import Buffer
@@ -42,9 +44,18 @@ class OpenFrame:
 
     head: Head
     samples: Samples
-    """Without the columns in `stored`."""
+    """Without the columns in `stored` and `sparse`."""
     stored: dict[str, Stored]
     """Token ids and columns with trailing dimensions, as the frame has them."""
+    sparse: dict[str, Stored]
+    """Columns of which the frame has the values on trained tokens."""
+
+    def column(self, name: str) -> Ragged | None:
+        """A small column, with a value for every token of every sample that has it."""
+        if name not in self.sparse:
+            return self.samples.columns.get(name)
+        mask = self.samples.columns["loss_mask"]
+        return Ragged(MaskRuns.of(mask.values).put(self.sparse[name].values), mask.offsets)
 
 
 def open_frame(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> OpenFrame:
@@ -64,11 +75,13 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     if not picks:
         raise InvalidInput("gather: no sample was picked; pick at least one")
     prefixes = _prefixes(picks)
-    batch = _light(picks)
+    everywhere = [name for name in picks[0][0].sparse if all(name in frame.sparse for frame, _ in picks)]
+    sparse = {name: _sparse_pieces(name, picks) for name in everywhere}
+    batch = _light(picks, everywhere)
     heavy = {name: _pieces(name, picks, prefixes) for name in TOKEN_COLUMNS if any(name in f.stored for f, _ in picks)}
-    pieces = frame_pieces(batch, prefixes, heavy)
+    pieces = frame_pieces(batch, prefixes, heavy | sparse)
     total = sum(len(piece) for piece in pieces)
-    out = memoryview(bytearray(total)) if allocate is None else allocate(total)
+    out = np.empty(total, np.uint8).data if allocate is None else allocate(total)
     at = 0
     for piece in pieces:
         out[at : at + len(piece)] = piece
@@ -76,11 +89,11 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     return out[:total]
 
 
-def _light(picks: Picks) -> Samples:
-    """The picked samples with every column that is small, token ids left empty."""
+def _light(picks: Picks, without: Collection[str]) -> Samples:
+    """The picked samples with every column that is small but these, token ids left empty."""
     lengths = np.concatenate([frame.head.lengths[rows] for frame, rows in picks])
     offsets = offsets_of(lengths)
-    names = {name for frame, _ in picks for name in frame.samples.columns}
+    names = {name for frame, _ in picks for name in (*frame.samples.columns, *frame.sparse)} - {*without}
     columns = {name: _column(name, picks, offsets) for name in TOKEN_COLUMNS if name in names}
     columns["token_ids"] = Ragged(np.zeros(0, np.uint32), offsets)
     images = tuple(spans for frame, rows in picks for spans in _images(frame.samples, rows))
@@ -104,7 +117,7 @@ def _column(name: str, picks: Picks, offsets: NDArray[np.int64]) -> Ragged:
     views: list[Array] = []
     lengths: list[int] = []
     for frame, rows in picks:
-        column = frame.samples.columns.get(name)
+        column = frame.column(name)
         if column is None:
             lengths += [0] * len(rows)
             continue
@@ -113,6 +126,17 @@ def _column(name: str, picks: Picks, offsets: NDArray[np.int64]) -> Ragged:
         lengths += [b - a for a, b in zip(starts, ends, strict=True)]
     own = offsets_of(lengths)
     return Ragged.of(views, offsets if np.array_equal(own, offsets) else own)
+
+
+def _sparse_pieces(name: str, picks: Picks) -> Gathered:
+    """A column that all frames have on trained tokens only: so does the output."""
+    pieces: list[Array] = []
+    for frame, rows in picks:
+        stored = frame.sparse[name]
+        starts, ends = stored.starts[rows].tolist(), stored.starts[rows + 1].tolist()
+        pieces += [stored.values[a:b] for a, b in zip(starts, ends, strict=True)]
+    lengths = np.concatenate([frame.head.lengths[rows] for frame, rows in picks])
+    return Gathered(pieces, lengths, picks[0][0].sparse[name].values, shares_prefixes=False, is_sparse=True)
 
 
 def _prefixes(picks: Picks) -> Prefixes:

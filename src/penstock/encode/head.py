@@ -18,7 +18,7 @@ from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Arr
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.versions import MAX_VERSION
-from penstock.encode.codings import Reader
+from penstock.encode.codings import CONSTANT, Reader
 from penstock.encode.layout import (
     TEXTS,
     Block,
@@ -45,6 +45,7 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+_U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,14 +175,14 @@ def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDA
 
 
 def _counts(reader: Reader, block: Block, n: int, what: str) -> NDArray[np.int64]:
-    counts = reader.read(block, np.dtype("<i8"), n, what)
+    counts = reader.read(block, _I8, n, what)
     if n and int(counts.min()) < 0:
         raise CorruptFrame(f"{what}: {int(counts.min())}")
     return counts
 
 
 def _read_versions(reader: Reader, block: Block, n: int) -> NDArray[np.int64]:
-    versions = reader.read(block, np.dtype("<i8"), n, "policy_version")
+    versions = reader.read(block, _I8, n, "policy_version")
     low, high = (int(versions.min()), int(versions.max())) if n else (0, 0)
     if low < NO_VERSION or high > MAX_VERSION:
         bad = low if low < NO_VERSION else high
@@ -192,17 +193,30 @@ def _read_versions(reader: Reader, block: Block, n: int) -> NDArray[np.int64]:
 def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
     if spec.name not in TEXT_COLUMNS or not 0 <= spec.num_distinct <= n:
         raise CorruptFrame(f"text {spec.name[:40]!r}: {spec.num_distinct} strings for {n} samples")
-    lengths = reader.read(spec.lengths, np.dtype("<u4"), spec.num_distinct, spec.name).astype(np.int64)
+    if spec.num_distinct == 1 and spec.codes.coding == CONSTANT:
+        return _read_same_text(reader, spec, n)
+    lengths = reader.read(spec.lengths, _U4, spec.num_distinct, spec.name).astype(np.int64)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
-    codes = reader.read(spec.codes, np.dtype("<u4"), n, spec.name)
+    codes = reader.read(spec.codes, _U4, n, spec.name)
     if int(lengths.sum()) != len(blob) or (n and int(codes.max()) >= spec.num_distinct):
         raise CorruptFrame(f"{spec.name}: {int(lengths.sum())} of {len(blob)} bytes, {spec.num_distinct} strings")
-    edges = offsets_of(lengths).tolist()
     try:
-        distinct = [blob[a:b].decode() for a, b in pairwise(edges)]
+        distinct = [blob[a:b].decode() for a, b in pairwise(offsets_of(lengths).tolist())]
     except UnicodeDecodeError as error:
         raise CorruptFrame(f"{spec.name}: {error}") from None
-    return tuple(distinct[code] for code in codes.tolist())
+    return tuple([distinct[code] for code in codes.tolist()])
+
+
+def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
+    """`_read_text` where all samples have the same, as nearly always."""
+    length = reader.read_number(spec.lengths, spec.name)
+    blob = bytes(reader.bytes(spec.num_bytes, spec.name))
+    if length != len(blob) or any(reader.bytes(4, spec.name)):
+        raise CorruptFrame(f"{spec.name}: {length} of {len(blob)} bytes, 1 string")
+    try:
+        return (blob.decode(),) * n
+    except UnicodeDecodeError as error:
+        raise CorruptFrame(f"{spec.name}: {error}") from None
 
 
 def _check_text(text: dict[str, tuple[str, ...]]) -> None:
@@ -272,7 +286,7 @@ def _read_row_kinds(reader: Reader, header: Header) -> dict[str, NDArray[np.uint
 def _read_kinds(reader: Reader, spec: ColumnBlock, n: int, *, most: int) -> NDArray[np.uint32]:
     if spec.rows is None:
         raise CorruptFrame(f"{spec.name}: a column of the head must say which samples have it")
-    kinds = reader.read(spec.rows, np.dtype("<u4"), n, spec.name)
+    kinds = reader.read(spec.rows, _U4, n, spec.name)
     if int(kinds.max(initial=0)) > most or (TOKEN_COLUMNS[spec.name].per == "token" and (kinds == 1).any()):
         raise CorruptFrame(f"{spec.name}: row kind {int(kinds.max(initial=0))}")
     return kinds

@@ -17,7 +17,7 @@ from penstock.arrays.kept_sets import first_bad_set
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
-from penstock.encode.codings import Reader
+from penstock.encode.codings import SPARSE, Reader
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits, check_floats, parse_head, ragged
 from penstock.encode.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
 from penstock.encode.prefixes import restore
@@ -43,8 +43,11 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
     return head, samples, used + reader.used
 
 
-def open_stored(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Samples, dict[str, Stored]]:
-    """A frame that was checked when it arrived: its head, its small columns, and the others as they are stored.
+def open_stored(
+    data: Buffer, *, limits: Limits = DEFAULT_LIMITS
+) -> tuple[Head, Samples, dict[str, Stored], dict[str, Stored]]:
+    """A frame that was checked when it arrived: its head, its small columns, and the others as they are stored, first
+    those with a value per token, then those with a value per trained token.
 
     Checksums are verified again, for it lay on a disk since; values are not.
     """
@@ -52,7 +55,8 @@ def open_stored(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head,
     head, _ = parse_head(sections, limits)
     check_body(sections)
     offsets = offsets_of(head.lengths)
-    stored = _read_body(head, offsets, Reader(sections.body, align=True))
+    stored = _read_body(head, offsets, Reader(sections.body, align=True), unfold=False)
+    sparse = {name: stored.pop(name) for name in [name for name, column in stored.items() if column.is_sparse]}
     large = {name: column for name, column in stored.items() if name == "token_ids" or TOKEN_COLUMNS[name].trailing}
     light = {name: _unfold(column, offsets) for name, column in stored.items() if name not in large}
     if head.prefixes is not None:
@@ -60,7 +64,7 @@ def open_stored(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head,
         large = {
             name: replace(column, prefixes=short if column.shares_prefixes else None) for name, column in large.items()
         }
-    return head, _samples(head, light | head.columns), large
+    return head, _samples(head, light | head.columns), large, sparse
 
 
 def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
@@ -72,16 +76,28 @@ def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
     )
 
 
-def _read_body(head: Head, offsets: Offsets, reader: Reader) -> dict[str, Stored]:
+def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = True) -> dict[str, Stored]:
+    """The columns; those that have values on trained tokens only are left so unless `unfold`."""
     columns: dict[str, Stored] = {}
     # The mask is read first in the file's own order, and before the columns that are sparse by it.
     trained: MaskRuns | None = None
     for spec in head.header.body_columns:
+        if not unfold and spec.values.coding == SPARSE and spec.rows is None:
+            columns[spec.name] = _read_sparse(spec, head, reader)
+            continue
         columns[spec.name] = _read_column(spec, head, offsets, reader, trained)
-        if spec.name == "loss_mask":
+        if spec.name == "loss_mask" and unfold:
             trained = MaskRuns.of(columns[spec.name].values)
     reader.finish("frame body")
     return columns
+
+
+def _read_sparse(spec: ColumnBlock, head: Head, reader: Reader) -> Stored:
+    """A column of which the frame has the values on trained tokens, as it has them."""
+    starts, parts = offsets_of(head.loss_tokens), spec.values.parts
+    if spec.values.arg != starts[-1] or len(parts) != 1:
+        raise CorruptFrame(f"{spec.name}: {spec.values.arg} values for {starts[-1]} trained tokens")
+    return Stored(reader.read(parts[0], np.dtype(spec.dtype), int(starts[-1]), spec.name), starts, None, is_sparse=True)
 
 
 def _read_column(spec: ColumnBlock, head: Head, offsets: Offsets, reader: Reader, trained: MaskRuns | None) -> Stored:

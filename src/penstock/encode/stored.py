@@ -21,6 +21,8 @@ class Stored:
     """[n + 1] where each sample's own part begins."""
     prefixes: Prefixes | None
     """Where the rest is found; None when every sample has all of its tokens here."""
+    is_sparse: bool = False
+    """Whether only trained tokens have a value here; all others are zero."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -56,3 +58,5 @@ class Gathered:
     """Any array of the same dtype and trailing shape."""
     shares_prefixes: bool
     """Whether tokens shared with an earlier sample are left out of the pieces."""
+    is_sparse: bool = False
+    """Whether the pieces hold trained tokens only."""

@@ -14,8 +14,8 @@ from penstock.arrays.ragged import Ragged
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
-from penstock.encode.codings import Profile, Writer
-from penstock.encode.layout import TEXTS, Buffer, ColumnBlock, Form, Header, TextBlock, assemble, pack_header
+from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer
+from penstock.encode.layout import TEXTS, Block, Buffer, ColumnBlock, Form, Header, TextBlock, assemble, pack_header
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
@@ -84,10 +84,14 @@ def _texts(batch: Samples) -> list[str]:
 
 
 def _gathered(name: str, found: Gathered, head: Writer, body: Writer) -> ColumnBlock:
-    """A column whose values lie in pieces; those with trailing dimensions go into the frame as they lie."""
+    """A column whose values lie in pieces; sparse ones and those with trailing dimensions go in as they lie."""
     trailing, full = tuple(found.example.shape[1:]), bool(found.lengths.all())
     rows = None if full else head.write(_row_kinds(found.lengths, name))
-    block = body.write_pieces(found.pieces) if trailing else body.write(np.concatenate(found.pieces))
+    if found.is_sparse:
+        count = sum(len(piece) for piece in found.pieces)
+        block = Block(SPARSE, count, (), (body.write_pieces(found.pieces),))
+    else:
+        block = body.write_pieces(found.pieces) if trailing else body.write(np.concatenate(found.pieces))
     count = 0 if full else int(found.lengths.sum())
     return ColumnBlock(name, found.example.dtype.str, block, trailing, rows, count, found.shares_prefixes)
 
@@ -99,11 +103,22 @@ def _is_per_sample(name: str, batch: Samples) -> bool:
 
 def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     distinct = {value: code for code, value in enumerate(dict.fromkeys(values))}
+    if len(distinct) == 1:
+        return _same_text(name, values, head)
     encoded = [value.encode() for value in distinct]
     codes = np.array([distinct[value] for value in values], np.uint32)
     lengths = head.write(np.array([len(value) for value in encoded], np.uint32))
     num_bytes = head.add(b"".join(encoded))[0]
     return TextBlock(name, len(distinct), lengths, num_bytes, head.write(codes))
+
+
+def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
+    """`_text` where all samples have the same, as nearly always: the same bytes in a tenth of the time."""
+    encoded = values[0].encode()
+    lengths = head.write_number(len(encoded))
+    head.add(encoded)
+    codes = head.plain(CONSTANT, 0, bytes(4)) if len(values) > 1 else head.write_number(0)
+    return TextBlock(name, 1, lengths, len(encoded), codes)
 
 
 def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: Writer) -> ColumnBlock:

@@ -31,6 +31,7 @@ FORMAT = 1
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
+_FEW_BYTES = 1 << 16
 
 
 class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -234,9 +235,12 @@ def _agreement(column: Ragged, i: int, j: int, limit: int) -> int:
         return limit
     if len(a) < limit or len(b) < limit:
         return 0
+    a, b = a[:limit], b[:limit]
     if isinstance(a, Ragged):
-        return _agreeing_lists(a[:limit], b[:limit])
-    a, b = bit_view(a[:limit].reshape(-1)), bit_view(b[:limit].reshape(-1))
+        return _agreeing_lists(a, b)
+    if a.nbytes <= _FEW_BYTES and a.tobytes() == b.tobytes():  # a tenth of what a comparison by numpy costs
+        return limit
+    a, b = bit_view(a.reshape(-1)), bit_view(b.reshape(-1))
     if np.array_equal(a, b):
         return limit
     return common_prefix(a, b) // max(len(a) // limit, 1)

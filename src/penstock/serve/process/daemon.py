@@ -29,6 +29,7 @@ from penstock.errors import ConfigError, Fenced, PenstockError
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.decisions.log import Log
+from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.log_format import LineFormatter
 from penstock.serve.process.prometheus import MetricsPage, Snapshot, parse_address
 from penstock.serve.process.server import Server
@@ -88,6 +89,7 @@ def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent:
         turns = _open(config, stack)
         for folder in reclaim():  # only now: a plane that is refused changes nothing
             logger.info("removed shared memory of a plane that is gone: %s", folder)
+        settle_memory()
         state = turns.ready
         logger.info("epoch %d, next step %d, listening at %s", turns.log.epoch, state.next_step, ", ".join(state.urls))
         try:
