@@ -97,7 +97,7 @@ def test_a_group_takes_the_way_that_the_page_describes() -> None:
 def test_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
     assert trained(
         [
-            "penstock.encode.writing:encode",
+            "penstock.encode.writing:encode_to_send",
             "penstock.keep.facts:check_group",
             "penstock.encode.gathering:gather",
             "penstock.encode.reading:decode",
@@ -106,7 +106,7 @@ def test_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
             "penstock.encode.writing:frame_pieces",
         ]
     ) == {
-        "penstock.encode.writing:encode": 1,
+        "penstock.encode.writing:encode_to_send": 1,
         "penstock.keep.facts:check_group": 1,
         "penstock.encode.gathering:gather": RANKS,
         "penstock.encode.reading:decode": RANKS,

@@ -18,8 +18,7 @@ from penstock.bench.ways.inputs import CASES, SIZE, make_groups
 from penstock.bench.ways.plane import SEQ_LEN, samples_of
 from penstock.bench.ways.serving import peak_bytes
 from penstock.encode import encode
-from penstock.encode.gathering import Allocate
-from penstock.encode.layout import Buffer
+from penstock.encode.layout import Allocate, Buffer
 from penstock.errors import CorruptFrame
 from penstock.keep import GroupFacts, Pick, check_group
 from penstock.pack import Packing

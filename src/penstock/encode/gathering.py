@@ -12,7 +12,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,15 +25,13 @@ from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits
-from penstock.encode.layout import Buffer
+from penstock.encode.layout import Allocate, Buffer, join
 from penstock.encode.prefixes import Prefixes
 from penstock.encode.reading import open_stored
 from penstock.encode.stored import Gathered, Stored
 from penstock.encode.writing import frame_pieces
 from penstock.errors import InvalidInput
 
-Allocate: TypeAlias = Callable[[int], memoryview]
-"""Memory of so many bytes to write a frame into."""
 Picks: TypeAlias = Sequence[tuple["OpenFrame", NDArray[np.intp]]]
 """Which samples of which frames, in order; those of one frame ascend."""
 
@@ -79,14 +77,7 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     sparse = {name: _sparse_pieces(name, picks) for name in everywhere}
     batch = _light(picks, everywhere)
     heavy = {name: _pieces(name, picks, prefixes) for name in TOKEN_COLUMNS if any(name in f.stored for f, _ in picks)}
-    pieces = frame_pieces(batch, prefixes, heavy | sparse)
-    total = sum(len(piece) for piece in pieces)
-    out = np.empty(total, np.uint8).data if allocate is None else allocate(total)
-    at = 0
-    for piece in pieces:
-        out[at : at + len(piece)] = piece
-        at += len(piece)
-    return out[:total]
+    return join(frame_pieces(batch, prefixes, heavy | sparse), allocate)
 
 
 def _light(picks: Picks, without: Collection[str]) -> Samples:

@@ -15,13 +15,26 @@ from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer
-from penstock.encode.layout import TEXTS, Block, Buffer, ColumnBlock, Form, Header, TextBlock, assemble, pack_header
+from penstock.encode.layout import (
+    TEXTS,
+    Block,
+    Buffer,
+    ColumnBlock,
+    Form,
+    Header,
+    TextBlock,
+    assemble,
+    join,
+    pack_header,
+)
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
 
 _FIRST = tuple(name for name in TOKEN_COLUMNS if name != "sampling_mask")
 """Columns that every reader of the format knows; others are described in the header."""
+_LARGE_BYTES = 4 << 20
+"""From here on numpy takes memory in huge pages."""
 
 
 def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
@@ -34,11 +47,21 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
     >>> ps.decode(frame)[0].token_ids.tolist()
     [1, 2, 3]
     """
+    return b"".join(_pieces_of(samples, profile))
+
+
+def encode_to_send(samples: Iterable[Sample]) -> Buffer:
+    """`encode`, in memory that suits large frames."""
+    pieces = _pieces_of(samples, "fast")
+    return b"".join(pieces) if sum(len(piece) for piece in pieces) < _LARGE_BYTES else join(pieces)
+
+
+def _pieces_of(samples: Iterable[Sample], profile: Profile) -> list[Buffer]:
     if profile not in get_args(Profile):
         raise ConfigError(f"profile: {profile!r}; must be one of {', '.join(get_args(Profile))}")
     batch = Samples.of(samples)
     prefixes = find_prefixes(batch["token_ids"].values, batch.offsets)
-    return b"".join(frame_pieces(batch, prefixes, {}, profile))
+    return frame_pieces(batch, prefixes, {}, profile)
 
 
 def frame_pieces(

@@ -25,8 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.arrays.ragged import offsets_of
-from penstock.encode.gathering import Allocate
-from penstock.encode.layout import Buffer
+from penstock.encode.layout import Allocate, Buffer
 from penstock.errors import CorruptFrame, DiskFull, StorageError
 from penstock.keep.keeper import Pick, take_from
 
@@ -134,7 +133,10 @@ class FolderKeeper:
             os.close(file)
 
     def take(self, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None) -> list[memoryview]:
-        return take_from(self.read, requests, allocate)
+        taken = take_from(self.read, requests, allocate)
+        with self._lock:  # what is mapped counts as ours, and is not needed before the next step
+            self._maps.clear()
+        return taken
 
     # -------------------------------------------------------------- giving back
 

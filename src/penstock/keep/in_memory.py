@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.encode.gathering import Allocate
-from penstock.encode.layout import Buffer
+from penstock.encode.layout import Allocate, Buffer
 from penstock.errors import CorruptFrame
 from penstock.keep.keeper import Pick, take_from
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.encode.gathering import Allocate, OpenFrame, gather, open_frame
-from penstock.encode.layout import Buffer
+from penstock.encode.gathering import OpenFrame, gather, open_frame
+from penstock.encode.layout import Allocate, Buffer
 from penstock.errors import CorruptFrame
 
 

@@ -24,7 +24,9 @@ from penstock.capture import Trajectory
 from penstock.convert import Group, grpo, make_group, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
-from penstock.encode import encode, read_head
+from penstock.encode import read_head
+from penstock.encode.layout import Buffer
+from penstock.encode.writing import encode_to_send
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import (
@@ -119,16 +121,16 @@ class Plane:
             raise InvalidInput("put: no samples; a group has at least one")
         name = group.id if isinstance(group, Group) else samples[0].group
         run = samples[0].run
-        is_new = self._put(name, encode(samples), lambda: run, timeout)
+        is_new = self._put(name, encode_to_send(samples), lambda: run, timeout)
         if is_new and isinstance(group, Group):
             self.counts.on_put(group)
         return is_new
 
-    def put_frame(self, group: str, frame: bytes, *, timeout: float | None = None) -> bool:
+    def put_frame(self, group: str, frame: Buffer, *, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
         return self._put(group, frame, partial(_run_of, frame), timeout)
 
-    def _put(self, group: str, frame: bytes, run: Callable[[], str], timeout: float | None) -> bool:
+    def _put(self, group: str, frame: Buffer, run: Callable[[], str], timeout: float | None) -> bool:
         digest = xxhash.xxh3_128_digest(frame)
         waits = timeout is None or timeout > 0
         answer = self._ask(
@@ -367,7 +369,7 @@ class GroupBuilder:
         return group
 
 
-def _run_of(frame: bytes) -> str:
+def _run_of(frame: Buffer) -> str:
     """The run a group's samples belong to, as its frame says."""
     try:
         return read_head(frame).text.get("run", ("",))[0]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.digests import step_digest
-from penstock.encode.gathering import Allocate
+from penstock.encode.layout import Allocate
 from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
 from penstock.keep.keeper import Keeper, Pick

@@ -12,9 +12,9 @@ import gc
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """As in <malloc.h>."""
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 128 << 20
 """Freed memory that is not given back, per arena."""
-LARGE_BYTES = 16 << 20
+LARGE_BYTES = 32 << 20
 """Blocks from this size on come from the system one by one and go back to it at once."""
 
 

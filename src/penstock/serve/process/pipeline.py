@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from penstock.encode.gathering import Allocate
+from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
