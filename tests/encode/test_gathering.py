@@ -139,3 +139,28 @@ def test_experts_of_differing_shapes_are_refused_in_words() -> None:
     picked: Picked = [(ps.encode(_routed(2, layers=layers)), [0]) for layers in (2, 3)]
     with pytest.raises(InvalidInput, match=r"routed_experts: frames have uint8\[2, 4\] and uint8\[3, 4\] per token"):
         gathered(picked)
+
+
+def _answers(name: str, **columns: Any) -> list[ps.Sample]:
+    """Two samples of five tokens, the last three trained."""
+    mask = [False, False, True, True, True]
+    return [ps.Sample(id=f"{name}{i}", token_ids=[1, 2, 3, 4, i], loss_mask=mask, **columns) for i in range(2)]
+
+
+def test_log_probabilities_of_trained_tokens_are_gathered_whatever_the_other_frames_have() -> None:
+    sparse = _answers("a", logprobs=np.array([0, 0, -1, -2, -3], np.float32))
+    full = _answers("b", logprobs=np.array([-9, -9, -1, -2, -3], np.float32))
+    absent = _answers("c")
+    assert "logprobs" in open_frame(ps.encode(sparse)).sparse
+    assert "logprobs" not in open_frame(ps.encode(full)).sparse
+    for groups in (
+        [sparse],
+        [sparse, sparse],
+        [sparse, full],
+        [full, sparse],
+        [sparse, absent],
+        [absent, sparse, full],
+    ):
+        picked: Picked = [(ps.encode(group), [1]) for group in groups]
+        assert list(gathered(picked)) == list(chosen(picked))
+        assert sample_digests(gathered(picked)) == sample_digests(chosen(picked))
