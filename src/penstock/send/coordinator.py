@@ -23,7 +23,7 @@ of the session it served from its log and nothing of its processes: it is REJOIN
     RUNNING     rank 0: request 7           -> deliver 7
 
 A process that *restarts* (another incarnation, session 0) ends the session of the others: what they computed with it
-is gone. Old messages do no harm: an incarnation that left or failed has a tombstone, and is answered from it.
+is gone. An incarnation that left or failed has a tombstone, from which old messages are answered.
 """
 
 from __future__ import annotations
@@ -380,14 +380,13 @@ class Coordinator:
             rank=rank,
             reason=f"step {step}: {who}: {reason}"[:MAX_REASON],
         )
-        members = self._members.members
-        self._tombstones.failed(failure, (member.incarnation for member in members))
-        ends = [effect for member in members for effect in (Send(member.peer, failure), Detach(member.peer))]
+        self._tombstones.failed(failure, (member.incarnation for member in self._members.members))
+        ends = [e for member in self._members.members for e in (Send(member.peer, failure), Detach(member.peer))]
         return [Note(f"session {self.session} failed: {failure.reason}"), *ends]
 
     def _welcome(self) -> Welcome:
-        running = self.phase is Phase.RUNNING
-        return Welcome(epoch=self.epoch, session=self.session, ready=running, step=self.next_step)
+        is_ready = self.phase is Phase.RUNNING
+        return Welcome(epoch=self.epoch, session=self.session, ready=is_ready, step=self.next_step)
 
     def pulse(self, now: float, number: int = 0) -> Pulse:
         """A sign of life, and what there is to know while one waits."""

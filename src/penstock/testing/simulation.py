@@ -35,11 +35,11 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Inline, Workers
 from penstock.serve.settings import PlaneSettings, Replay, Target
+from penstock.testing.fault_rates import Faults
 from penstock.testing.plain_groups import plain_digests, plain_pipeline
 from penstock.testing.simulated import (
     Clock,
     Crash,
-    Faults,
     KeptLog,
     Process,
     Producer,
