@@ -164,3 +164,10 @@ def test_log_probabilities_of_trained_tokens_are_gathered_whatever_the_other_fra
         picked: Picked = [(ps.encode(group), [1]) for group in groups]
         assert list(gathered(picked)) == list(chosen(picked))
         assert sample_digests(gathered(picked)) == sample_digests(chosen(picked))
+
+
+def test_lists_that_only_trained_tokens_have_are_gathered() -> None:
+    kept: list[list[int]] = [[], [], [3, 7], [4], [0, 1, 9]]
+    group = _answers("a", logprobs=np.array([0, 0, -1, -2, -3], np.float32), sampling_mask=kept)
+    picked: Picked = [(ps.encode(group), [1]), (ps.encode(_answers("b")), [0])]
+    assert list(gathered(picked)) == list(chosen(picked)) == [group[1], _answers("b")[0]]

@@ -81,12 +81,13 @@ def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = T
     columns: dict[str, Stored] = {}
     # The mask is read first in the file's own order, and before the columns that are sparse by it.
     trained: MaskRuns | None = None
+    uses_mask = unfold or any(spec.counts is not None for spec in head.header.body_columns)
     for spec in head.header.body_columns:
         if not unfold and spec.values.coding == SPARSE and spec.rows is None:
             columns[spec.name] = _read_sparse(spec, head, reader)
             continue
         columns[spec.name] = _read_column(spec, head, offsets, reader, trained)
-        if spec.name == "loss_mask" and unfold:
+        if spec.name == "loss_mask" and uses_mask:
             trained = MaskRuns.of(columns[spec.name].values)
     reader.finish("frame body")
     return columns

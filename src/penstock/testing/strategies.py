@@ -132,11 +132,11 @@ def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int] = (2, 3))
 
 
 @st.composite
-def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32]) -> Ragged:
-    """For each token nothing, its own id alone, or a set of up to a few dozen ids with its own among them."""
+def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bool_]) -> Ragged:
+    """For each token, or each trained one, nothing, its own id alone, or up to a few dozen with its own among them."""
     rng, most = draw(generators()), draw(st.sampled_from([0, 1, 4, 40]))
     top = draw(st.sampled_from(_LARGEST_IDS))
-    sizes = rng.integers(0, most, len(ids), endpoint=True)
+    sizes = rng.integers(0, most, len(ids), endpoint=True) * (mask if draw(st.booleans()) else 1)
     return Ragged.of_lists(
         [
             [] if n == 0 else sorted({int(one), *rng.integers(0, top, int(n) - 1, endpoint=True).tolist()})
@@ -176,7 +176,7 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
         elif present == "images":
             columns["images"], columns["mm_token_type_ids"] = draw(image_spans(len(ids)))
         elif present == "sampling_mask":
-            columns[present] = draw(sampling_masks(ids))
+            columns[present] = draw(sampling_masks(ids, mask))
         elif present == "weight_versions":
             columns[present] = draw(generators()).integers(0, 2**31 - 1, len(ids), np.int32, endpoint=True)
         else:
