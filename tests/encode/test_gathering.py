@@ -63,10 +63,11 @@ def gathered(picked: Picked) -> Samples:
 
 
 def chosen(picked: Picked) -> Samples:
-    """The plain way: decode everything, join it, choose."""
-    frames = [ps.decode(frame) for frame, _ in picked]
+    """The plain way: decode every frame of which something is taken, join them, choose."""
+    wanted = [(ps.decode(frame), rows) for frame, rows in picked if rows]
+    frames = [frame for frame, _ in wanted]
     starts = np.cumsum([0, *map(len, frames)]).tolist()
-    rows = [start + row for start, (_, own) in zip(starts, picked, strict=False) for row in own]
+    rows = [start + row for start, (_, own) in zip(starts, wanted, strict=False) for row in own]
     return Samples.of(sample for frame in frames for sample in frame).take(rows)
 
 
