@@ -14,7 +14,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.serve.encoding import msgpack_encoder
-from verifiers.v1.types import AssistantMessage, Response, TurnTokens, UserMessage
+from verifiers.v1.types import AssistantMessage, Response, SamplingMask, TurnTokens, UserMessage
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.capture import Trajectory, from_verifiers
@@ -75,6 +75,25 @@ def narrow(values: list[float]) -> list[float]:
 def views(trace: Any) -> list[tuple[list[int], list[bool], list[float]]]:
     """What verifiers itself says its branches are."""
     return sorted((b.token_ids, b.sampled_mask, narrow(b.logprobs)) for b in trace.branches)
+
+
+@pytest.mark.parametrize("form", ["objects", "dump", "wire"])
+def test_sampling_masks_are_those_of_the_packages_own_branches(form: str) -> None:
+    trace = empty_trace()
+    mask = SamplingMask.from_sampling_mask([[20, 30], [7, 21, 22]])
+    said = reply(trace, [user("q")], [(0, 3)], [1, 2, 3, 10], [20, 21], sampling_mask=mask)
+    reply(trace, [user("q"), said, user("more")], [(0, 3), None, (6, 8)], [1, 2, 3, 10, 20, 21, 4, 5, 10], [22])  # type: ignore[list-item]
+    record_of = {
+        "objects": lambda: trace,
+        "dump": lambda: trace.model_dump(),
+        "wire": lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(trace.model_dump(), enc_hook=msgpack_encoder)),
+    }
+    (rollout,) = from_verifiers(record_of[form]())
+    (sample,) = to_samples(rollout)
+    (branch,) = trace.branches
+    assert sample["sampling_mask"].tolist() == [[], [], [], [], [20, 30], [7, 21, 22], [], [], [], []]
+    assert sample["sampling_mask"].lengths.tolist() == branch.sampling_mask.counts.tolist()
+    assert sample["sampling_mask"].values.tolist() == branch.sampling_mask.ids.tolist()
 
 
 def test_samples_are_the_packages_own_branches() -> None:

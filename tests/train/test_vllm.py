@@ -55,6 +55,9 @@ def test_the_documented_function_reads_what_vllm_answers() -> None:
     got = documented()(Record(prompt_token_ids=[1, 2]), completion, reward=1.0, temperature=0.5)
     assert got.truncated and got.reward == 1.0 and got.num_tokens == 4
     assert list(got.turns[1].logprobs) == [-0.5, -1.5]
+    completion.sampling_mask = Record(token_ids=[5, 9, 6], offsets=[0, 2, 3])  # type: ignore[attr-defined]
+    masked = documented()(Record(prompt_token_ids=[1, 2]), completion, reward=1.0)
+    assert masked.turns[1].columns["sampling_mask"].tolist() == [[5, 9], [6]]
 
 
 @pytest.mark.slow

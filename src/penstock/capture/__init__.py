@@ -3,6 +3,7 @@
 from penstock.capture.chat import from_chat_completions
 from penstock.capture.cumulative import from_rollout, from_steps
 from penstock.capture.plain import from_arrays
+from penstock.capture.sampling_masks import read_sampling_mask
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
 from penstock.capture.verifiers import from_verifiers
@@ -16,4 +17,5 @@ __all__ = [
     "from_rollout",
     "from_steps",
     "from_verifiers",
+    "read_sampling_mask",
 ]

@@ -6,6 +6,8 @@ One response is one step. What is needed of it, wherever the server puts it:
     completion ids   `token_ids` of the choice, else the ids in `logprobs.content`
     logprobs         `logprobs.content[i].logprob`, with `"token": "token_id:N"` or `"token_id": N` beside it, checked
                      against the ids; or `logprobs.token_logprobs`
+    kept ids         `sampling_mask` of the choice: the ids each token was drawn from, in any shape of
+                     `penstock.capture.sampling_masks`; log-probabilities must then be those over these ids
     weight versions  `weight_versions: [{version, start, end}]` over the completion, where the weights changed while
                      it was sampled
 
@@ -26,6 +28,7 @@ from penstock.arrays.columns import COLUMNS
 from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_list
 from penstock.capture.routing import read_routing
+from penstock.capture.sampling_masks import sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.errors import InvalidInput
 
@@ -78,6 +81,9 @@ def _steps(
             columns["weight_versions"] = versions
         if temperature is not None:
             columns["temperatures"] = temperature
+        kept = sampling_mask_of(choice, at)
+        if kept is not None:
+            columns["sampling_mask"] = kept
         yield Step(
             where=at,
             prompt_ids=_prompt_ids(answer, choice, None if prompts is None else prompts[i], where),

@@ -1,7 +1,8 @@
 """Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
 
 A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
-`mm_token_type_ids`, `images` and `temperature`; it may keep them under `tokens`. Mappings and objects are read alike.
+`mm_token_type_ids`, `images`, `temperature`, and the ids each token was drawn from (`sampling_mask`, or
+`top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`. Mappings and objects are read alike.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import coerce
+from penstock.arrays.coerce import Values, coerce
 from penstock.arrays.columns import COLUMNS
 from penstock.arrays.images import ImageSpan
 from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
 from penstock.capture.routing import read_routing
+from penstock.capture.sampling_masks import sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.errors import InvalidInput
 
@@ -62,7 +64,10 @@ def _step(step: Any, where: str, temperature: float | None) -> Step:
     prompt, completion = ids_of(tokens, "prompt_ids", where), ids_of(tokens, "completion_ids", where)
     _check_prompt_mask(field_of(tokens, "prompt_mask", None), len(prompt), f"{where}.prompt_mask")
     own = field_of(tokens, "temperature", None)
-    columns = {"temperatures": temperature if own is None else own}
+    columns: dict[str, Values | None] = {
+        "temperatures": temperature if own is None else own,
+        "sampling_mask": sampling_mask_of(tokens, where),
+    }
     return Step(
         where=where,
         prompt_ids=prompt,

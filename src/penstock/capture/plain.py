@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.arrays.coerce import Values
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.ragged import Ragged
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
@@ -27,7 +28,7 @@ def from_arrays(
     """The trajectory of one flat sequence; each run of sampled tokens becomes a turn. `fields` are `Trajectory`'s.
 
     `logprobs` has one value per token or one per sampled token; `columns` holds other per-token columns, or one
-    number for all tokens.
+    number for all tokens. `sampling_mask` among them is a list of ids per token, or per sampled token.
 
     >>> t = from_arrays([1, 2, 3, 4], [0, 1, 1, 0], logprobs=[0, -0.5, -0.25, 0], reward=1.0)
     >>> [(turn.token_ids.tolist(), turn.sampled) for turn in t.turns]
@@ -51,7 +52,10 @@ def from_arrays(
 
 def _cut(whole: Turn, start: int, stop: int, sampled: bool, before: int, where: str) -> Turn:
     logprobs = whole.logprobs[before : before + stop - start] if sampled and whole.logprobs is not None else None
-    columns: dict[str, Any] = {n: v if v.ndim == 0 else v[start:stop] for n, v in whole.columns.items()}
+    columns: dict[str, Any] = {
+        name: cells[start:stop] if isinstance(cells, Ragged) or cells.ndim else cells
+        for name, cells in whole.columns.items()
+    }
     return Turn(
         whole.token_ids[start:stop],
         sampled=sampled,

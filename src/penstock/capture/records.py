@@ -74,6 +74,13 @@ def ids_of(record: Any, name: str, where: str) -> NDArray[np.uint32]:
     return coerce(COLUMNS["token_ids"], required(record, name, where), f"{where}.{name}")
 
 
+def numbers_of(value: Any, where: str) -> Any:
+    """A list of numbers, or an array of any library, or one packed for msgpack."""
+    if isinstance(value, Mapping):
+        return array_of(value, where)
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
 def array_of(value: Any, where: str) -> Array | None:
     """An array, or one packed for msgpack as `{"__nd__": true, dtype, shape, data}`."""
     if value is None or isinstance(value, np.ndarray):

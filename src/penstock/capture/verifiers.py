@@ -2,12 +2,13 @@
 
 Takes the objects of the `verifiers` package (0.4), their `model_dump()`, what comes off its msgpack wire (arrays as
 `__nd__` mappings) and `to_record()` JSON. Prefer the objects or `model_dump(mode="python")`: a record rounds
-log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out routed experts.
+log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out routed experts and
+sampling masks.
 The package itself is not imported.
 
 One trace becomes one trajectory; a path through its graph becomes one sample. Of a compaction attempt the harness did
 not go on from, the tokens no other path shares are left out, as verifiers itself leaves that path out of training.
-Trainer annotations (`trainer_logprobs`, `entropies`) and sampling masks are not read: they are not inputs of training.
+Trainer annotations (`trainer_logprobs`, `entropies`) are not read: they are not inputs of training.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.arrays.coerce import Values, coerce
 from penstock.arrays.columns import COLUMNS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.capture.records import array_of, field_of, ids_of, list_of, number_of, optional_list, optional_mapping
+from penstock.capture.sampling_masks import sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
 from penstock.errors import InvalidInput
@@ -188,6 +190,7 @@ def _turn(
         "advantages": _spread(node, "advantages", mask, where),
         "teacher_logprobs": _spread(node, "reference_logprobs", mask, where),
         "mm_token_type_ids": _types(ids, types),
+        "sampling_mask": sampling_mask_of(node, where) if mask.any() else None,
         **_loss_weights(node, streams, where),
     }
     return Turn(

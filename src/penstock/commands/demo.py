@@ -4,6 +4,7 @@
   penstock demo --chaos               the same, while a random process is killed every few seconds
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
+  penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
 A plane, two rollout workers and two trainer ranks run as processes of their own. Nothing is downloaded.
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chaos", action="store_true", help="kill a random process every few seconds")
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
+    )
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and do not run")
     parser.add_argument("--json", action="store_true", help="print one JSON line at the end, and nothing else")
 
@@ -59,7 +63,7 @@ def _steps(text: str) -> int:
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """The demo's configuration: the defaults of a run, and what makes a tiny policy learn."""
-    task = TaskConfig(name="color" if args.vision else "reverse")
+    task = TaskConfig(name="color" if args.vision else "reverse", top_p=args.top_p)
     groups = 16 if args.vision else 32
     folder = args.folder or Path("runs") / time.strftime("demo-%H%M%S")
     return TrainConfig(

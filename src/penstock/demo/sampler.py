@@ -13,6 +13,9 @@ class Rollout:
     token_ids: list[int]
     """Up to and including the end token."""
     logprobs: list[float]
+    """Over the ids that were kept."""
+    kept: list[list[int]] | None
+    """For each token the ids it was drawn from; None when it was drawn from all."""
     finished: bool
 
 
@@ -23,10 +26,11 @@ def sample(
     max_new_tokens: int,
     eos: int,
     generator: torch.Generator,
+    top_p: float = 1.0,
     banned: tuple[int, ...] = (),
     first: dict[str, Any] | None = None,
 ) -> list[Rollout]:
-    """One completion per prompt, sampled at temperature 1.
+    """One completion per prompt, sampled at temperature 1 from the likeliest ids that together reach `top_p`.
 
     Prompts have one length, so there is no padding that could differ from what the trainer computes. `banned` ids
     are never sampled; `first` goes to the model with the prompt (images).
@@ -35,13 +39,17 @@ def sample(
 
     ids, cache = torch.tensor(prompts), DynamicCache()
     done = torch.zeros(len(prompts), dtype=torch.bool)
-    tokens, logprobs, more = [], [], first or {}
+    tokens, logprobs, kept, more = [], [], [], first or {}
     for _ in range(max_new_tokens):
         with torch.no_grad():
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **more).logits[:, -1].float()
         if banned:
             logits[:, list(banned)] = float("-inf")
         log_p = torch.log_softmax(logits, -1)
+        if top_p < 1.0:
+            inside = nucleus(log_p, top_p)
+            log_p = torch.log_softmax(logits.masked_fill(~inside, float("-inf")), -1)
+            kept.append([row.nonzero()[:, 0].tolist() for row in inside])
         ids = torch.multinomial(log_p.exp(), 1, generator=generator)
         tokens.append(ids[:, 0].clone())
         logprobs.append(log_p.gather(1, ids)[:, 0])
@@ -50,9 +58,21 @@ def sample(
         if bool(done.all()):
             break
     rows, lps = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-    return [_cut(row, lp, eos) for row, lp in zip(rows, lps, strict=True)]
+    sets = [[at[i] for at in kept] if kept else None for i in range(len(prompts))]
+    return [_cut(row, lp, own, eos) for row, lp, own in zip(rows, lps, sets, strict=True)]
 
 
-def _cut(tokens: list[int], logprobs: list[float], eos: int) -> Rollout:
+def nucleus(log_p: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[B, V] True for the fewest likeliest ids whose probabilities add up to `top_p`, at least one.
+
+    >>> nucleus(torch.tensor([[0.1, 0.6, 0.3]]).log(), 0.8).tolist()
+    [[False, True, True]]
+    """
+    likeliest = log_p.exp().sort(-1, descending=True)
+    before = likeliest.values.cumsum(-1) - likeliest.values
+    return torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, likeliest.indices, before < top_p)
+
+
+def _cut(tokens: list[int], logprobs: list[float], kept: list[list[int]] | None, eos: int) -> Rollout:
     end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
-    return Rollout(tokens[:end], logprobs[:end], eos in tokens)
+    return Rollout(tokens[:end], logprobs[:end], None if kept is None else kept[:end], eos in tokens)

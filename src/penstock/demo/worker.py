@@ -107,6 +107,7 @@ def _generate(
         max_new_tokens=task.max_new_tokens,
         eos=task.eos,
         generator=generator,
+        top_p=config.task.top_p,
         banned=task.banned,
         first=task.model_inputs(repeated, model),
     )
@@ -124,11 +125,16 @@ def _generate(
 
 def _trajectory(task: Task, prompt: Prompt, rollout: Rollout) -> Trajectory:
     return Trajectory(
-        turns=[task.turn(prompt), Turn(rollout.token_ids, logprobs=rollout.logprobs, role="assistant")],
+        turns=[task.turn(prompt), said(rollout)],
         reward=task.reward(prompt, rollout.token_ids),
         env=task.name,
         truncated=not rollout.finished,
     )
+
+
+def said(rollout: Rollout) -> Turn:
+    """What the model said, with the ids each token was drawn from."""
+    return Turn(rollout.token_ids, logprobs=rollout.logprobs, sampling_mask=rollout.kept, role="assistant")
 
 
 def _put(plane: Plane, group: Group) -> None:

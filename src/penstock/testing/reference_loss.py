@@ -114,8 +114,12 @@ def token_logprobs(
     token_ids: Sequence[int],
     sequence_lengths: Sequence[int],
     temperatures: Sequence[float],
+    kept: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[float, float]]:
-    """Log-probability and entropy of each token, predicted by the one before it in the same segment."""
+    """Log-probability and entropy of each token, predicted by the one before it in the same segment.
+
+    With `kept`, over the ids in each token's list; an empty list stands for all ids.
+    """
     out: list[tuple[float, float]] = []
     start = 0
     for length in sequence_lengths:
@@ -123,7 +127,8 @@ def token_logprobs(
             if i == start:
                 out.append((-math.log(len(logits[0])), math.log(len(logits[0]))))
                 continue
-            scaled = [value / temperatures[i] for value in logits[i - 1]]
+            ids = kept[i] if kept and kept[i] else range(len(logits[0]))
+            scaled = [v / temperatures[i] if j in ids else -math.inf for j, v in enumerate(logits[i - 1])]
             top = max(scaled)
             norm = top + math.log(sum(math.exp(value - top) for value in scaled))
             entropy = -sum(math.exp(v - norm) * (v - norm) for v in scaled if v != -math.inf)

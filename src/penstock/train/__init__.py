@@ -13,6 +13,7 @@ from penstock.train.tensors import to_torch
 if TYPE_CHECKING:
     from penstock.train.agreement import agree
     from penstock.train.image_policies import MaskSample
+    from penstock.train.kept_sets import kept_of
     from penstock.train.logits import token_logprobs
     from penstock.train.loss import Dppo
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
@@ -31,6 +32,7 @@ __all__ = [
     "agree",
     "check_image_tokens",
     "forward_kl",
+    "kept_of",
     "mask_segments",
     "mrope_positions",
     "reverse_kl",
@@ -49,6 +51,7 @@ _HOME = {
     "agree": "agreement",
     "check_image_tokens": "materialize",
     "forward_kl": "teacher_kl",
+    "kept_of": "kept_sets",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
     "reverse_kl": "teacher_kl",

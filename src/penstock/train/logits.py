@@ -23,6 +23,7 @@ except ImportError as error:
 
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
+from penstock.train.kept_sets import Kept, lowest
 
 CHUNK = 1024
 """Tokens widened to float32 at a time."""
@@ -34,12 +35,17 @@ def token_logprobs(
     sequence_lengths: torch.Tensor,
     temperatures: torch.Tensor | None = None,
     *,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every token, both of the shape of `token_ids`, in float32.
 
     Logits are [T, V], or [1, T, V] as models give them; token ids and temperatures are [T] or [1, T]. Logits are
     divided by the temperature each token was sampled with. Both results can be differentiated.
+
+    `kept` has the ids that the sampler kept for each token (top-p, top-k, min-p) as values [N] and offsets [T + 1];
+    both results are then those of the distribution over these ids, as the sampler's are. `kept_of(tensors)` finds
+    them. A token with an empty set was drawn from all ids.
 
     >>> logits = torch.zeros(1, 4, 8)
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([3, 1, 5, 2]), torch.tensor([2, 2]))
@@ -58,7 +64,8 @@ def token_logprobs(
     rows = logits.reshape(-1, logits.shape[-1])
     scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
     starts = starts_of(sequence_lengths).to(rows.device)
-    logprobs, entropy = _Chunked.apply(rows, token_ids.reshape(-1), starts, scale, chunk)
+    sets = Kept.of(kept, count, rows.device)
+    logprobs, entropy = _Chunked.apply(rows, token_ids.reshape(-1), starts, scale, sets, chunk)
     return logprobs.view(token_ids.shape), entropy.view(token_ids.shape)
 
 
@@ -108,6 +115,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         token_ids: torch.Tensor,
         starts: torch.Tensor,
         scale: torch.Tensor | None,
+        kept: Kept | None,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count, vocabulary = logits.shape
@@ -116,7 +124,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         entropy = torch.full_like(logprobs, math.log(vocabulary))
         norms = torch.zeros_like(logprobs)
         for a, b in chunks_of(count, chunk):
-            z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
+            z = _predictions(logits, scale, kept, a, b, wide)
             norm = z.logsumexp(-1)
             own = z.gather(-1, token_ids[a:b, None]).squeeze(-1) - norm
             # sum p * z, with the softmax written over z's own memory
@@ -125,7 +133,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
             entropy[a:b] = torch.where(starts[a:b], entropy[a:b], norm - mean)
             norms[a:b] = norm
         ctx.save_for_backward(logits, token_ids, starts, scale, norms, entropy)
-        ctx.chunk = chunk
+        ctx.kept, ctx.chunk = kept, chunk
         return logprobs, entropy
 
     @staticmethod
@@ -134,7 +142,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         to_logprob, to_entropy = (grad.masked_fill(starts, 0.0) for grad in grads)
         out = torch.zeros_like(logits)
         for a, b in chunks_of(len(logits), ctx.chunk):
-            log_p = widened(logits[a - 1 : b - 1], scale, a, b, norms.dtype) - norms[a:b, None]
+            log_p = _predictions(logits, scale, ctx.kept, a, b, norms.dtype) - norms[a:b, None]
             p = log_p.exp()
             # d logprob = onehot - p ; d entropy = -p * (log p + H)
             grad = -p * (to_logprob[a:b, None] + to_entropy[a:b, None] * (log_p + entropy[a:b, None]))
@@ -142,7 +150,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
             if scale is not None:
                 grad *= scale[a:b, None]
             out[a - 1 : b - 1] = grad
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def chunks_of(count: int, chunk: int) -> list[tuple[int, int]]:
@@ -150,8 +158,16 @@ def chunks_of(count: int, chunk: int) -> list[tuple[int, int]]:
     return [(a, min(a + chunk, count)) for a in range(1, count, chunk)]
 
 
+def _predictions(
+    logits: torch.Tensor, scale: torch.Tensor | None, kept: Kept | None, a: int, b: int, wide: torch.dtype
+) -> torch.Tensor:
+    """What tokens a to b were drawn from: logits at their temperature, of the ids that were kept."""
+    z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
+    return z if kept is None else kept.only(z, a, b)
+
+
 def widened(rows: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
     """The rows of logits that predict tokens a to b, at least in float32, at the temperature of those tokens."""
     # A vocabulary may be cut down with -inf; 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
-    z = rows.to(wide).clamp_min(torch.finfo(wide).min / 1e6)
+    z = rows.to(wide).clamp_min(lowest(wide))
     return z if scale is None else z * scale[a:b, None].to(wide)

@@ -105,6 +105,9 @@ class TaskConfig(Checked):
     ] = "reverse"
     letters: Annotated[int, Meta(ge=1, le=8, description="reverse: length of the word")] = 3
     group_size: Annotated[int, Meta(ge=2, description="rollouts per prompt")] = 8
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="sample from the likeliest tokens that together reach this probability")
+    ] = 1.0
     workers: Annotated[int, Meta(ge=1, description="rollout processes")] = 2
     prompts_per_batch: Annotated[int, Meta(ge=1, description="prompts a worker generates at once")] = 16
 

@@ -30,6 +30,7 @@ from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.fake import FakeSource
+from penstock.train.kept_sets import kept_of
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.metrics_sinks import Journal
@@ -194,7 +195,9 @@ class Trainer:
         if self.config.model.never_sampled:
             logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
         lengths = tensors["sequence_lengths"]
-        logprobs, entropy = token_logprobs(logits, tensors["token_ids"], lengths, tensors.get("temperatures"))
+        logprobs, entropy = token_logprobs(
+            logits, tensors["token_ids"], lengths, tensors.get("temperatures"), kept=kept_of(tensors)
+        )
         terms = self._loss(tensors, logprobs, entropy)
         bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
         loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus

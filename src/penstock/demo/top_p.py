@@ -1,0 +1,97 @@
+"""How far trainer and sampler are apart when tokens are sampled with top-p, with sampling masks and without them.
+
+The demo's model samples; its own weights are then asked for the log-probabilities of what it sampled, as a trainer asks
+on the first step. Every difference is the measure's, not the policy's.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.arrays import Sample
+from penstock.capture import Trajectory
+from penstock.convert import make_group
+from penstock.demo.sampler import sample
+from penstock.demo.tasks import Task, make_task, model_of
+from penstock.demo.worker import said
+from penstock.pack import Step, pack
+from penstock.train.kept_sets import kept_of
+from penstock.train.logits import token_logprobs
+from penstock.train.loss import measure_gap
+from penstock.train.model import build_model, forward
+from penstock.train.run_config import TaskConfig
+from penstock.train.tensors import to_torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Between the log-probabilities of sampler and trainer, over all sampled tokens."""
+
+    mismatch_kl: float
+    """Mean of ratio - 1 - log ratio."""
+    largest: float
+    """Of the absolute log ratios."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    top_p: float
+    tokens: int
+    kept: float
+    """Ids kept per token, on average."""
+    with_masks: Difference
+    without: Difference
+
+
+def measure(top_p: float, *, prompts: int = 64, seed: int = 0) -> Measured:
+    """Sample eight rollouts for each prompt and compare."""
+    torch.manual_seed(seed)
+    task, model = make_task(TaskConfig(), Path()), build_model(model_of("reverse"), seed=seed).eval()
+    step = pack(_rollouts(model, task, top_p, prompts, seed), ranks=1, seq_len=64)
+    kept = [batch["sampling_mask"].lengths[batch["loss_mask"]] for batch in step.ranks[0] if "sampling_mask" in batch]
+    ids, tokens = sum(int(counts.sum()) for counts in kept), step.loss_tokens
+    return Measured(
+        top_p=top_p,
+        tokens=tokens,
+        kept=ids / tokens if kept else float(model.config.vocab_size),
+        with_masks=_compare(model, step, masks=True),
+        without=_compare(model, step, masks=False),
+    )
+
+
+def _rollouts(model: Any, task: Task, top_p: float, prompts: int, seed: int) -> list[Sample]:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    asked = [prompt for prompt in (task.prompt(rng) for _ in range(prompts)) for _ in range(8)]
+    rollouts = sample(
+        model,
+        [prompt.token_ids for prompt in asked],
+        max_new_tokens=task.max_new_tokens,
+        eos=task.eos,
+        generator=generator,
+        top_p=top_p,
+    )
+    pairs = zip(asked, rollouts, strict=True)
+    trajectories = [Trajectory(turns=[task.turn(prompt), said(rollout)]) for prompt, rollout in pairs]
+    return list(make_group(trajectories, id="measured", advantage=None).samples)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _compare(model: Any, step: Step, *, masks: bool) -> Difference:
+    kl, largest = 0.0, 0.0
+    for batch in step.ranks[0]:
+        tensors = to_torch(batch)
+        logprobs, _ = token_logprobs(
+            forward(model, tensors),
+            tensors["token_ids"],
+            tensors["sequence_lengths"],
+            kept=kept_of(tensors) if masks else None,
+        )
+        gap, mask = measure_gap(logprobs, tensors["logprobs"]), tensors["loss_mask"]
+        kl += float(gap.mismatch_kl[mask].sum())
+        largest = max(largest, float(gap.log_ratio[mask].abs().max()))
+    return Difference(mismatch_kl=kl / step.loss_tokens, largest=largest)
