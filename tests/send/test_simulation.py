@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from penstock.arrays.digests import sample_digests
 from penstock.encode import decode, encode
 from penstock.send.messages import Buffer, Frames
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
@@ -29,8 +30,8 @@ class RealIntake(Intake):
     def run_of(self, frame: Buffer) -> str:
         return super().run_of(_frame(frame))
 
-    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
-        return super().take([(group, _frame(frame)) for group, frame in batch])
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+        return super().take([replace(incoming, frame=_frame(incoming.frame)) for incoming in batch])
 
 
 def real_pipeline(engine: Engine, workers: Workers) -> Pipeline:

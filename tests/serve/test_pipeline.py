@@ -19,13 +19,12 @@ from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep import GroupFacts, Keeper, MemoryKeeper
 from penstock.pack import Packing
 from penstock.send.memory import MemoryPlane
-from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
 from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
@@ -89,7 +88,7 @@ class SlowIntake(Intake):
         super().__init__(settings, keeper)
         self.gate = gate
 
-    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
         self.gate.passed()
         return super().take(batch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
+_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
@@ -36,7 +36,7 @@ def size(number: float) -> str:
 def ledger_line(ledger: dict[str, Any]) -> str:
     """The conservation identity with its numbers, and whether it holds.
 
-    >>> parts = dict(held=2, scheduled=0, delivered=0, committed=4, quarantined=0)
+    >>> parts = dict(held=2, scheduled=0, delivered=0, committed=4, quarantined=0, evaluation=0)
     >>> ledger_line(dict(parts, accepted=6, dropped={}, balanced=True))
     '6 accepted = 2 held + 4 committed (balanced)'
     """

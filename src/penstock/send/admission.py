@@ -57,6 +57,7 @@ class Offer:
     digest: bytes
     """As it was sent; empty if the sender did not say. If the frame has another one, answer with `missing`."""
     frame: Buffer
+    evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class Admission:
         if len(frames) != 1:
             reason = f"group {message.group[:MAX_NAME]!r}: {len(frames)} frames; a group is one"
             return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))]
-        return [Offer(ticket, message.group, message.digest, frames[0])]
+        return [Offer(ticket, message.group, message.digest, frames[0], message.evaluation)]
 
     # -------------------------------------------------------------- answers
 

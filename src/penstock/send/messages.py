@@ -243,6 +243,8 @@ class Put(_Message, frozen=True, tag="put"):
     group: str
     digest: bytes = b""
     """xxh3-128 of the frame, as it was sent."""
+    evaluation: bool = False
+    """To be recorded and looked at: no step may use it, and it waits in no table."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):

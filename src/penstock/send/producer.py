@@ -124,14 +124,23 @@ class ProducerSession:
         return ticket, self._say(Out(question.message), now)
 
     def put(
-        self, group: str, frame: Buffer, digest: bytes, now: float, *, run: Callable[[], str] = str, waits: bool = True
+        self,
+        group: str,
+        frame: Buffer,
+        digest: bytes,
+        now: float,
+        *,
+        run: Callable[[], str] = str,
+        waits: bool = True,
+        evaluation: bool = False,
     ) -> tuple[int, list[Event]]:
-        """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`."""
+        """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`.
+        `evaluation`: no table has to have room for it."""
         ticket = self._next_ticket(now)
-        message = Put(ticket=ticket, group=group, digest=digest)
+        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
-        if self._full and run() in self._full:
+        if self._full and not evaluation and run() in self._full:
             question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: no room")
             return ticket, self._say(Out(question.ask_room()), now)
         return ticket, self._say(Out(message, question.frames), now)
@@ -185,7 +194,7 @@ class ProducerSession:
             return self._on_attached(message, now)
         if isinstance(message, (Accepted, Status, Attached)):
             question = self._open.pop(message.ticket, None)
-            if self._full and isinstance(question, _Put):
+            if self._full and isinstance(question, _Put) and not question.put.evaluation:
                 self._full.discard(question.run())
             return [Answered(message.ticket, message)] if question is not None else []
         return []

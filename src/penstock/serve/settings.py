@@ -140,6 +140,14 @@ class PlaneSettings:
             "checkpoint",
         ),
     ] = 64
+    retain_eval_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the "
+            "disk is full too",
+        ),
+    ] = 1 << 30
     snapshot_every: Annotated[
         int,
         Meta(

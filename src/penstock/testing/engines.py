@@ -27,9 +27,9 @@ class DirectEngine(Engine):
         intake = Intake(settings, self.keeper)
         self.pipeline = Pipeline(self, intake, StepBuilder(settings.packing, self.keeper), self._workers)
 
-    def put(self, ticket: object, group: str, frame: Buffer) -> Outcome | None:
+    def put(self, ticket: object, group: str, frame: Buffer, *, evaluation: bool = False) -> Outcome | None:
         """Offer, check and keep a group; `flush` accepts it. An outcome is returned if it is known already."""
-        found = self.pipeline.put(ticket, group, xxhash.xxh3_128_digest(frame), frame)
+        found = self.pipeline.put(ticket, group, xxhash.xxh3_128_digest(frame), frame, evaluation=evaluation)
         self._workers.finish()
         refused = self.pipeline.refused()
         return found or (refused[0] if refused else None)

@@ -13,6 +13,7 @@ from penstock.keep import GroupFacts, Keeper
 from penstock.send.messages import Buffer, Frames
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.intake import Intake
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.process.pipeline import Pipeline
@@ -60,6 +61,9 @@ class PlainIntake(Intake):
             versions=(),
             digests=(xxhash.xxh3_128_digest(frame),),
         )
+
+    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
+        return self.check(group, frame), EvalFacts()
 
 
 def run_of_group(group: str) -> str:

@@ -100,17 +100,22 @@ class Plane:
         policy_version: int | None = None,
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
+        evaluation: bool = False,
         timeout: float | None = None,
     ) -> GroupBuilder:
         """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them.
 
         `prompt` is the prompt's name, which comes back as often as it is sampled. `id` is this group's own: made
         unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
+        `evaluation`: it is recorded and shown, and never trained; so it gets no advantages, and no filter may drop any.
         """
-        name = unique_id(prompt) if id is None else id
-        return GroupBuilder(self, prompt, name, policy_version, advantage, tuple(filters), timeout)
+        dropping = tuple(filters)
+        if evaluation and dropping:
+            raise InvalidInput(f"group of {prompt!r}: {len(dropping)} filters; leave them out, evaluation keeps all")
+        name, rule = unique_id(prompt) if id is None else id, None if evaluation else advantage
+        return GroupBuilder(self, prompt, name, policy_version, rule, dropping, timeout, evaluation)
 
-    def put(self, group: Group | Sequence[Sample], *, timeout: float | None = None) -> bool:
+    def put(self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
 
         When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
@@ -121,20 +126,20 @@ class Plane:
             raise InvalidInput("put: no samples; a group has at least one")
         name = group.id if isinstance(group, Group) else samples[0].group
         run = samples[0].run
-        is_new = self._put(name, encode_to_send(samples), lambda: run, timeout)
+        is_new = self._put(name, encode_to_send(samples), lambda: run, timeout, evaluation)
         if is_new and isinstance(group, Group):
             self.counts.on_put(group)
         return is_new
 
-    def put_frame(self, group: str, frame: Buffer, *, timeout: float | None = None) -> bool:
+    def put_frame(self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
-        return self._put(group, frame, partial(_run_of, frame), timeout)
+        return self._put(group, frame, partial(_run_of, frame), timeout, evaluation)
 
-    def _put(self, group: str, frame: Buffer, run: Callable[[], str], timeout: float | None) -> bool:
+    def _put(self, group: str, frame: Buffer, run: Callable[[], str], timeout: float | None, evaluation: bool) -> bool:
         digest = xxhash.xxh3_128_digest(frame)
         waits = timeout is None or timeout > 0
         answer = self._ask(
-            lambda now: self._session.put(group, frame, digest, now, run=run, waits=waits),
+            lambda now: self._session.put(group, frame, digest, now, run=run, waits=waits, evaluation=evaluation),
             math.inf if timeout is None else timeout,
         )
         if isinstance(answer, Rejected):
@@ -334,9 +339,10 @@ class GroupBuilder:
         advantage: Advantage | None,
         filters: tuple[Filter, ...],
         timeout: float | None,
+        evaluation: bool,
     ) -> None:
         self.prompt, self.id = prompt, id
-        self._plane, self._version, self._timeout = plane, policy_version, timeout
+        self._plane, self._version, self._timeout, self._evaluation = plane, policy_version, timeout, evaluation
         self._advantage, self._filters = advantage, filters
         self._rollouts: list[Trajectory] = []
 
@@ -365,7 +371,7 @@ class GroupBuilder:
         for reason, count in group.dropped.items():
             self._plane.discard(reason, count, key=f"{self.id}: {reason}")  # once, however often the put is tried
         if len(group):
-            self._plane.put(group, timeout=self._timeout)
+            self._plane.put(group, evaluation=self._evaluation, timeout=self._timeout)
         return group
 
 

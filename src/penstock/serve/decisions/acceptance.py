@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
+from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
-from penstock.serve.decisions.log import GroupRow
+from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
@@ -66,32 +67,52 @@ class Acceptance:
         """Groups on their way into a table."""
         return self._arrivals.groups[table_name]
 
-    def offer(self, ticket: object, group: str, digest: bytes, size: int, run: str = "") -> Outcome | bool:
+    def offer(
+        self, ticket: object, group: str, digest: bytes, size: int, run: str = "", *, evaluation: bool = False
+    ) -> Outcome | bool:
         """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
         group is under way already. An outcome: that is all."""
         try:
-            return self._offer(ticket, group, digest, size, run)
+            if not 0 < len(group) <= MAX_ID:
+                raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
+            known = self._recognise(ticket, group, digest, evaluation=evaluation)
+            if known is not None:
+                return known
+            table_name = self._journal.run_tables.table_for(run)
+            if evaluation:
+                self._check_evaluation_room(group, size)
+            else:
+                self._check_room(group, table_name, size)
         except PenstockError as error:
             self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
             return Outcome(ticket, error)
+        self._arrivals.add(Arrival(group, digest, size, None if evaluation else table_name, [ticket]))
+        return True
 
-    def _offer(self, ticket: object, group: str, digest: bytes, size: int, run: str) -> Outcome | bool:
-        if not 0 < len(group) <= MAX_ID:
-            raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
+    def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
+        """What to answer for a group that was put before; None for a new one."""
         arrival = self._arrivals.get(group)
         known = arrival.digest if arrival else self._journal.log.digest_of(group)
-        if known is not None:
-            self._journal.counts["puts_repeated"] += 1
-            if known != digest:
-                raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
-            if arrival is None:
-                return Outcome(ticket, duplicate=True)
-            arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
-            return False
-        table_name = self._journal.run_tables.table_for(run)
-        self._check_room(group, table_name, size)
-        self._arrivals.add(Arrival(group, digest, size, table_name, [ticket]))
-        return True
+        if known is None:
+            return None
+        self._journal.counts["puts_repeated"] += 1
+        if known != digest:
+            raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
+        before = arrival.is_evaluation if arrival else self._journal.log.is_evaluation(group)
+        if before != evaluation:
+            was, now = ("for evaluation", "to be trained") if before else ("to be trained", "for evaluation")
+            raise Conflict(f"group {group!r}: accepted before {was}, now {now}; give each group its own id")
+        if arrival is None:
+            return Outcome(ticket, duplicate=True)
+        arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
+        return False
+
+    def _check_evaluation_room(self, group: str, size: int) -> None:
+        """Raise unless there is room on the disk: no table has to have any."""
+        most = self._settings.retain_eval_bytes
+        if size > most:
+            raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
+        self._check_disk(size)
 
     def _check_room(
         self, group: str, table_name: str, size: int, *, promised_bytes: int = 0, promised_groups: int = 0
@@ -116,27 +137,39 @@ class Acceptance:
             )
 
     def _check_disk(self, size: int) -> None:
-        """Raise DiskFull if there is no room; steps that are only kept for a rewind are given back before that."""
+        """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
         arriving = self._arrivals.bytes.total() + size
         while True:
             try:
                 self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.keeper.num_bytes)
             except DiskFull:
-                kept = self._journal.state.next_step - self._journal.state.oldest_step
-                if kept <= 0 or self._journal.state.is_drawing:
+                if not self._give_back():
                     raise
-                with self._journal.transaction():
-                    self._journal.state.retire(self._journal.state.next_step - kept // 2)
-                self._journal.counts["steps_given_back_early"] += kept - kept // 2
                 self._journal.log.shrink()
                 if not self._journal.log.disk.restore():
                     self._journal.keeper.sweep()  # here and now: what it gives back is what is missing
             else:
                 return
 
-    def arrive(self, group: str, facts: GroupFacts, location: str) -> None:
+    def _give_back(self) -> bool:
+        """Half of the steps that are kept for a rewind, then half of what is kept of evaluations; False if nothing."""
+        state, counts = self._journal.state, self._journal.counts
+        kept = state.next_step - state.oldest_step
+        if kept > 0 and not state.is_drawing:
+            with self._journal.transaction():
+                state.retire(state.next_step - kept // 2)
+            counts["steps_given_back_early"] += kept - kept // 2
+            return True
+        before = state.evaluations.given_back
+        with self._journal.transaction():
+            state.give_back_evaluations(state.evaluations.num_bytes // 2)
+        counts["eval_groups_given_back_early"] += state.evaluations.given_back - before
+        return state.evaluations.given_back > before
+
+    def arrive(self, group: str, facts: GroupFacts, location: str, eval_facts: EvalFacts | None = None) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""
-        self._arrivals[group].kept = (facts, location)
+        arrival = self._arrivals[group]
+        arrival.kept, arrival.eval_facts = (facts, location), eval_facts
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
         """Whether a group is under way, and will be answered under this ticket too."""
@@ -159,9 +192,11 @@ class Acceptance:
         rows = self._arrivals.rows(self._journal.state.op + 1)
         if not rows:
             return outcomes
+        evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
+        self._journal.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._journal.transaction():
-                self._journal.log.add_groups([(row, facts.to_bytes()) for row, facts in rows])
+                self._journal.log.add_groups(rows)
         except PenstockError as error:
             self._journal.forget([row.location for row, _ in rows])
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
@@ -178,7 +213,9 @@ class Acceptance:
         assert arrival.kept is not None
         facts, location = arrival.kept
         try:
-            self._arrivals.move(group, self._journal.run_tables.table_for(facts.run))
+            table_name = self._journal.run_tables.table_for(facts.run)
+            if not arrival.is_evaluation:
+                self._arrivals.move(group, table_name)
         except PenstockError as error:
             self._journal.forget([location])
             return self.refuse(group, error)
@@ -186,6 +223,9 @@ class Acceptance:
 
     def _accept(self, row: GroupRow) -> list[Outcome]:
         arrival = self._arrivals.pop(row.id)
+        if row.state is State.EVALUATION:
+            self._journal.state.take_evaluation(row, arrival.eval_facts)
+            return [Outcome(ticket, duplicate=i > 0) for i, ticket in enumerate(arrival.tickets)]
         stale = not self._journal.state.take_in(row)
         self._journal.counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.keep.facts import GroupFacts
-from penstock.serve.decisions.log import GroupRow
+from penstock.serve.decisions.evaluations import EvalFacts
+from penstock.serve.decisions.log import GroupRow, State
 
 
 @dataclass(slots=True)
@@ -16,19 +17,26 @@ class Arrival:
     group: str
     digest: bytes
     size: int
-    table_name: str
+    table_name: str | None
+    """Where it will wait; None for an evaluation group, which waits nowhere."""
     tickets: list[object]
     """Everybody who waits for it."""
     kept: tuple[GroupFacts, str] | None = None
     """Its facts and its frame's location, once it was checked and kept."""
+    eval_facts: EvalFacts | None = None
+    """Of an evaluation group, once it was checked and kept."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.table_name is None
 
 
 class Arrivals:
     """All of them, and the room they take in each table."""
 
     def __init__(self) -> None:
-        self.groups: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.groups: Counter[str | None] = Counter()
+        self.bytes: Counter[str | None] = Counter()
         self._all: dict[str, Arrival] = {}
 
     def get(self, group: str) -> Arrival | None:
@@ -62,9 +70,9 @@ class Arrivals:
         """Those that were checked and kept."""
         return [group for group, arrival in self._all.items() if arrival.kept is not None]
 
-    def rows(self, op: int) -> list[tuple[GroupRow, GroupFacts]]:
-        """Those that were checked and kept, as the log will have them, numbered from `op` on."""
-        rows: list[tuple[GroupRow, GroupFacts]] = []
+    def rows(self, op: int) -> list[tuple[GroupRow, bytes]]:
+        """Those that were checked and kept with their facts, as the log will have them, numbered from `op` on."""
+        rows: list[tuple[GroupRow, bytes]] = []
         for number, group in enumerate(self.ready, start=op):
             arrival = self._all[group]
             assert arrival.kept is not None
@@ -77,10 +85,11 @@ class Arrivals:
                 samples=facts.num_samples,
                 tokens=facts.num_tokens,
                 size=arrival.size,
-                run=arrival.table_name,
+                state=State.EVALUATION if arrival.is_evaluation else State.HELD,
+                run=facts.run if arrival.table_name is None else arrival.table_name,
                 prompt=facts.prompt,
                 kinds=tuple(sorted(facts.kinds.items())),
                 location=location,
             )
-            rows.append((row, facts))
+            rows.append((row, (arrival.eval_facts or facts).to_bytes()))
         return rows

@@ -6,16 +6,31 @@ This is the work of a put that depends on its size; it runs beside the loop that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.arrays.columns import ALL_OR_NONE
 from penstock.encode import Limits, read_head
+from penstock.encode.reading import describe
 from penstock.errors import InvalidInput, PenstockError, StorageError
 from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
 from penstock.keep.keeper import Keeper
 from penstock.pack import plan
 from penstock.send.messages import Buffer
+from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.settings import PlaneSettings
+
+_UNCUT = 2**40
+"""Tokens: no sample is so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A group that is to be checked and kept."""
+
+    group: str
+    frame: Buffer
+    evaluation: bool = False
+    """Whether it was put to be looked at, and not to be trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +40,8 @@ class Arrived:
     group: str
     facts: GroupFacts
     location: str
+    eval_facts: EvalFacts | None = None
+    """Of an evaluation group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +63,29 @@ class Intake:
         """The run that a group says it belongs to, found without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
 
-    def take(self, batch: Sequence[tuple[str, Buffer]]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
         """What became of each group, in order."""
-        checked = [self._check(group, frame) for group, frame in batch]
-        good = [frame for (_, frame), facts in zip(batch, checked, strict=True) if isinstance(facts, GroupFacts)]
+        checked = [self._check(incoming) for incoming in batch]
+        good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
         try:
             locations = iter(self._keeper.keep(good) if good else ())
         except StorageError as error:
-            return [
-                Refused(group, error if isinstance(facts, GroupFacts) else facts)
-                for (group, _), facts in zip(batch, checked, strict=True)
-            ]
-        return [
-            Arrived(group, facts, next(locations)) if isinstance(facts, GroupFacts) else Refused(group, facts)
-            for (group, _), facts in zip(batch, checked, strict=True)
-        ]
+            return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
+        return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]
 
-    def _check(self, group: str, frame: Buffer) -> GroupFacts | PenstockError:
+    def _check(self, incoming: Incoming) -> Arrived | Refused:
+        """As it will be, but for where its frame is kept."""
+        group, frame = incoming.group, incoming.frame
         try:
-            return self.check(group, frame)
+            if incoming.evaluation:
+                facts, eval_facts = self.check_evaluation(group, frame)
+                return Arrived(group, facts, "", eval_facts)
+            return Arrived(group, self.check(group, frame), "")
         except PenstockError as error:
-            return error
+            return Refused(group, error)
         except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
-            return InvalidInput(f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read")
+            words = f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read"
+            return Refused(group, InvalidInput(words))
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
         """The facts of a frame; raises what is wrong with it."""
@@ -83,6 +100,13 @@ class Intake:
         if packing.over_cap == "strict":
             plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
         return facts
+
+    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
+        """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
+        length) is not asked of it."""
+        facts = check_group(frame, group=group, seq_len=_UNCUT, limits=self.limits)
+        _, samples, _ = describe(frame, limits=self.limits)
+        return facts, EvalFacts.of(samples)
 
     def _check_columns(self, facts: GroupFacts) -> None:
         for name in self._settings.requires:

@@ -37,6 +37,7 @@ class Journal:
         """Make memory anew from the log: what was not written down did not happen."""
         settings = self._settings
         self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps)
+        self.state.give_back_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
 

@@ -21,6 +21,8 @@ class Ledger:
     delivered: int = 0
     committed: int = 0
     quarantined: int = 0
+    evaluation: int = 0
+    """Samples of evaluation groups, which no step uses; also of those whose frames were given back since."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Samples that were accepted and will not be trained, by reason."""
     uses: int = 0
@@ -38,7 +40,7 @@ class Ledger:
 
     @property
     def balanced(self) -> bool:
-        parts = self.held + self.scheduled + self.delivered + self.committed + self.quarantined
+        parts = self.held + self.scheduled + self.delivered + self.committed + self.quarantined + self.evaluation
         return self.accepted == parts + self.dropped.total()
 
     @staticmethod
@@ -48,6 +50,7 @@ class Ledger:
         return Ledger(
             **plain,
             quarantined=found["quarantined"],
+            evaluation=found["evaluation"],
             dropped=Counter(found["dropped"]),
             uses=found["uses"],
             discarded=Counter(found["discarded"]),
@@ -62,6 +65,7 @@ class Ledger:
             "committed": self.committed,
             "dropped": {reason: count for reason, count in sorted(self.dropped.items()) if count},
             "quarantined": self.quarantined,
+            "evaluation": self.evaluation,
             "uses": self.uses,
             "discarded": dict(sorted(self.discarded.items())),
             "balanced": self.balanced,

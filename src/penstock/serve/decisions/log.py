@@ -54,6 +54,8 @@ class State(IntEnum):
     COMMITTED = 3
     DROPPED = 4
     QUARANTINED = 5
+    EVALUATION = 6
+    """For good: it was put to be looked at, and no step may use it."""
 
 
 _STATES = tuple(State)
@@ -317,6 +319,10 @@ class Log:
         row = self._db.execute("SELECT digest FROM groups WHERE id = ?", (group,)).fetchone()
         return None if row is None else row[0]
 
+    def is_evaluation(self, group: str) -> bool:
+        row = self._db.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
+        return row is not None and row[0] == State.EVALUATION
+
     def text(self, name: str) -> str:
         """What is remembered under a name, as text; empty if nothing is."""
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
@@ -340,9 +346,9 @@ class Log:
         found = (self._db.execute(f"SELECT MAX(op) FROM {name}").fetchone()[0] for name in tables)  # noqa: S608
         return max(op or 0 for op in found)
 
-    def quarantined(self) -> list[GroupRow]:
-        query = f"{_GROUPS} WHERE state = ? ORDER BY op"
-        return list(map(_row, self._db.execute(query, (int(State.QUARANTINED),))))
+    def groups_in(self, state: State) -> list[GroupRow]:
+        """The groups that are recorded in a state, in order."""
+        return list(map(_row, self._db.execute(f"{_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
         """All groups behind a decision, in order, without their frames."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.errors import Conflict, UnknownKey
 from penstock.serve.decisions.decision_records import DropGroup, ReleaseGroup
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.log import Log, State
 
 
 def settle_offline(folder: Path, group: str, *, drop: bool) -> None:
@@ -16,7 +16,7 @@ def settle_offline(folder: Path, group: str, *, drop: bool) -> None:
     except Conflict as error:
         raise Conflict(f"{error}; its plane is at work: give its address instead of the folder") from None
     try:
-        waiting = {row.id: row for row in log.quarantined()}
+        waiting = {row.id: row for row in log.groups_in(State.QUARANTINED)}
         if group not in waiting:
             known = ", ".join(map(repr, list(waiting)[:5])) or "none"
             raise UnknownKey(f"group {group!r}: not in quarantine; there are: {known}")

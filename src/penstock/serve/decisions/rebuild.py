@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from penstock.errors import ConfigError, CorruptFile, WaitTimeout
+from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.serve.decisions.snapshot import Saved
@@ -28,7 +29,9 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> PlaneState:
     rows |= {row.op: row for row in log.groups(after=since)}
     try:
         for op in sorted([*(op for op in rows if op > since), *records, *steps]):
-            if op in rows:
+            if op in rows and rows[op].state is State.EVALUATION:
+                state.take_evaluation(rows[op], None)
+            elif op in rows:
                 state.take_in(replace(rows[op], state=State.HELD, reason=""))
             elif op in records:
                 state.redo(op, records[op])
@@ -38,10 +41,16 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> PlaneState:
         raise ConfigError(
             f"capacity: {replay.capacity}, and more groups are held than that ({len(state.rows)} and others); raise it"
         ) from None
+    state.evaluations = Evaluations((row, _eval_facts(log, row.op)) for row in log.groups_in(State.EVALUATION))
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
     state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, log.with_frames())
     return state
+
+
+def _eval_facts(log: Log, op: int) -> EvalFacts | None:
+    data = log.facts(op)
+    return None if data is None else EvalFacts.from_bytes(data)
 
 
 def _draw_again(state: PlaneState, op: int, step: int, data: bytes, recorded: State) -> None:

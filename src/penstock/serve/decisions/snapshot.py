@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-FORMAT = 2
+FORMAT = 3
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -16,6 +16,7 @@ A group is
     committed             with the last step that uses it, once the table has let go of it
     dropped               if the table let go of it unused
     quarantined           if no step could be made with it
+    evaluation            from the beginning, and for good: it is in no table
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from penstock.serve.decisions.decision_records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
@@ -68,6 +70,7 @@ class PlaneState:
         """Groups that were set aside, by table, since their run was admitted."""
         self.kinds: dict[str, Counter[str]] = {}
         """Column -> what held groups ask of the others in their step -> how many of them do."""
+        self.evaluations = Evaluations()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups that were set aside and not decided upon since."""
         self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -116,6 +119,19 @@ class PlaneState:
         kept = self._insert(row)
         self._settle()
         return kept
+
+    def take_evaluation(self, row: GroupRow, facts: EvalFacts | None) -> None:
+        """An evaluation group was accepted."""
+        self.op = max(self.op, row.op)
+        self.ledger.accepted += row.samples
+        self.ledger.add(State.EVALUATION, "", row.samples)
+        self.evaluations.add(row, facts)
+
+    def give_back_evaluations(self, most_bytes: int) -> None:
+        """The frames of the oldest evaluation groups, until no more than so many bytes of them are kept."""
+        for row in self.evaluations.give_back(most_bytes):
+            self._to_forget.append(row.op)
+            self.forgotten.append(row.location)
 
     def _insert(self, row: GroupRow) -> bool:
         table, sizes = self.run_tables.table(row.run), {"num_bytes": row.size, "num_tokens": row.tokens}

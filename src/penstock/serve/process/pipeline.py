@@ -27,7 +27,7 @@ from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.intake import Arrived, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
@@ -50,8 +50,8 @@ class Pipeline:
 
     def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
         self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
-        self._incoming: deque[tuple[str, bytes, Buffer]] = deque()
-        """Groups that were offered and wait to be checked: id, digest as it was sent, frame."""
+        self._incoming: deque[tuple[bytes, Incoming]] = deque()
+        """Groups that were offered and wait to be checked, with their digests as they were sent."""
         self._outcomes: list[Outcome] = []
         self._busy = False
         """Whether a step is being planned or built."""
@@ -67,16 +67,19 @@ class Pipeline:
 
     # -------------------------------------------------------------- groups
 
-    def put(self, ticket: object, group: str, digest: bytes, frame: Buffer) -> Outcome | None:
+    def put(
+        self, ticket: object, group: str, digest: bytes, frame: Buffer, *, evaluation: bool = False
+    ) -> Outcome | None:
         """Offer a group; an outcome is returned only if it is known at once."""
         try:
-            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), self._run_of(frame))
+            run = self._run_of(frame)
+            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), run, evaluation=evaluation)
         except CorruptFrame as error:
             return Outcome(ticket, error)
         if isinstance(found, Outcome):
             return found
         if found:
-            self._incoming.append((group, digest, frame))
+            self._incoming.append((digest, Incoming(group, frame, evaluation)))
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
 
@@ -88,16 +91,17 @@ class Pipeline:
 
     def _take_in(self) -> list[Arrived | Refused]:
         """On a worker's thread: what has come since the last time, with one sync for all of it."""
-        batch: list[tuple[str, Buffer]] = []
+        batch: list[Incoming] = []
         refused: list[Arrived | Refused] = []
         size = 0
         while self._incoming and size < _BATCH_BYTES:
-            group, digest, frame = self._incoming.popleft()
-            if xxhash.xxh3_128_digest(frame) != digest:
+            digest, incoming = self._incoming.popleft()
+            group = incoming.group
+            if xxhash.xxh3_128_digest(incoming.frame) != digest:
                 refused.append(Refused(group, AlteredOnTheWay(f"group {group!r}: not the bytes that were sent")))
                 continue
-            batch.append((group, frame))
-            size += len(frame)
+            batch.append(incoming)
+            size += len(incoming.frame)
         return refused + self._intake.take(batch)
 
     def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
@@ -105,7 +109,7 @@ class Pipeline:
             raise results
         for result in results:
             if isinstance(result, Arrived):
-                self._engine.acceptance.arrive(result.group, result.facts, result.location)
+                self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
             else:
                 self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 

@@ -32,7 +32,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "ledger": engine.ledger.as_dict(),
         "quarantine": engine.quarantine(),
         "counts": dict(engine.counts),
-        "metrics": engine.run_tables.metrics(),
+        "metrics": engine.run_tables.metrics() | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
         "runs": engine.runs(),
     }

@@ -1,8 +1,8 @@
 """The Prometheus page: what a plane counts, written by prometheus_client, on a loopback address.
 
 Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
-`penstock_train_` what was trained on, `penstock_ledger_` where every sample is, `penstock_run_` the runs that share
-the trainer, `penstock_plane_` the plane itself.
+`penstock_train_` what was trained on, `penstock_eval_` what was evaluated, `penstock_ledger_` where every sample is,
+`penstock_run_` the runs that share the trainer, `penstock_plane_` the plane itself.
 The numbers are taken by the plane's own loop between two turns, so they belong together; a plane that does not
 answer within two seconds gives 503, which is worth an alarm.
 """
@@ -24,6 +24,7 @@ _SIDES = {
     "gen": "what was generated",
     "buffer": "what waits to be trained",
     "train": "what was trained on",
+    "eval": "what was evaluated",
     "ledger": "where every accepted sample is",
     "run": "the runs that share the trainer",
     "plane": "the plane itself",
@@ -37,7 +38,7 @@ _TOTALS = {
     "train/priority_updates", "train/priority_updates_stale",
 }  # fmt: skip
 """Of the table's numbers, those that only grow while the plane runs."""
-_STATES = ("held", "scheduled", "delivered", "committed", "quarantined")
+_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
 
@@ -112,7 +113,9 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     for path, value in status["metrics"].items():
         side, _, name = path.partition("/")
         what, _, label = name.partition("/")
-        if label:
+        if side == "eval" and label:
+            yield f"penstock_eval_{what}", "gauge", {"env": label}, value
+        elif label:
             yield f"penstock_{side}_{what}_total", "counter", {"reason": label}, value
         elif path in _TOTALS:
             yield f"penstock_{side}_{what}_total", "counter", {}, value

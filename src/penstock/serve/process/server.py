@@ -245,7 +245,7 @@ class Server:
 
     def _offer(self, offer: Offer) -> None:
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
-        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame)
+        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation)
         if outcome is not None:
             self._answer(outcome)
 
