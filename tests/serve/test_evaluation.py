@@ -15,7 +15,7 @@ from penstock.errors import Conflict, DiskFull, Evicted, InvalidInput, Overloade
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import State
 from penstock.serve.process.prometheus import render
-from penstock.serve.settings import Replay, Target
+from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from penstock.testing.torture import address

@@ -1,9 +1,9 @@
 """Random decisions against a crash copy: a plane that is rebuilt anywhere in its life is the plane that was not.
 
-One seed is one run: settings are drawn, then decisions (groups, steps, commits, priorities, shares, evictions,
-resumes, quarantines, restarts). At random moments the folder is copied as it lies, as a crash would leave it, and a
-second plane is rebuilt from the copy. All it holds in memory must be equal to what the first one holds; then both take
-the same decisions for a while, and must give the same answers, down to the digests of the steps.
+One seed is one run: settings are drawn, then decisions (groups to be trained or evaluated, steps, commits, priorities,
+shares, evictions, resumes, quarantines, restarts). At random moments the folder is copied as it lies, as a crash would
+leave it, and a second plane is rebuilt from the copy. All it holds in memory must be equal to what the first one holds;
+then both take the same decisions for a while, and must give the same answers, down to the digests of the steps.
 
     python -m penstock.testing.model_run --seed 17       one seed, with what happened
     python -m penstock.testing.model_run --runs 1000     many, until one fails
@@ -81,7 +81,8 @@ class ModelRun:
         self._engine = open_engine(self.settings, folder / "run")
         self._twin: DirectEngine | None = None
         self._twin_until = 0
-        self._puts: list[tuple[str, bytes]] = []
+        self._puts: list[tuple[str, bytes, bool]] = []
+        """Name, frame, and whether it is for evaluation."""
         self._session = self._received = 0
 
     def run(self, decisions: int) -> Result:
@@ -123,16 +124,19 @@ class ModelRun:
         self._puts += batch
 
         def decision(engine: DirectEngine) -> Any:
-            at_once = [_outcome(engine.put(name, name, frame)) for name, frame in batch]
+            at_once = [
+                _outcome(engine.put(name, name, frame, evaluation=evaluation)) for name, frame, evaluation in batch
+            ]
             return at_once, [_outcome(outcome) for outcome in engine.flush()]
 
         return decision
 
-    def _group(self) -> tuple[str, bytes]:
+    def _group(self) -> tuple[str, bytes, bool]:
         rng = self._rng
-        if self._puts and rng.random() < 0.1:
-            name, frame = rng.choice(self._puts)  # again, or the same name with other content
-            return name, frame if rng.random() < 0.7 else encode(named_group(name, samples=5))
+        if self._puts and rng.random() < 0.1:  # again, or the same name with other content, or for something else
+            name, frame, evaluation = rng.choice(self._puts)
+            other = frame if rng.random() < 0.7 else encode(named_group(name, samples=5))
+            return name, other, evaluation != (rng.random() < 0.1)
         name = f"g{len(self._puts)}-{rng.randrange(100)}"
         version = max(self._engine.policy_version - rng.choice([0, 0, 0, 1, 3]), 0)
         run = rng.choice(RUNS) if self.settings.shares else ""
@@ -141,7 +145,7 @@ class ModelRun:
         )
         if rng.random() < 0.06:  # no log-probabilities: does not go with the others
             samples = [sample.replace(logprobs=None) for sample in samples]
-        return name, encode(samples)
+        return name, encode(samples), rng.random() < 0.2
 
     def _plan(self) -> Callable[[DirectEngine], Any] | None:
         if self._engine.last_step - self._engine.next_step > 3:
@@ -310,6 +314,7 @@ def _settings(rng: Random) -> PlaneSettings:
         retain_steps=rng.choice([0, 1, 4, 64]),
         snapshot_every=rng.choice(SNAPSHOTS),
         max_held_bytes=rng.choice([4000, 1 << 20]),
+        retain_eval_bytes=rng.choice([1000, 1 << 20]),
         shares={"a": 1.0, "b": 2.0} if rng.random() < 0.5 else {},
         evict_after=rng.choice([None, 2]),
     )

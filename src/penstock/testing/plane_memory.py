@@ -38,6 +38,8 @@ def memory_of(engine: DirectEngine) -> dict[str, Any]:
             name: found for name, data in tables["tables"].items() if (found := _table(engine, name, data))
         },
         "keys": list(map(str, engine.run_tables)),
+        "evaluations": engine.state.evaluations.metrics(),
+        "evaluations kept": engine.state.evaluations.kept,
         "runs": engine.runs(),
     }
 

@@ -1,7 +1,7 @@
 """Real processes of a small run, each started with `python -m penstock.testing.processes`, to be killed at any time.
 
     plane FOLDER URL            the plane
-    producer FOLDER URL N OF    puts groups N, N + OF, ..., and notes what was acknowledged
+    producer FOLDER URL N OF    puts groups N, N + OF, ..., some also for evaluation; notes what was acknowledged
     rank FOLDER URL N OF        takes steps, notes their digests, commits, saves a checkpoint; begins anew when told
 
 They end when the file FOLDER/last names a step and it is trained, and with the process that `--parent` names, however
@@ -48,6 +48,11 @@ def group_of(number: int) -> list[ps.Sample]:
     return named_group(f"g{number}", samples=1 + number % 3, tokens=5000 if number % 8 == 0 else 12)
 
 
+def evaluation_of(number: int) -> list[ps.Sample]:
+    """The content of an evaluation group."""
+    return named_group(f"e{number}", samples=2, tokens=5000 if number % 16 == 0 else 12)
+
+
 class Notes:
     """Lines a process leaves behind; each is in the file as soon as it is written, whatever happens next."""
 
@@ -69,10 +74,13 @@ def run_plane(folder: Path, url: str, ranks: int) -> None:
 
 def run_producer(folder: Path, url: str, first: int, stride: int) -> None:
     notes, path = Notes(folder / f"producer{first}.acked"), folder / f"producer{first}.acked"
-    number = first + stride * len({line[0] for line in Notes.read(path)})
+    number = first + stride * len({line[0] for line in Notes.read(path) if line[0].startswith("g")})
     plane = ps.open(url, timeouts=TIMEOUTS)
     while True:
         try:
+            if number % 4 == 0:  # again, if it was killed before the other one was acknowledged
+                plane.put(evaluation_of(number), evaluation=True)
+                notes.write(f"e{number}")
             plane.put(group_of(number), timeout=1.0)
         except PenstockError:
             continue

@@ -272,9 +272,9 @@ class Rank(Process):
 class Producer(Process):
     """Puts numbered groups, one at a time, each until it is accepted; begins anew after a crash."""
 
-    def __init__(self, world: Simulation, number: int, groups: Iterator[int]) -> None:
+    def __init__(self, world: Simulation, number: int, groups: Iterator[int], *, evaluation: bool = False) -> None:
         super().__init__(world, f"producer{number}")
-        self._groups = groups
+        self._groups, self._evaluation = groups, evaluation
         self._current: str | None = None
         self._frame = b""
         self._session: ProducerSession
@@ -306,12 +306,14 @@ class Producer(Process):
             if number is None:
                 self.stop()
                 return
-            self._current = f"g{number}"
+            self._current = f"{'e' if self._evaluation else 'g'}{number}"
             self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, self.world.published))
         run, now = run_of_group(self._current), self.world.clock.now
         digest = xxhash.xxh3_128_digest(self._frame)
         waits = self.world.rng.random() < 0.8
-        self._ticket, events = self._session.put(self._current, self._frame, digest, now, run=lambda: run, waits=waits)
+        self._ticket, events = self._session.put(
+            self._current, self._frame, digest, now, run=lambda: run, waits=waits, evaluation=self._evaluation
+        )
         if self.world.happens(self.world.faults.give_up):
             self.world.clock.after(0.3, lambda: self.hears(self.give_up))
         self.handle(events)

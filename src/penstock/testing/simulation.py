@@ -29,6 +29,7 @@ from penstock.send.messages import Frames, Missing, Put, Room
 from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.log import State
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.process.pipeline import Pipeline
@@ -128,8 +129,8 @@ class Simulation:
         self.rng = rng = Random(seed)  # noqa: S311 - a simulation, not a secret
         self.clock = Clock()
         self.timeouts = TIMEOUTS
-        self._fills = Random(f"fills of {seed}")  # noqa: S311 - numbers of its own: known seeds stay what they were
-        self.faults = replace(Faults.drawn(rng), slow_fill=self._fills.choice([0.0, 0.0, 0.0, 0.2]))
+        self._more = Random(f"fills of {seed}")  # noqa: S311 - numbers of its own: known seeds stay what they were
+        self.faults = replace(Faults.drawn(rng), slow_fill=self._more.choice([0.0, 0.0, 0.0, 0.2]))
         self.ranks = rng.choice([1, 2, 3])
         self.last = rng.choice([3, 6])
         """Steps to train."""
@@ -151,6 +152,8 @@ class Simulation:
         every = iter(range(self.last * _PER_STEP)) if self.is_queue else itertools.count()
         self.members: list[Rank | Producer] = [Rank(self, rank) for rank in range(self.ranks)]
         self.members += [Producer(self, number, every) for number in range(2)]
+        if self._more.random() < 0.3:
+            self.members.append(Producer(self, 2, iter(range(9)), evaluation=True))
 
     # -------------------------------------------------------------- the run
 
@@ -231,8 +234,8 @@ class Simulation:
 
     def fill_s(self) -> float:
         """How long a rank needs to fill the step at hand."""
-        slow = self._fills.random() < self.faults.slow_fill
-        return self.timeouts.delivery_s * (1.0 + self._fills.random()) if slow else 0.0
+        slow = self._more.random() < self.faults.slow_fill
+        return self.timeouts.delivery_s * (1.0 + self._more.random()) if slow else 0.0
 
     # -------------------------------------------------------------- the plane
 
@@ -322,8 +325,10 @@ class Simulation:
 
     def _check_end(self) -> None:
         engine, check = self.server.engine, self.oracle.check
-        known = {row.id for row in self.log.groups()}
-        check(self.oracle.acked <= known, f"acknowledged and lost: {self.oracle.acked - known}")
+        evaluated = {row.id for row in self.log.groups_in(State.EVALUATION)}
+        known = {row.id for row in self.log.groups()} - evaluated
+        lost = self.oracle.acked - known - evaluated
+        check(not lost, f"acknowledged and lost: {lost}")
         trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
         if self.is_queue:
             check(sorted(trained) == sorted(known), f"not each group once: {sorted(trained)}, accepted {sorted(known)}")
@@ -331,6 +336,8 @@ class Simulation:
         for name in ("ledger", "held_bytes", "held_tokens", "next_step", "last_step", "policy_version", "oldest_step"):
             mine, theirs = getattr(engine.state, name), getattr(twin, name)
             check(mine == theirs, f"{name} is {mine}, made again from the log {theirs}")
+        kept = [state.evaluations.kept for state in (engine.state, twin)]
+        check(kept[0] == kept[1] == sorted(evaluated, key=kept[0].index), f"evaluation groups: {kept}, {evaluated}")
         same = [list(run_tables) for run_tables in (engine.run_tables, twin.run_tables)]
         check(same[0] == same[1], "the tables differ from those made again from the log")
         check(

@@ -24,10 +24,10 @@ import msgspec
 
 from penstock.encode import encode
 from penstock.send.steps import Staged
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
 from penstock.testing.engines import DirectEngine
-from penstock.testing.processes import Notes, group_of, settings
+from penstock.testing.processes import Notes, evaluation_of, group_of, settings
 
 CARRIERS = ("tcp", "ipc", "shm", "file")
 RANKS, PRODUCERS = 4, 2
@@ -42,12 +42,14 @@ class Result:
     """By kind of process."""
     steps: int = 0
     groups: int = 0
+    evaluated: int = 0
+    """Evaluation groups among what was acknowledged."""
     lost: int = 0
     """Groups that were acknowledged and are not in the log."""
     doubled: int = 0
     """Groups trained twice, or not at all, in the committed lineage."""
     mismatches: int = 0
-    """Steps given to a rank that differ from those of an uninterrupted run."""
+    """Steps given to a rank that differ from those of an uninterrupted run, and evaluation groups that were altered."""
     detect_s: float = 0.0
     """The longest time from the death of a rank until every other rank had raised."""
     seconds: float = 0.0
@@ -185,10 +187,12 @@ class Run:
         """Compare with what an uninterrupted plane makes of the same groups."""
         result, log = self.result, Log(self.folder / "run")
         engine = DirectEngine(settings(RANKS), log)
-        names = {row.op: row.id for row in log.groups()}
-        result.groups = len(names)
+        evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
+        names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
+        result.groups, result.evaluated = len(names), len(evaluated)
         acked = {w[0] for n in range(PRODUCERS) for w in Notes.read(self.folder / f"producer{n}.acked")}
-        result.lost = len(acked - set(names.values()))
+        result.lost = len({name for name in acked if name[0] == "g"} - set(names.values()))
+        result.lost += len({name for name in acked if name[0] == "e"} - set(evaluated))
         result.balanced = engine.ledger.balanced
         trained = Counter(
             names[op]
@@ -203,6 +207,10 @@ class Run:
         ]
         digests = uninterrupted([names[op] for op in sorted(names)], result.steps)
         result.mismatches = sum(digests[step - 1][rank] != digest for rank, step, digest in given)
+        result.mismatches += sum(
+            bytes(engine.keeper.read(location)) != encode(evaluation_of(int(name[1:])))
+            for name, location in evaluated.items()
+        )
         log.close()
 
 

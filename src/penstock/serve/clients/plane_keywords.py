@@ -74,6 +74,8 @@ class PlaneKeywords(TypedDict, total=False):
     """Bytes kept free of puts on the disk, so that what was accepted can still be trained."""
     retain_steps: int
     """Committed steps that can still be served again, to a trainer that resumes from an older checkpoint."""
+    retain_eval_bytes: int
+    """Bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the disk is full too."""
     snapshot_every: int
     """Decisions (groups, steps, reports) after which the plane's memory is written down; a restart does again only
     what came later."""

@@ -202,6 +202,7 @@ class Acceptance:
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
         for row, _ in rows:
             outcomes += self._accept(row)
+        self._journal.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
         self._journal.counts["groups"] += len(rows)
         self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
         self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)

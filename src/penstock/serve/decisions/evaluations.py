@@ -89,6 +89,11 @@ class Evaluations:
         for row, facts in found:
             self.add(row, facts)
 
+    @property
+    def kept(self) -> list[str]:
+        """The groups whose frames are kept, oldest first."""
+        return [row.id for row, _ in self._kept.values()]
+
     def add(self, row: GroupRow, facts: EvalFacts | None) -> None:
         """A group was accepted; one without a location, or facts, was given back since."""
         self.num_groups += 1
