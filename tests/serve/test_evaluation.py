@@ -248,12 +248,13 @@ def test_a_producer_that_waits_for_room_evaluates_meanwhile(open_plane: OpenPlan
     plane = open_plane(ranks=1, capacity=2, groups_per_step=2)
     for name in "ab":
         plane.put(named_group(name))
-    with ThreadPoolExecutor(1) as pool, plane.source(0) as source:
+    with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(plane.put, named_group("c"))
         with pytest.raises(Overloaded):
             plane.put(named_group("d"), timeout=0)
         assert plane.put(named_group("e"), evaluation=True)
         assert not waiting.done()
-        source.commit(source.step())
-        source.flush()
-        assert waiting.result(60)
+        with plane.source(0) as source:
+            source.commit(source.step())
+            source.flush()
+            assert waiting.result(60)
