@@ -133,8 +133,20 @@ def test_a_token_without_an_embedding_is_named_before_the_forward_pass() -> None
     samples = [ps.Sample(id=name, token_ids=ids, loss_mask=[0, 1]) for name, ids in (("a", [1, 2]), ("b", [3, 12]))]
     batch = ps.pack(samples, ranks=1, seq_len=8).ranks[0][0]
     check_vocabulary(batch, 13)
-    with pytest.raises(InvalidInput, match=r"sample 'b': token id 12 for a model of 12 tokens"):
+    with pytest.raises(InvalidInput, match=r"sample 'b'.token_ids: id 12 for a model of 12 tokens"):
         check_vocabulary(batch, 12)
+
+
+def test_a_kept_id_beyond_the_vocabulary_names_its_sample() -> None:
+    sets: list[list[list[int]]] = [[[], [2, 5]], [[], [2, 3, 40]]]
+    samples = [
+        ps.Sample(id=name, token_ids=[1, 2], loss_mask=[0, 1], sampling_mask=own)
+        for name, own in zip("ab", sets, strict=True)
+    ]
+    (batch,) = ps.pack(samples, ranks=1, seq_len=8).ranks[0]
+    check_vocabulary(batch, 41)
+    with pytest.raises(InvalidInput, match=r"sample 'b'.sampling_mask: id 40 for a model of 40 tokens"):
+        check_vocabulary(batch, 40)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

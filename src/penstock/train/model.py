@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 try:
     import torch
     from torch import Tensor
@@ -13,11 +15,14 @@ except ImportError as error:
 
     raise missing("penstock.train.model", error) from None
 
+from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.train.attention import NAME, buckets_of, register
 from penstock.train.run_config import ModelConfig
 
+ID_COLUMNS = ("token_ids", "sampling_mask")
+"""Columns that hold ids of the vocabulary."""
 TOLERANCE = 1e-4
 """Largest difference in log-probability between packed and unpacked rows that is still rounding."""
 
@@ -97,11 +102,19 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
 
 def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
     """Raise where a token id has no embedding: the sampler has another model or tokenizer than the trainer."""
-    ids = batch["token_ids"]
-    if int(ids.max(initial=0)) < vocabulary:
-        return
-    at = int(ids.argmax())
-    raise InvalidInput(
-        f"sample {batch.sample_at(at)!r}: token id {int(ids[at])} for a model of {vocabulary} tokens; the "
-        "sampler has another vocabulary than the trainer"
-    )
+    for name in [name for name in ID_COLUMNS if name in batch]:
+        cells = batch[name]
+        ids = arrays_in(cells)[0].reshape(-1)
+        if int(ids.max(initial=0)) < vocabulary:
+            continue
+        at = int(ids.argmax())
+        ends = (
+            cells.offsets[1:]
+            if isinstance(cells, Ragged)
+            else np.arange(1, len(cells) + 1) * (cells.size // len(cells))
+        )
+        token = int(np.searchsorted(ends, at, side="right"))
+        raise InvalidInput(
+            f"sample {batch.sample_at(token)!r}.{name}: id {int(ids[at])} for a model of {vocabulary} tokens; the "
+            "sampler has another vocabulary than the trainer"
+        )
