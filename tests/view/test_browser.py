@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock as ps
 from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
 from penstock.commands.diff import place
@@ -529,6 +530,42 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
         page.select_option("#export", "B")
         wait_until(page, "document.querySelector('#export').value === 'B' && location.hash.includes('/B/')")
         keep(page, "diff")
+    assert page.errors == []
+
+
+def test_evaluation_groups_are_shown_beside_what_was_trained(page: Any, demo: Path, tmp_path: Path) -> None:
+    import shutil
+
+    home = tmp_path / "home"
+    shutil.copytree(demo, home)
+    with ps.open(home / "plane", ranks=1, seq_len=64, groups_per_step=1) as plane:
+        for version in (3, 7):
+            with plane.group("a", id=f"a-{version}", policy_version=version, evaluation=True) as group:
+                for reward in (0.0, 1.0):
+                    turns = [ps.Turn([1, 2]), ps.Turn([3, 4], logprobs=[-0.5, -0.25])]
+                    group.add(ps.Trajectory(turns=turns, reward=reward, env="math"))
+        with serving(Library(exports={"home": Export(home)}, vocabulary=open_vocabulary(home))) as (url, _, _):
+            page.goto(url)
+            page.wait_for_selector("#counts table")
+            page.select_option("#run", "(evaluation)")
+            wait_until(
+                page, "document.querySelector('h1') && document.querySelector('h1').textContent.startsWith('a-7/')"
+            )
+            assert page.text_content("#count") == "2 samples"
+            assert page.eval_on_selector_all("#step option", "all => all.map(o => o.textContent)") == [
+                "version 7",
+                "version 3",
+            ]
+            page.click(".tokline .tok >> nth=2")
+            page.wait_for_selector('#token [data-column="inference_logprobs"]')
+            assert float(cell(page, "inference_logprobs").replace("−", "-")) == -0.5
+            assert page.locator('#token [data-column="trainer_logprobs"]').count() == 0
+            keep(page, "evaluation")
+            page.click("#tab-step")
+            page.wait_for_selector(".cards")
+            page.click("#tab-run")
+            page.wait_for_selector(".curves canvas")
+            assert "Reward" in page.eval_on_selector_all(".curves h2", "all => all.map(e => e.textContent)")
     assert page.errors == []
 
 

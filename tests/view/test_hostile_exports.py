@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import CorruptFile
 from penstock.testing.exports import make_export
-from penstock.view import Export, StepFolder
+from penstock.view import Export
 from penstock.view.index import StepIndex
 from penstock.view.web import run_point, step_grid
 
@@ -47,7 +47,7 @@ def test_a_marker_that_says_something_odd_is_an_error_and_leads_nowhere(
     (exported.parent / "secret.jsonl").write_text('{"token_ids": [1], "loss_mask": [false]}\n')
     step = Export(exported).step(1)
     alter(exported, **changes)
-    for read in (StepIndex.of, run_point, step_grid, StepFolder.altered, lambda step: list(step.records())):
+    for read in (StepIndex.of, run_point, step_grid, lambda step: step.altered(), lambda step: list(step.records())):
         with pytest.raises(CorruptFile, match=r"rank_0\.done: .*export the step again"):
             read(step)
 

@@ -13,7 +13,7 @@ from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.exports import make_export
 from penstock.view import Export, reader
-from penstock.view.reader import Skipped
+from penstock.view.skipped import Skipped
 from penstock.view.tally import tally
 
 

@@ -2,8 +2,10 @@
 
   penstock tokens runs/demo                      one line per step, of every run in the folder
   penstock tokens runs/demo --step 12 --json     one step, everything, for programs
+  penstock tokens runs/demo --evaluation         evaluation groups, one line per policy version
 
-Only steps that every rank has finished are read. Lines that are not records are counted and skipped.
+Only steps that every rank has finished are read. Evaluation groups are read from the plane's own folder. Lines that are
+not records are counted and skipped.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.view.reader import Export, Skipped, StepFolder
+from penstock.view.evaluations import EVALUATION
+from penstock.view.reader import Export, Step
+from penstock.view.skipped import Skipped
 from penstock.view.tally import tally
 
 
@@ -23,18 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
     parser.add_argument("--step", type=int, help="this step only")
     parser.add_argument("--run", dest="of_run", help="this run only, where the folder holds several")
+    parser.add_argument("--evaluation", action="store_true", help="evaluation groups only, by policy version")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    reports = [summarize(step) for step in _shown(_chosen(Export(args.folder), args.of_run, args.step))]
+    of_run = EVALUATION if args.evaluation else args.of_run
+    reports = [summarize(step) for step in _shown(_chosen(Export(args.folder), of_run, args.step))]
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(args.folder), "steps": reports}, indent=1) if args.json else _table(reports))
     return 0
 
 
-def _chosen(export: Export, run: str | None, step: int | None) -> list[StepFolder]:
+def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:
     """The steps asked for, of the run asked for or of all; an error where there is none with that number."""
     runs = export.runs if run is None else [export.choose(run)]
     found = [one for name in runs for one in export.steps(name) if step is None or one.number == step]
@@ -43,7 +49,7 @@ def _chosen(export: Export, run: str | None, step: int | None) -> list[StepFolde
     return found
 
 
-def _shown(steps: list[StepFolder]) -> Iterator[StepFolder]:
+def _shown(steps: Sequence[Step]) -> Iterator[Step]:
     """The steps, with a line on a terminal that says which one is being read."""
     for step in steps:
         if sys.stderr.isatty():
@@ -54,7 +60,7 @@ def _shown(steps: list[StepFolder]) -> Iterator[StepFolder]:
         sys.stderr.write("\r\x1b[K")
 
 
-def summarize(step: StepFolder) -> dict[str, Any]:
+def summarize(step: Step) -> dict[str, Any]:
     """What `penstock tokens` shows of one step, as plain data."""
     skipped = Skipped()
     summary = tally(step.records(skipped)).as_dict()

@@ -197,6 +197,19 @@ class FolderKeeper:
         self._maps.clear()
 
 
+def read_frame(folder: Path, location: str) -> bytes:
+    """A frame of a folder that another process may own: copied, since that may give it back at any time."""
+    segment, offset, size = _parts(location)
+    try:
+        with (folder / segment).open("rb") as file:
+            found = os.pread(file.fileno(), size, offset)
+    except OSError as error:
+        raise CorruptFrame(f"{folder / segment}: {error.strerror}") from None
+    if len(found) < size:
+        raise CorruptFrame(f"{folder / segment}: {len(found)} of {size} bytes of a frame")
+    return found
+
+
 def _parts(location: str) -> tuple[str, int, int]:
     found = _LOCATION.fullmatch(location)
     if found is None:

@@ -38,8 +38,9 @@ class Snapshot:
     rules: Mapping[str, Mapping[str, float | str]]
 
     @staticmethod
-    def of(batch: MicroBatch, terms: Terms, *, omit: Collection[str] = ()) -> Snapshot:
-        """Copy what will be exported; the only part of exporting that costs the training thread time."""
+    def of(batch: MicroBatch, terms: Terms | None, *, omit: Collection[str] = ()) -> Snapshot:
+        """Copy what will be exported; the only part of exporting that costs the training thread time. None for terms:
+        no loss has seen the batch."""
         columns: dict[str, Cells] = {}
         for column in TABLE:
             if column.name in omit:
@@ -48,7 +49,7 @@ class Snapshot:
                 value = batch.columns.get(column.attribute)
                 found = None if value is None else copied(value)
             else:
-                found = _to_host(getattr(terms, column.attribute), column.kind)
+                found = _to_host(getattr(terms, column.attribute, None), column.kind)
             if found is None:
                 continue
             if len(found) != batch.num_tokens:
@@ -57,14 +58,16 @@ class Snapshot:
                     "give one per token of the micro-batch, padding included"
                 )
             columns[column.name] = found
-        return Snapshot(batch=batch, columns=columns, rules=terms.rules)
+        return Snapshot(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
 
-    def records(self, facts: Mapping[str, Any], policy_version: int | None) -> Iterator[Record]:
-        """One record per sequence that has a trained token; padding and dummies have none."""
+    def records(
+        self, facts: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
+    ) -> Iterator[Record]:
+        """One record per sequence that has a trained token; padding and dummies have none. `untrained`: of all."""
         segments, columns = self.batch.segments, self._measured()
         for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
             own = slice(start, start + count)
-            if not columns["loss_mask"][own].any():
+            if not untrained and not columns["loss_mask"][own].any():
                 continue
             named = self._named(i)
             mode, version = named["training_mode"], named["policy_version"]

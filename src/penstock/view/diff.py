@@ -17,7 +17,7 @@ import numpy as np
 from penstock.arrays.columns import Array
 from penstock.arrays.ragged import Ragged
 from penstock.errors import InvalidInput
-from penstock.view.reader import Export, StepFolder
+from penstock.view.reader import Export, Step
 from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
 
 _FACTS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
@@ -86,7 +86,7 @@ def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = 
     )
 
 
-def _compare_steps(a: StepFolder, b: StepFolder, count: _Count) -> Parting | None:
+def _compare_steps(a: Step, b: Step, count: _Count) -> Parting | None:
     left, right = _by_name(a), _by_name(b)
     if left and right and not left.keys() & right.keys():
         sentence = (
@@ -109,7 +109,7 @@ def _compare_steps(a: StepFolder, b: StepFolder, count: _Count) -> Parting | Non
     return None
 
 
-def _by_name(step: StepFolder) -> dict[str, Record]:
+def _by_name(step: Step) -> dict[str, Record]:
     """Records by sample id; a sample trained twice in a step counts both times."""
     found: dict[str, Record] = {}
     for record in step.records():

@@ -7,28 +7,16 @@ are when a sample is opened.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import UnknownKey
-from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.masking_rules import disagreement
-from penstock.view.reader import Skipped, StepFolder, numbered_lines, open_records
+from penstock.view.reader import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record
+from penstock.view.skipped import Skipped
 from penstock.view.tally import Tally, reward_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a record is."""
-
-    path: Path
-    offset: int
-    """Byte offset of its line; the row number in a Parquet file."""
-    num_bytes: int
-    """Length of its line; 0 in a Parquet file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,51 +24,27 @@ class StepIndex:
     """A step's samples."""
 
     rows: list[dict[str, Any]]
-    places: list[Place]
+    lines: list[ReadLine]
+    """What reads each of them again."""
     summary: dict[str, Any]
     skipped: Skipped
 
     @staticmethod
-    def of(step: StepFolder) -> StepIndex:
+    def of(step: Step) -> StepIndex:
         rows: list[dict[str, Any]] = []
-        places: list[Place] = []
+        lines: list[ReadLine] = []
         tally, skipped = Tally(), Skipped()
-        for path in step.files().values():
-            for place, record in _placed(path, skipped):
-                tally.add(record)
-                rows.append({"index": len(rows), **describe(record)})
-                places.append(place)
-        return StepIndex(rows=rows, places=places, summary=tally.as_dict(), skipped=skipped)
+        for line, record in step.lines(skipped):
+            tally.add(record)
+            rows.append({"index": len(rows), **describe(record)})
+            lines.append(line)
+        return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), skipped=skipped)
 
     def line(self, index: int) -> bytes:
         """A record as one line of strict JSON."""
-        if not 0 <= index < len(self.places):
-            raise UnknownKey(f"sample {index}: the step has {len(self.places)}, counted from 0")
-        place = self.places[index]
-        if place.num_bytes == 0:
-            from penstock.view.parquet import read_parquet
-
-            rows = enumerate(read_parquet(place.path))
-            return next(encode_line(record) for row, record in rows if row == place.offset)
-        with open_records(place.path) as file:
-            file.seek(place.offset)
-            return file.read(place.num_bytes)
-
-
-def _placed(path: Path, skipped: Skipped) -> Any:
-    if path.suffix == ".parquet":
-        from penstock.view.parquet import read_parquet
-
-        for row, record in enumerate(read_parquet(path)):
-            yield Place(path=path, offset=row, num_bytes=0), record
-        return
-    for number, offset, line in numbered_lines(path, skipped):
-        try:
-            record = parse_line(line)
-        except MalformedLine as error:
-            skipped.add(f"{path.name}:{number}", error)
-            continue
-        yield Place(path=path, offset=offset, num_bytes=len(line)), record
+        if not 0 <= index < len(self.lines):
+            raise UnknownKey(f"sample {index}: the step has {len(self.lines)}, counted from 0")
+        return self.lines[index]()
 
 
 def describe(record: Record) -> dict[str, Any]:

@@ -8,42 +8,65 @@ read too: then every rank's file counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, TypeAlias
 
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
+from penstock.view.evaluations import EVALUATION, evaluation_steps
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
-from penstock.view.jsonl import MalformedLine, parse_line
+from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.record import Record
+from penstock.view.skipped import Skipped
+
+ReadLine: TypeAlias = Callable[[], bytes]
+"""Reads a record's line, of strict JSON, again."""
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread: 5 million tokens take about half of it."""
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
-_REASONS_KEPT = 5
 
 
-@dataclass(slots=True)
-class Skipped:
-    """What could not be read."""
+class Step(Protocol):
+    """What can be read of a step: one that ranks exported, or the evaluation groups of a policy version."""
 
-    lines: int = 0
-    reasons: list[str] = field(default_factory=list)
-    """The first few, with file and line."""
+    @property
+    def number(self) -> int: ...
 
-    def add(self, where: str, why: object) -> None:
-        self.lines += 1
-        if len(self.reasons) < _REASONS_KEPT:
-            self.reasons.append(f"{where}: {why}"[:300])
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def stamp(self) -> int:
+        """Another one when it was written again."""
+
+    def done(self) -> dict[int, Done]:
+        """The ranks' markers, of the attempt that finished."""
+
+    def files(self) -> dict[int, Path]:
+        """The ranks' files."""
+
+    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
+        """All records."""
+
+    def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
+        """All records, each with what reads its line again."""
+
+    def altered(self) -> list[str]:
+        """Files that are not what their rank wrote, or are gone."""
 
 
 class Export:
-    """The exports below a folder, of one run or several.
+    """The exports below a folder, of one run or several, and the evaluation groups of its plane.
 
-    The folder may be a run's own, one that holds several runs, or a `token_exports` folder itself.
+    The folder may be a run's own, one that holds several runs, a `token_exports` folder itself, or a plane's.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -57,17 +80,23 @@ class Export:
 
     @property
     def runs(self) -> list[str]:
-        """Names of runs that have exports; "" for the folder itself."""
+        """Names of runs that have exports; "" for the folder itself, `EVALUATION` for evaluation groups."""
+        return [*self._exported, *([EVALUATION] if evaluation_steps(self.folder) else [])]
+
+    @property
+    def _exported(self) -> list[str]:
         named = sorted(path.parent.name for path in self.folder.glob(f"*/{EXPORTS}") if path.is_dir())
         return [""] * (self.folder / EXPORTS).is_dir() + named
 
-    def steps(self, run: str | None = None, *, after: int = -1) -> list[StepFolder]:
+    def steps(self, run: str | None = None, *, after: int = -1) -> Sequence[Step]:
         """Finished steps of a run, oldest first; `after` is the last one that a logger has seen."""
         run = self.choose(run)
+        if run == EVALUATION:
+            return [step for step in evaluation_steps(self.folder) if step.number > after]
         found = (StepFolder(number=number, run=run, path=path) for number, path in steps_in(self._exports(run)))
         return [step for step in found if step.number > after and step.is_stable]
 
-    def step(self, number: int, run: str | None = None) -> StepFolder:
+    def step(self, number: int, run: str | None = None) -> Step:
         """One finished step; raises with the ones there are."""
         steps = {step.number: step for step in self.steps(run)}
         if number not in steps:
@@ -79,13 +108,14 @@ class Export:
         return exports_of(self.folder, run)
 
     def choose(self, run: str | None) -> str:
-        """The run asked for, or the only one; an error names them where there are several to choose from."""
-        runs = self.runs
+        """The run asked for, or the only one that was trained; an error names them where there are several."""
         if run is None:
+            runs = self._exported or self.runs
             if len(runs) > 1:
                 listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
                 raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
             return runs[0]
+        runs = self.runs
         if run not in runs:
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
             raise UnknownKey(f"{self.folder}: no run {run[:80]!r}; there are {named}")
@@ -103,6 +133,10 @@ class StepFolder:
     @property
     def is_stable(self) -> bool:
         return (self.path / STABLE).exists()
+
+    @property
+    def stamp(self) -> int:
+        return (self.path / STABLE).stat().st_mtime_ns
 
     def done(self) -> dict[int, Done]:
         """The ranks' markers, of the attempt that finished."""
@@ -125,6 +159,11 @@ class StepFolder:
         for path in self.files().values():
             yield from read_file(path, skipped)
 
+    def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
+        """All records, each with what reads its line again."""
+        for path in self.files().values():
+            yield from _lines(path, skipped)
+
     def altered(self) -> list[str]:
         """Files that are not what their rank wrote, or are gone."""
         return [mark.file for mark in self.done().values() if _digest(self.path / mark.file) != mark.digest]
@@ -143,6 +182,34 @@ def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
             yield parse_line(line)
         except MalformedLine as error:
             skipped.add(f"{path.name}:{number}", error)
+
+
+def _lines(path: Path, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
+    if path.suffix == ".parquet":
+        from penstock.view.parquet import read_parquet
+
+        for row, record in enumerate(read_parquet(path)):
+            yield partial(_parquet_line, path, row), record
+        return
+    for number, offset, line in numbered_lines(path, skipped):
+        try:
+            record = parse_line(line)
+        except MalformedLine as error:
+            skipped.add(f"{path.name}:{number}", error)
+            continue
+        yield partial(_jsonl_line, path, offset, len(line)), record
+
+
+def _parquet_line(path: Path, row: int) -> bytes:
+    from penstock.view.parquet import read_parquet
+
+    return next(encode_line(record) for number, record in enumerate(read_parquet(path)) if number == row)
+
+
+def _jsonl_line(path: Path, offset: int, num_bytes: int) -> bytes:
+    with open_records(path) as file:
+        file.seek(offset)
+        return file.read(num_bytes)
 
 
 def open_records(path: Path) -> BinaryIO:

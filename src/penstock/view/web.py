@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, InvalidInput, InvalidReference, Missing
 from penstock.extras import require
 from penstock.view.access import App, Guard
 from penstock.view.index import StepIndex
-from penstock.view.reader import Export, StepFolder
+from penstock.view.reader import Export, Step
 from penstock.view.tally import Tally, tally
 from penstock.view.vocabulary import Vocabulary, texts
 
@@ -100,7 +100,7 @@ class Library:
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)
-        found: StepIndex = self._index(export, run, number, (step.path / "STABLE").stat().st_mtime_ns)
+        found: StepIndex = self._index(export, run, number, step.stamp)
         return found
 
     def _read_index(self, export: str, run: str, number: int, _: int) -> StepIndex:
@@ -121,7 +121,7 @@ class _Shown(msgspec.Struct):
     images: list[_Image] | None = None
 
 
-def step_grid(step: StepFolder) -> list[dict[str, Any]]:
+def step_grid(step: Step) -> list[dict[str, Any]]:
     """Per rank its micro-batches, as the exporter saw them; empty for exports without markers."""
     return [
         {"rank": rank, "micro_batches": done.micro_batches, "records": done.records, "skipped": done.skipped}
@@ -129,7 +129,7 @@ def step_grid(step: StepFolder) -> list[dict[str, Any]]:
     ]
 
 
-def run_point(step: StepFolder) -> dict[str, Any]:
+def run_point(step: Step) -> dict[str, Any]:
     """What the curves of a run show of one step."""
     marks = list(step.done().values())
     sums = [mark.summary for mark in marks if mark.summary is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -65,6 +66,22 @@ def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
     with _reading(Path(folder) / LOG) as log:
         query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
         return [dict(zip(names, row, strict=True)) for row in log.execute(query, (int(State.QUARANTINED),))]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationGroup:
+    """An evaluation group whose frame is kept."""
+
+    id: str
+    policy_version: int | None
+    location: str
+
+
+def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
+    """The evaluation groups of a run that were not given back, oldest first."""
+    with _reading(Path(folder) / LOG) as log:
+        query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
+        return [EvaluationGroup(*row) for row in log.execute(query, (int(State.EVALUATION),))]
 
 
 @contextmanager

@@ -51,7 +51,8 @@
   // ---------------------------------------------------------------- the top bar
 
   function drawTop(run) {
-    const steps = run.steps.map((number) => [String(number), "step " + number]).reverse();
+    const word = run.run === "(evaluation)" ? "version " : "step ";
+    const steps = run.steps.map((number) => [String(number), word + number]).reverse();
     const exports = overview.exports;
     const chosen = exports.find((one) => one.name === at.export);
     const tab = (page, text) =>

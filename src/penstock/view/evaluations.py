@@ -1,0 +1,116 @@
+"""Evaluation groups of a run's folder as records: read from the plane's log and frames, no rank involved.
+
+They are shown as a run of their own, with one step for each policy version that was evaluated. A plane may be at work
+on the folder; a group that it gives back meanwhile is counted as skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.arrays import Sample
+from penstock.encode import decode
+from penstock.errors import CorruptFile, PenstockError, UnknownKey
+from penstock.keep.folder import read_frame
+from penstock.pack import pack
+from penstock.serve.decisions.read_log import EvaluationGroup, evaluations_of, is_run
+from penstock.view.batch_records import Snapshot
+from penstock.view.folders import Done
+from penstock.view.jsonl import encode_line
+from penstock.view.record import SCHEMA_VERSION, Record
+from penstock.view.skipped import Skipped
+
+logger = logging.getLogger("penstock.view")
+EVALUATION = "(evaluation)"
+"""Stands for a run's name; no run can have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationStep:
+    """The evaluation groups of one policy version."""
+
+    number: int
+    """The policy version; 0 also where none is known."""
+    groups: tuple[EvaluationGroup, ...]
+    path: Path
+    """The plane's folder."""
+    run: str = EVALUATION
+
+    @property
+    def stamp(self) -> int:
+        """Another one when there are other groups."""
+        return hash(tuple(group.id for group in self.groups))
+
+    def done(self) -> dict[int, Done]:
+        """No rank wrote them."""
+        return {}
+
+    def files(self) -> dict[int, Path]:
+        """No rank wrote them."""
+        return {}
+
+    def altered(self) -> list[str]:
+        """What is altered does not fit its own checksums, and is skipped."""
+        return []
+
+    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
+        for _, record in self.lines(skipped or Skipped()):
+            yield record
+
+    def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
+        """Every record, with what reads its line again."""
+        for group in self.groups:
+            try:
+                samples = decode(read_frame(self.path / "frames", group.location))
+            except PenstockError as error:
+                skipped.add(group.id, error)
+                continue
+            for i, sample in enumerate(samples):
+                yield partial(self._line, group, i), record_of(sample, step=self.number, index=i)
+
+    def _line(self, group: EvaluationGroup, index: int) -> bytes:
+        try:
+            samples = decode(read_frame(self.path / "frames", group.location))
+        except PenstockError as error:
+            raise UnknownKey(f"group {group.id!r}: it was given back: {error}") from None
+        return encode_line(record_of(samples[index], step=self.number, index=index))
+
+
+def evaluation_steps(folder: Path) -> list[EvaluationStep]:
+    """The evaluation groups that are kept in a run's folder, by policy version."""
+    plane = next((path for path in (folder, folder / "plane") if is_run(path)), None)
+    if plane is None:
+        return []
+    try:
+        found = evaluations_of(plane)
+    except CorruptFile as error:  # what ranks exported can be shown all the same
+        logger.warning("evaluation groups are not shown: %s", error)
+        return []
+    by_version: dict[int, list[EvaluationGroup]] = {}
+    for group in found:
+        by_version.setdefault(group.policy_version or 0, []).append(group)
+    return [
+        EvaluationStep(number=version, groups=tuple(groups), path=plane)
+        for version, groups in sorted(by_version.items())
+    ]
+
+
+def record_of(sample: Sample, *, step: int, index: int) -> Record:
+    """The record of a sample that no loss has seen."""
+    facts: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "export_step": step,
+        "rank": 0,
+        "micro_step": index,
+        "micro_sequence_idx": 0,
+        "export_sequence_idx": index,
+    }
+    (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens).ranks[0]
+    snapshot = Snapshot.of(batch, None)
+    return next(snapshot.records(facts, None, untrained=True))
