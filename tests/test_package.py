@@ -10,6 +10,7 @@ import penstock as ps
 
 NAMES = [
     "AssetStore",
+    "Column",
     "Fifo",
     "Group",
     "Lifo",

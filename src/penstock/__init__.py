@@ -15,7 +15,7 @@ from penstock.encode import decode, encode
 from penstock.pack import MicroBatch, Step, pack
 
 if TYPE_CHECKING:
-    from penstock.arrays import Sample
+    from penstock.arrays import Column, Sample
     from penstock.assets import AssetStore
     from penstock.capture import Trajectory, Turn
     from penstock.convert import Group, grpo
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AssetStore": "assets",
+    "Column": "arrays",
     "Fifo": "hold",
     "Group": "convert",
     "Lifo": "hold",
@@ -52,6 +53,7 @@ _HOMES = {
 
 __all__ = [
     "AssetStore",
+    "Column",
     "Fifo",
     "Group",
     "Lifo",

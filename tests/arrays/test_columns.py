@@ -18,7 +18,7 @@ def test_fill_and_pad_are_values_the_column_itself_allows(column: Column) -> Non
         return
     for value in (column.fill, column.pad):
         stored = np.array([value]).astype(column.dtype)
-        assert math.isnan(float(value)) or stored[0] == value
+        assert value is not None and (math.isnan(float(value)) or stored[0] == value)
         assert first_bad(column, stored) is None
 
 

@@ -68,7 +68,7 @@ def test_shapes_that_no_column_has_are_refused(name: str, shape: tuple[str, tupl
 
 def test_a_dummy_of_gigabytes_of_experts_is_refused_before_anything_is_allocated() -> None:
     changes = {"order": GOOD.order[:0], "cuts": GOOD.cuts[:0], "starts": np.zeros(2, np.int32)}
-    with pytest.raises(CorruptFrame, match="bytes of routed_experts in dummies; this reader takes"):
+    with pytest.raises(CorruptFrame, match="bytes of routed_experts; this reader takes"):
         read(
             **changes,
             dummy=np.array([True]),

@@ -7,7 +7,7 @@ dtype already is not copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,18 @@ def _check_unicode(value: str, where: str) -> None:
         raise InvalidInput(f"{where}: holds the control character U+{ord(bad):04X}; remove it")
 
 
-def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, Cells]:
+def coerce_columns(
+    given: Mapping[str, Values | None], where: str, table: Mapping[str, Column] = TOKEN_COLUMNS
+) -> dict[str, Cells]:
     """Columns as validated read-only arrays, in table order."""
-    unknown = given.keys() - TOKEN_COLUMNS.keys()
+    unknown = given.keys() - table.keys()
     if unknown:
-        raise InvalidInput(f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}")
+        raise InvalidInput(
+            f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}; your own go into "
+            "columns={...}"
+        )
     arrays: dict[str, Cells] = {}
-    for name, column in TOKEN_COLUMNS.items():
+    for name, column in table.items():
         value = given.get(name)
         if value is not None:
             arrays[name] = coerce_cells(column, value, f"{where}.{name}")
@@ -56,10 +61,10 @@ def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, 
     mask = arrays.get("loss_mask")
     if mask is None:
         mask = arrays["loss_mask"] = coerce(COLUMNS["loss_mask"], np.zeros(count, np.bool_), where)
-        arrays = {name: arrays[name] for name in TOKEN_COLUMNS if name in arrays}
+        arrays = {name: arrays[name] for name in table if name in arrays}
     for name, values in arrays.items():
-        _check_column(TOKEN_COLUMNS[name], values, count, mask, where)
-        if count == 1 and TOKEN_COLUMNS[name].per == "either" and values.ndim == 1:
+        _check_column(table[name], values, count, mask, where)
+        if count == 1 and table[name].per == "either" and values.ndim == 1:
             arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
     if "sampling_mask" in arrays:
         check_kept(arrays["sampling_mask"], arrays["token_ids"], where)
@@ -69,7 +74,7 @@ def coerce_columns(given: Mapping[str, Values | None], where: str) -> dict[str, 
 
 
 def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bool_], where: str) -> None:
-    scalar = column.per == "either" and values.ndim == 0
+    scalar = column.per != "token" and values.ndim == 0
     if not scalar and len(values) != count:
         what = "lists" if column.ragged else "values"
         form = "one per token" if column.per == "token" else "one per token or a single number"
@@ -100,14 +105,14 @@ def coerce_cells(column: Column, value: Values, where: str) -> Cells:
 
 def coerce_lists(column: Column, value: Values, where: str) -> Ragged:
     """One read-only list per token, in the column's dtype; the ids of a sampling mask are put in order."""
-    lists = _as_lists(value, where)
+    lists = as_lists(value, where)
     lists = Ragged(coerce(column, lists.values, where), lists.offsets)
     lists = ascending(lists) if column.name == "sampling_mask" else lists
     freeze(lists)
     return lists
 
 
-def _as_lists(value: Values, where: str) -> Ragged:
+def as_lists(value: Values, where: str) -> Ragged:
     """One list per token, from a `Ragged`, from a sequence of sequences (None = nothing), or from rows of an array."""
     if isinstance(value, Ragged):
         return _checked_offsets(value, where)
@@ -146,17 +151,17 @@ def coerce(column: Column, value: Values, where: str) -> Array:
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
     _check_rank(column, raw, where)
-    kind = column.dtype.kind
+    dtype = column.numpy
     if raw.size == 0:
-        raw = raw.astype(column.dtype)
-    if kind == "b":
+        raw = raw.astype(dtype)
+    if dtype.kind == "b":
         raw = _as_bool(raw, where)
-    elif kind in "ui":
+    elif dtype.kind in "ui":
         raw = _as_int(column, raw, where)
     elif raw.dtype.kind not in "fiu":
         raise InvalidInput(f"{where}: dtype {raw.dtype}; give floats")
-    elif raw.dtype != column.dtype:
-        raw = _as_float32(raw, where)
+    elif raw.dtype != dtype:
+        raw = _as_float(raw, dtype, where)
     view = np.ascontiguousarray(raw).reshape(raw.shape).view()
     view.flags.writeable = False
     return view
@@ -169,7 +174,7 @@ def _is_ready(column: Column, raw: Array) -> bool:
 
 
 def _check_rank(column: Column, raw: Array, where: str) -> None:
-    rank = 1 + column.trailing
+    rank = column.trailing + (column.per != "sample")
     if raw.dtype.kind not in "buif":
         raise InvalidInput(f"{where}: dtype {raw.dtype}; give numbers (mixed or too large values become objects)")
     if raw.ndim != rank and not (column.per == "either" and raw.ndim == 0):
@@ -206,10 +211,10 @@ def _as_int(column: Column, raw: Array, where: str) -> Array:
     raise InvalidInput(f"{where}[{at}]: {bad}; must be from {limits.min} to {limits.max}")
 
 
-def _as_float32(raw: Array, where: str) -> Array:
+def _as_float(raw: Array, dtype: np.dtype[Any], where: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
-        narrow = raw.astype(np.float32)
+        narrow = raw.astype(dtype)
     if raw.dtype.kind == "f" and (np.isinf(narrow) & ~np.isinf(raw)).any():
         at = int(np.flatnonzero(np.isinf(narrow) & ~np.isinf(raw))[0])
-        raise InvalidInput(f"{where}[{at}]: {float(raw.reshape(-1)[at]):g} is too large for float32")
+        raise InvalidInput(f"{where}[{at}]: {float(raw.reshape(-1)[at]):g} is too large for {dtype.name}")
     return narrow

@@ -1,7 +1,8 @@
 """The one table of columns: what a sample carries, in which dtype, and what stands where nothing was given.
 
 Validation, encoding, packing, padding, export and the viewer all loop over this table, so adding a column is
-one line here. Names are the field's own: what trainers and inference servers call these things.
+one line here. Names are the field's own: what trainers and inference servers call these things. Columns that
+only one run has are declared where a plane is opened, and described in its frames (`own_columns`).
 
 A column is given per token, per sample, or either way ("either": one number for the whole sample, or one
 per token). Along the tokens stands one value, an array of a fixed shape (`trailing`), or a list of any length
@@ -12,11 +13,13 @@ per token). Along the tokens stands one value, an array of a fixed shape (`trail
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import ConfigError
 
 NO_VERSION = -1
 """Stands in arrays and frames for a policy version that was not given: not 0, which is the first one."""
@@ -25,53 +28,147 @@ Array: TypeAlias = NDArray[Any]
 Cells: TypeAlias = Any
 """What a column holds along the tokens: an array, or a `Ragged` where every token has a list of its own."""
 Per: TypeAlias = Literal["token", "either", "sample"]
+Scalar: TypeAlias = bool | int | float | str
+Description: TypeAlias = tuple[str, str, int, bool, bool | int | float, bool | int | float]
+"""dtype, per, number of trailing dimensions, ragged, fill, pad."""
 MODES = ("rl", "opd", "sft")
 WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
 """The columns that weigh the terms of the loss, in the order of the terms."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class _Named(msgspec.Struct, frozen=True):
     name: str
-    dtypes: tuple[str, ...]
-    """Accepted storage dtypes, narrowest first; ("str",) for text."""
-    per: Per
-    fill: float | int | bool | str
+
+
+class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one column is: its dtype, what it is given per, and what stands where nothing was given.
+
+    A plane, or `pack`, is told of the columns that a run has beside those of the table:
+
+    >>> weights = Column("turn_weights", dtype="float32", per="token", fill=1.0)
+    >>> weights.dtype, weights.pad
+    ('<f4', 1.0)
+    """
+
+    dtype: str = "float32"
+    """As numpy names it, a fixed size of number or bool ("str" for text columns of the table)."""
+    per: Per = "token"
+    """token; sample: one number for the whole sample, repeated along its tokens; either: the one or the other."""
+    fill: Scalar = 0
     """Value of an absent column, per token."""
-    pad: float | int | bool | str
-    """Value in padding."""
-    meaning: str
+    pad: Scalar | None = None
+    """Value in padding; `fill` unless given."""
     trailing: int = 0
-    """Number of trailing dimensions after the token axis."""
+    """Number of trailing dimensions after the token axis, at most two; one shape for all samples of a step."""
     ragged: bool = False
     """Whether every token has a list of its own; where nothing was given, and in padding, the lists are empty."""
-    nan: Literal["no", "untrained", "yes"] = "no"
-    """Where NaN may stand: nowhere, on tokens that are not trained, or anywhere."""
+    meaning: str = ""
+    wider: tuple[str, ...] = ()
+    """Storage dtypes that are accepted too, narrowest first."""
+    nan: Literal["no", "untrained", "yes", "any"] = "any"
+    """Where NaN may stand: nowhere, on tokens that are not trained, anywhere; any: no float is refused."""
     above: float = -math.inf
     """Values must be greater than this (where they are checked at all)."""
     at_most: float = math.inf
     """Values must not exceed this (where they are checked at all)."""
 
+    def __post_init__(self) -> None:
+        put = msgspec.structs.force_setattr
+        put(self, "dtype", _dtype_name(self.name, self.dtype))
+        if self.pad is None:
+            put(self, "pad", self.fill)
+        if not 0 <= self.trailing <= 2 or (self.trailing and (self.ragged or self.per != "token")):
+            raise ConfigError(
+                f"column {self.name!r}: trailing {self.trailing} per {self.per}{', ragged' if self.ragged else ''}; "
+                "up to two trailing dimensions, of a column that is given per token and is not ragged"
+            )
+        if self.ragged and self.per != "token":
+            raise ConfigError(f"column {self.name!r}: ragged per {self.per}; lists are given per token")
+        for what in ("fill", "pad"):
+            put(self, what, self._scalar(what))
+
+    def _scalar(self, what: str) -> Scalar:
+        """Fill or padding as the dtype has it."""
+        value = getattr(self, what)
+        if self.is_text:
+            return str(value)
+        scalar = None if isinstance(value, str) else _exact(value, self.numpy)
+        if scalar is None:
+            raise ConfigError(f"column {self.name!r}: {what} {value!r:.60}; must be a number of {self.numpy.name}")
+        return scalar
+
     @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.dtypes[0])
+    def numpy(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Accepted storage dtypes, narrowest first."""
+        return (self.dtype, *self.wider)
 
     @property
     def is_text(self) -> bool:
-        return self.dtypes == ("str",)
+        return self.dtype == "str"
+
+    def described(self) -> Description:
+        """What others must know to keep the column: see `Column.of`."""
+        assert not isinstance(self.fill, str) and self.pad is not None and not isinstance(self.pad, str)
+        return (self.dtype, self.per, self.trailing, self.ragged, self.fill, self.pad)
+
+    def is_like(self, other: Column) -> bool:
+        """Whether the two describe the same; NaN is like NaN."""
+        return self is other or repr(self.described()) == repr(other.described())
+
+    @staticmethod
+    def of(name: str, description: Description) -> Column:
+        """The column that was described; raises ConfigError for one that cannot be."""
+        dtype, per, trailing, ragged, fill, pad = description
+        if per not in get_args(Per):
+            raise ConfigError(f"column {name!r:.60}: per {per!r:.20}; must be one of {', '.join(get_args(Per))}")
+        return Column(name, dtype=dtype, per=per, trailing=trailing, ragged=ragged, fill=fill, pad=pad)  # type: ignore[arg-type]
+
+
+def _exact(value: object, dtype: np.dtype[Any]) -> Scalar | None:
+    """The value as the dtype has it; None where it has none, or only another."""
+    try:
+        with np.errstate(over="ignore"):
+            exact = np.asarray(value).astype(dtype) if dtype.kind == "f" else np.array(value, dtype)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if exact.ndim or (bool(np.isinf(exact)) if dtype.kind == "f" else bool(exact != value)):
+        return None
+    scalar: Scalar = exact.item()
+    return scalar
+
+
+def _dtype_name(name: str, dtype: str) -> str:
+    """A dtype as frames write it: little-endian, of a fixed size."""
+    if dtype == "str" and name in _TEXTS:
+        return dtype
+    try:
+        found = np.dtype(dtype).newbyteorder("<")
+    except (TypeError, ValueError):
+        found = np.dtype(object)
+    if found.kind not in "buif" or found.itemsize not in (1, 2, 4, 8) or found.subdtype is not None:
+        raise ConfigError(
+            f"column {name!r}: dtype {dtype!r:.60}; must be bool, or an integer or float of up to 64 bits"
+        )
+    return found.str
 
 
 def _token(name: str, dtype: str, fill: float, pad: float, meaning: str, **more: Any) -> Column:
-    return Column(name=name, dtypes=(dtype,), per="token", fill=fill, pad=pad, meaning=meaning, **more)
+    return Column(name, dtype=dtype, fill=fill, pad=pad, meaning=meaning, **{"nan": "no", **more})
 
 
 def _either(name: str, fill: float, meaning: str, **more: Any) -> Column:
-    return Column(name=name, dtypes=("<f4",), per="either", fill=fill, pad=fill, meaning=meaning, **more)
+    return Column(name, dtype="<f4", per="either", fill=fill, meaning=meaning, **{"nan": "no", **more})
 
 
 def _sample(name: str, dtype: str, fill: int | str, meaning: str) -> Column:
-    return Column(name=name, dtypes=(dtype,), per="sample", fill=fill, pad=fill, meaning=meaning)
+    return Column(name, dtype=dtype, per="sample", fill=fill, meaning=meaning)
 
+
+_TEXTS = ("id", "group", "prompt", "env", "run", "mode")
 
 # A log-softmax in float32 can round to a hair above zero; anything beyond that is not a log-probability.
 LOGPROB_SLACK = 1e-3
@@ -103,15 +200,7 @@ TABLE: tuple[Column, ...] = (
     _token("rl_weights", "<f4", 1.0, 0.0, "weight of the policy-gradient term"),
     _token("ce_weights", "<f4", 0.0, 0.0, "weight of the cross-entropy term"),
     _token("ref_kl_weights", "<f4", 0.0, 0.0, "weight of the KL term against the reference"),
-    Column(
-        name="routed_experts",
-        dtypes=("|u1", "<u2"),
-        per="token",
-        trailing=2,
-        fill=0,
-        pad=0,
-        meaning="experts chosen per [layer, top_k]",
-    ),
+    _token("routed_experts", "|u1", 0, 0, "experts chosen per [layer, top_k]", wider=("<u2",), trailing=2),
     _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image"),
     _token(
         "weight_versions",
@@ -121,14 +210,13 @@ TABLE: tuple[Column, ...] = (
         "policy version that sampled the token, where it changed mid-rollout; -1 = not known",
         above=NO_VERSION - 1,
     ),
-    Column(
-        name="sampling_mask",
-        dtypes=("<u4",),
-        per="token",
+    _token(
+        "sampling_mask",
+        "<u4",
+        0,
+        0,
+        "the ids that the sampler kept (top-p, top-k, min-p), ascending; empty = all of them",
         ragged=True,
-        fill=0,
-        pad=0,
-        meaning="the ids that the sampler kept (top-p, top-k, min-p), ascending; empty = all of them",
     ),
     _sample("id", "str", "", "unique; later columns attach by it"),
     _sample("group", "str", "", "the group's own id, unique: the unit of replay"),
@@ -150,20 +238,26 @@ ALL_OR_NONE = {"logprobs": ("rl", "opd"), "advantages": ("rl",), "teacher_logpro
 """Columns that all trained samples of these modes in a step have, or none of them."""
 
 
+APART = "routed_experts"
+"""Samples with and without this column never share a micro-batch: no value of it says "route as you like"."""
+
+
 def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
     """The index of the first value the column does not allow, and why; None when all are allowed.
 
     For a column with `nan="untrained"`, pass the values on trained tokens only.
     """
-    bounded = values.dtype.kind == "f" or column.above > -math.inf
-    if not bounded or len(values) == 0:
+    finite = column.nan != "any" and values.dtype.kind == "f"
+    if len(values) == 0 or not (finite or column.above > -math.inf or column.at_most < math.inf):
         return None
     # Two reductions decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison.
     low, high = values.min(), values.max()
     if low > column.above and high <= column.at_most and high != math.inf:
         return None
     good = (values > column.above) & (values <= column.at_most) & (values != math.inf)
-    if column.nan == "yes":
+    if column.nan == "any":
+        good = ((values > column.above) | (column.above == -math.inf)) & (values <= column.at_most)
+    if column.nan in ("yes", "any") and values.dtype.kind == "f":
         good |= np.isnan(values)
     if good.all():
         return None

@@ -118,7 +118,7 @@ class MaskRuns:
 
     def put(self, kept: Array) -> Array:
         """The inverse of `take`: zeros where the mask is False."""
-        out = np.zeros(len(self.mask), kept.dtype)
+        out = np.zeros((len(self.mask), *kept.shape[1:]), kept.dtype)
         if self.is_choppy:
             out[self.mask] = kept
             return out

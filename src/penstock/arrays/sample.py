@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import Values, check_text, coerce, coerce_columns
-from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells
+from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells, Column
 from penstock.arrays.images import ImageSpan, check_spans, types_of
+from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own, table_with, words_for
 from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
@@ -28,9 +29,14 @@ class Sample:
     >>> sample = Sample(id="17/0", token_ids=[5, 6, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], rewards=1.0)
     >>> sample.num_tokens, sample.loss_tokens, float(sample["rewards"])
     (3, 2, 1.0)
+
+    Columns that Penstock does not know go into `columns`, by name or by the `Column` that declares them:
+
+    >>> Sample(token_ids=[5, 6], columns={"turn_weights": [0.0, 1.5]})["turn_weights"].tolist()
+    [0.0, 1.5]
     """
 
-    __slots__ = ("_columns", "env", "group", "id", "images", "mode", "policy_version", "prompt", "run")
+    __slots__ = ("_columns", "_own", "env", "group", "id", "images", "mode", "policy_version", "prompt", "run")
 
     id: str
     """Unique; generated when not given."""
@@ -45,6 +51,7 @@ class Sample:
     """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]
     _columns: dict[str, Cells]
+    _own: Own
 
     def __init__(
         self,
@@ -59,7 +66,8 @@ class Sample:
         mode: str = "rl",
         policy_version: int | None = None,
         images: Sequence[ImageSpan] = (),
-        **columns: Values | None,
+        columns: Given = NO_COLUMNS,
+        **known_columns: Values | None,
     ) -> None:
         text = {
             "id": uuid.uuid4().hex if id is None else id,
@@ -71,17 +79,21 @@ class Sample:
         }
         where = f"sample {text['id']!r:.80}"
         check_text(text, where)
-        given = {"token_ids": token_ids, "loss_mask": loss_mask, **columns}
-        arrays = coerce_columns(given, where)
+        given = {"token_ids": token_ids, "loss_mask": loss_mask, **known_columns}
+        own: Own = NO_COLUMNS
+        if columns:
+            cells, own = read_own(columns, NO_COLUMNS, where)
+            given |= cells
+        arrays = coerce_columns(given, where, table_with(own))
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
         if spans and "mm_token_type_ids" not in arrays:
             given["mm_token_type_ids"] = types_of(spans, len(arrays["token_ids"]))
-            arrays = coerce_columns(given, where)
+            arrays = coerce_columns(given, where, table_with(own))
         versions = arrays.get("weight_versions")
         if policy_version is None and versions is not None:
             policy_version = known(int(versions.min()))
-        self._set(arrays, text, check_version(policy_version, f"{where}.policy_version"), spans)
+        self._set(arrays, text, check_version(policy_version, f"{where}.policy_version"), spans, own)
 
     @classmethod
     def trusted(
@@ -90,12 +102,13 @@ class Sample:
         text: Mapping[str, str],
         policy_version: int | None,
         images: tuple[ImageSpan, ...],
+        own: Own = NO_COLUMNS,
     ) -> Sample:
         """A sample from columns that were already validated: nothing is checked or copied, but made read-only."""
         sample = cls.__new__(cls)
         for values in columns.values():
             freeze(values)
-        sample._set(columns, text, policy_version, images)
+        sample._set(columns, text, policy_version, images, own)
         return sample
 
     def _set(
@@ -104,9 +117,11 @@ class Sample:
         text: Mapping[str, str],
         policy_version: int | None,
         images: tuple[ImageSpan, ...],
+        own: Own,
     ) -> None:
         put = object.__setattr__
         put(self, "_columns", columns)
+        put(self, "_own", own)
         for name in TEXT_COLUMNS:
             put(self, name, text[name])
         put(self, "policy_version", policy_version)
@@ -115,7 +130,7 @@ class Sample:
     def __reduce__(self) -> tuple[Any, ...]:
         """For `copy`, and for frameworks that ship objects between processes."""
         text = {name: getattr(self, name) for name in TEXT_COLUMNS}
-        return type(self).trusted, (dict(self._columns), text, self.policy_version, self.images)
+        return type(self).trusted, (dict(self._columns), text, self.policy_version, self.images, self._own)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Sample is immutable; use sample.replace({name}=...)")
@@ -186,6 +201,11 @@ class Sample:
         """The columns present, by name: [T, ...] per token, a `Ragged` with one list per token, or a scalar array."""
         return self._columns
 
+    @property
+    def own(self) -> Own:
+        """The columns present that are not of the table: what is known of them."""
+        return self._own
+
     def __getitem__(self, name: str) -> Cells:
         try:
             return self._columns[name]
@@ -202,9 +222,29 @@ class Sample:
         return self._columns.get(name)
 
     def replace(self, **changes: Any) -> Sample:
-        """A copy with some columns or fields changed, validated anew; `None` removes a column."""
+        """A copy with some columns or fields changed, validated anew; `None` removes a column.
+
+        Columns that are not of the table are changed in `columns`, which leaves those alone that it does not name.
+        """
         fields = {name: getattr(self, name) for name in (*TEXT_COLUMNS, "policy_version", "images")}
-        return Sample(**{**fields, **self._columns, **changes})
+        changed = {_name(key): (key, values) for key, values in changes.pop("columns", {}).items()}
+        own: dict[Any, Any] = {c: self._columns[name] for name, c in self._own.items() if name not in changed}
+        own |= {self._own.get(key, key): values for key, values in changed.values()}
+        known = {name: values for name, values in self._columns.items() if name not in self._own}
+        return Sample(**{**fields, **known, **changes}, columns=own)
+
+    def conformed(self, declared: Own) -> Sample:
+        """The sample with its own columns as they are declared; InvalidInput for one that is not."""
+        if all(column is declared.get(name) for name, column in self._own.items()):
+            return self
+        unknown = self._own.keys() - declared.keys()
+        if unknown:
+            name = sorted(unknown)[0]
+            raise InvalidInput(
+                f"sample {self.id!r}: column {name!r} ({words_for(self._own[name])}) was not declared; pass "
+                f"columns=[penstock.Column({name!r}, ...)] where the plane is opened or pack is called"
+            )
+        return self.replace(columns={declared[name]: self._columns[name] for name in self._own})
 
     def __eq__(self, other: object) -> bool:
         """Equal fields and columns, the floats bit for bit (so NaN equals the same NaN)."""
@@ -223,3 +263,7 @@ class Sample:
     def __repr__(self) -> str:
         extra = [name for name in self._columns if name not in ("token_ids", "loss_mask")]
         return f"Sample(id={self.id!r}, tokens={self.num_tokens}, loss_tokens={self.loss_tokens}, columns={extra})"
+
+
+def _name(key: str | Column) -> str:
+    return key.name if isinstance(key, Column) else key

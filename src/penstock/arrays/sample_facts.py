@@ -8,14 +8,15 @@ placeholder on. A sample that would keep nothing has `kept` 0 and cannot be pack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples
-from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, WEIGHTS
+from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
+from penstock.arrays.own_columns import Own
 
 MODALITIES = ("text", "image")
 TEXT, IMAGE = range(2)
@@ -57,6 +58,8 @@ class SampleFacts:
     group: tuple[str, ...]
     run: tuple[str, ...]
     mode: tuple[str, ...]
+    own: Own = field(default_factory=dict)
+    """What is known of the columns that are not of the table."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,6 +83,7 @@ class SampleFacts:
             stub_patches=stub_patches,
             has={name: column.lengths > 0 for name, column in samples.columns.items()},
             shapes=shapes_of(samples),
+            own=samples.own,
             ids=samples.ids,
             group=samples.text["group"],
             run=samples.text["run"],
@@ -98,7 +102,7 @@ class SampleFacts:
 
 def shapes_of(samples: Samples) -> dict[str, Shape]:
     """dtype and trailing dimensions of the columns that have some."""
-    trailing = {name: c.values for name, c in samples.columns.items() if TOKEN_COLUMNS[name].trailing}
+    trailing = {name: c.values for name, c in samples.columns.items() if samples.table[name].trailing}
     return {name: (values.dtype.str, tuple(values.shape[1:])) for name, values in trailing.items()}
 
 

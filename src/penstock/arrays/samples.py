@@ -14,8 +14,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Cells
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, Cells, Column
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import NO_COLUMNS, Own, joined_own, table_with
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
@@ -38,6 +39,7 @@ class Samples(Sequence[Sample]):
         text: dict[str, tuple[str, ...]],
         policy_versions: NDArray[np.int64],
         images: tuple[tuple[ImageSpan, ...], ...] | None = None,
+        own: Own = NO_COLUMNS,
     ) -> None:
         self.columns = columns
         """Ragged columns by name, in table order; token_ids and loss_mask are always there."""
@@ -47,6 +49,10 @@ class Samples(Sequence[Sample]):
         """[n] the oldest policy version of each sample; -1 = not known."""
         self.images = images
         """Image spans of each sample; None when no sample has any."""
+        self.own = own
+        """What is known of the columns that are not of the table."""
+        self.table = table_with(own)
+        """The columns that there may be along the tokens, in order."""
 
     @staticmethod
     def of(samples: Iterable[Sample]) -> Samples:
@@ -56,12 +62,17 @@ class Samples(Sequence[Sample]):
         rows = list(samples)
         offsets = offsets_of([row.num_tokens for row in rows])
         present = {name for row in rows for name in row.columns}
-        columns = {name: _join(name, rows, offsets) for name in TOKEN_COLUMNS if name in present or name in _ALWAYS}
+        own = joined_own((row.own for row in rows), "samples") if any(row.own for row in rows) else NO_COLUMNS
+        table = table_with(own)
+        columns = {
+            name: _join(column, rows, offsets) for name, column in table.items() if name in present or name in _ALWAYS
+        }
         return Samples(
             columns=columns,
             text={name: tuple(getattr(row, name) for row in rows) for name in TEXT_COLUMNS},
             policy_versions=np.array([_as_number(row.policy_version) for row in rows], np.int64),
             images=_unless_none(tuple(row.images for row in rows)),
+            own=own,
         )
 
     @property
@@ -118,12 +129,14 @@ class Samples(Sequence[Sample]):
             row = column[i]
             if len(row) == 0:
                 continue
-            scalar = TOKEN_COLUMNS[name].per == "either" and len(row) == 1
+            per = self.table[name].per
+            scalar = per == "sample" or (per == "either" and len(row) == 1)
             assert scalar or len(row) == count
             columns[name] = row.reshape(()) if scalar else row
         text = {name: values[i] for name, values in self.text.items()}
         images = () if self.images is None else self.images[i]
-        return Sample.trusted(columns, text, known(int(self.policy_versions[i])), images)
+        own = {name: column for name, column in self.own.items() if name in columns} if self.own else NO_COLUMNS
+        return Sample.trusted(columns, text, known(int(self.policy_versions[i])), images, own)
 
     def take(self, rows: NDArray[np.intp] | Sequence[int]) -> Samples:
         """The chosen samples, in that order."""
@@ -134,12 +147,20 @@ class Samples(Sequence[Sample]):
             for name, column in self.columns.items()
         }
         order = rows.tolist()
+        columns = {n: c for n, c in columns.items() if n in _ALWAYS or c.offsets[-1] > 0}
         return Samples(
-            columns={n: c for n, c in columns.items() if n in _ALWAYS or c.offsets[-1] > 0},
+            columns=columns,
             text={name: tuple(values[i] for i in order) for name, values in self.text.items()},
             policy_versions=self.policy_versions[rows],
             images=None if self.images is None else _unless_none(tuple(self.images[i] for i in order)),
+            own={name: column for name, column in self.own.items() if name in columns},
         )
+
+    def conformed(self, declared: Own) -> Samples:
+        """The same samples with their own columns as they are declared; InvalidInput for one that is not."""
+        if all(column is declared.get(name) for name, column in self.own.items()):
+            return self
+        return Samples.of([sample.conformed(declared) for sample in self])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Samples):
@@ -164,15 +185,15 @@ def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[Image
     return images if any(images) else None
 
 
-def _join(name: str, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
+def _join(column: Column, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
     """One column of all samples; shares `offsets` when every sample has it per token."""
-    column = TOKEN_COLUMNS[name]
+    name = column.name
     values = [row.get(name) for row in rows]
     given = [v for v in values if v is not None]
     if not given:
-        return Ragged(np.zeros(0, column.dtype), offsets)
+        return Ragged(np.zeros(0, column.numpy), offsets)
     if column.ragged:
-        nothing = Ragged.empty(0, column.dtype)
+        nothing = Ragged.empty(0, column.numpy)
         return Ragged.of([nothing if v is None else v for v in values], offsets if len(given) == len(rows) else None)
     shapes = {v.shape[1:] for v in given}
     if len(shapes) > 1:

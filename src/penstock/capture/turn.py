@@ -18,6 +18,7 @@ from penstock.arrays.coerce import MAX_TEXT, Values, coerce, coerce_lists
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.kept_sets import check_kept
+from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own
 from penstock.arrays.ragged import Ragged, copied, freeze, offsets_of
 from penstock.arrays.run_lengths import bit_view
 from penstock.errors import InvalidInput
@@ -38,7 +39,8 @@ class Turn:
     which of its tokens the model sampled: a chat template often puts tokens around them. Log-probabilities may
     be given for all tokens or for the sampled ones only. Other columns are given by name, as one value per
     token or one number for the turn: `temperatures`, `weight_versions`, `routed_experts`, `ce_weights`, ...
-    `sampling_mask` is one list of ids per token, or per sampled token.
+    `sampling_mask` is one list of ids per token, or per sampled token. Columns that Penstock does not know go into
+    `columns`, by name or by the `Column` that declares them.
 
     >>> prompt = Turn([5, 6, 7])
     >>> reply = Turn([1, 8, 9], mask=[False, True, True], logprobs=[-0.5, -0.25], temperatures=0.7)
@@ -56,6 +58,8 @@ class Turn:
     """[num_sampled] of the sampler, for the sampled tokens in order; None when not recorded."""
     columns: Mapping[str, Cells]
     """Other columns: [T, ...], a `Ragged` with one list per token, or a scalar array for the whole turn."""
+    own: Own
+    """What is known of the columns that are not of the table."""
     images: tuple[ImageSpan, ...]
     """Images this turn introduced; offsets count from the turn's first token."""
     role: str
@@ -71,7 +75,8 @@ class Turn:
         images: Sequence[ImageSpan] = (),
         role: str = "",
         where: str = "turn",
-        **columns: Values | None,
+        columns: Given = NO_COLUMNS,
+        **known_columns: Values | None,
     ) -> None:
         """`where` is how errors name this turn."""
         ids = owned(coerce(COLUMNS["token_ids"], token_ids, f"{where}.token_ids"))
@@ -90,7 +95,10 @@ class Turn:
         put(self, "sampled", bool(sampled))
         put(self, "mask", marks if keep_mask else None)
         put(self, "logprobs", None if logprobs is None else _logprobs(logprobs, ids, marks, where))
-        put(self, "columns", _columns(columns, ids, self.sampled_mask, images, where))
+        cells, own = read_own(columns, NO_COLUMNS, where) if columns else ({}, NO_COLUMNS)
+        known = _columns(known_columns, ids, self.sampled_mask, images, where)
+        put(self, "columns", {**known, **{name: _own(values, ids, where, name) for name, values in cells.items()}})
+        put(self, "own", own)
         put(self, "images", tuple(images))
         put(self, "role", role)
 
@@ -162,6 +170,13 @@ def _columns(
     if images and types is None:
         arrays["mm_token_type_ids"] = types_of(images, len(ids))
     return {name: freeze(copied(_one_number(values))) for name, values in arrays.items()}
+
+
+def _own(values: Cells, ids: Array, where: str, name: str) -> Cells:
+    """Values of a column that Penstock does not know: one for the turn, or one per token."""
+    if (isinstance(values, Ragged) or values.ndim) and len(values) != len(ids):
+        raise InvalidInput(f"{where}.{name}: {len(values)} values for {len(ids)} tokens; give one per token")
+    return freeze(copied(values))
 
 
 def _lists(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], where: str) -> Ragged:

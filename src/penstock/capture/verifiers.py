@@ -184,7 +184,7 @@ def _turn(
     if len(mask) != len(ids):
         raise InvalidInput(f"{where}.mask: {len(mask)} values for {len(ids)} tokens; must be one per token")
     logprobs = field_of(node, "logprobs", None)
-    columns: dict[str, Values | None] = {
+    columns: dict[str, Any] = {
         "temperatures": temperature if sampled else None,
         "routed_experts": array_of(field_of(node, "routed_experts", None), f"{where}.routed_experts"),
         "advantages": _spread(node, "advantages", mask, where),

@@ -8,6 +8,8 @@ import typing
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from penstock.config.given import Given, toml_value
 from penstock.config.keywords import Keyword, keywords_of
 from penstock.config.template import toml
@@ -47,11 +49,16 @@ def flagged(kind: type[Any], without: Collection[str] = ()) -> list[Keyword]:
         if keyword.name not in without
         and keyword.setting.record is None
         and typing.get_origin(keyword.setting.type) is not dict
+        and not _is_list_of_records(keyword)
     ]
 
 
 def _is_list(keyword: Keyword) -> bool:
     return typing.get_origin(keyword.setting.type) is tuple
+
+
+def _is_list_of_records(keyword: Keyword) -> bool:
+    return _is_list(keyword) and issubclass(typing.get_args(keyword.setting.type)[0], msgspec.Struct)
 
 
 def _value(keyword: Keyword, text: str) -> Any:

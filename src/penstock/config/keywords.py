@@ -93,7 +93,10 @@ def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
     homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal", "Required"}}
     used = {home: sorted(names & words) for home, names in homes.items()}
     used["typing"] = sorted([*used["typing"], "TypedDict"])
-    ours = {(s.type.__module__, s.type.__name__) for s in settings if s.record is not None or s.kinds is not None}
+    items = [typing.get_args(s.type)[0] for s in settings if typing.get_origin(s.type) is tuple]
+    classes = [s.type for s in settings if s.record is not None or s.kinds is not None]
+    classes += [item for item in items if isinstance(item, type) and issubclass(item, msgspec.Struct)]
+    ours = {(one.__module__, one.__name__) for one in classes}
     lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
     more = [f"from {home} import {one}" for home, one in sorted(ours)]
     return ["from __future__ import annotations", "", *lines, *(["", *more] if more else [])]

@@ -105,7 +105,9 @@ class Setting:
             raise self.error(value, path)
         try:
             return _finite(msgspec.convert(_plain(self, value), Annotated[self.type, _range_of(self.meta)]))
-        except (msgspec.ValidationError, ValueError):
+        except (msgspec.ValidationError, ValueError) as error:
+            if isinstance(error.__cause__, ConfigError):  # a record in the value has said what is wrong with it
+                raise ConfigError(f"{path}: {error.__cause__}") from None
             raise self.error(value, path) from None
 
     def error(self, value: Any, path: str) -> ConfigError:
@@ -233,8 +235,10 @@ def _words_of(hint: Any, meta: Meta) -> str:
         return f"a list of {len(inner)}, each {_words_of(inner[0], meta)}"
     if origin is dict:
         return f"a table, each value {_words_of(inner[1], meta)}"
+    if "form" in (meta.extra or {}):
+        return str((meta.extra or {})["form"])
     if hint is str:
-        return str((meta.extra or {}).get("form", "text"))
+        return "text"
     names = {int: "a whole number", float: "a number", bool: "true or false", Any: "anything"}
     return names.get(hint, getattr(hint, "__name__", str(hint))) + _range(meta)
 

@@ -36,6 +36,10 @@ def toml(value: Any, setting: Setting | None = None) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
+    if isinstance(value, msgspec.Struct):
+        value = {
+            field.name: getattr(value, field.name) for field in msgspec.structs.fields(value) if _is_set(value, field)
+        }
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }" if value else "{}"
     if isinstance(value, (list, tuple)):
@@ -45,6 +49,10 @@ def toml(value: Any, setting: Setting | None = None) -> str:
     if setting is not None and setting.is_size:
         return _size(value)
     return repr(value)
+
+
+def _is_set(record: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool:
+    return bool(field.required or getattr(record, field.name) != field.default)
 
 
 def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[str]:

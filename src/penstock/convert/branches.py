@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array
 from penstock.arrays.images import ImageSpan
-from penstock.arrays.ragged import Ragged, joined
+from penstock.arrays.own_columns import NO_COLUMNS, Own
 from penstock.arrays.sample import Sample
 from penstock.arrays.versions import known
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
+from penstock.convert.joined_columns import along, own_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,14 @@ def to_samples(
     id: str = "",  # noqa: A002 - the field's own name
     policy_version: int | None = None,
     advantage: float | None = None,
+    columns: Own = NO_COLUMNS,
 ) -> list[Sample]:
     """The samples of a trajectory, in the order its branches were opened.
 
     The first branch is named `id` (else the trajectory's own), branch b of the rest `id.b`. A branch with nothing to
     train is left out, unless the whole trajectory has nothing to train: then all stay, with every mask False, as for a
-    rollout that failed. A sequence's first token is never trained: nothing predicts it.
+    rollout that failed. A sequence's first token is never trained: nothing predicts it. `columns` are what is declared
+    of columns that the turns have beside those that Penstock knows.
 
     >>> from penstock.capture import Trajectory, Turn
     >>> chain = Trajectory(turns=[Turn([1, 2]), Turn([3], logprobs=[-0.5])], reward=1.0)
@@ -113,19 +116,19 @@ def to_samples(
     for number, path in enumerate(paths(trajectory)):
         if not any(keep for _, keep in path):
             continue  # a model call without a token: nothing was seen and nothing said
-        columns = _row([Part(trajectory.turns[t], keep, taken[t]) for t, keep in path], trajectory, version)
-        rows.append((number, columns))
+        parts = [Part(trajectory.turns[t], keep, taken[t]) for t, keep in path]
+        rows.append((number, _row(parts, trajectory, version) | {"columns": own_columns(parts, columns)}))
         for turn, keep in path:
             taken[turn] = max(taken[turn], keep)
-    if any(columns["loss_mask"].any() for _, columns in rows):
-        rows = [(number, columns) for number, columns in rows if columns["loss_mask"].any()]
+    if any(row["loss_mask"].any() for _, row in rows):
+        rows = [(number, row) for number, row in rows if row["loss_mask"].any()]
     shared: dict[str, Any] = {"group": group, "prompt": prompt}
     shared |= {name: getattr(trajectory, name) for name in ("env", "run", "mode")}
     if trajectory.reward is not None:
         shared["rewards"] = trajectory.reward
     if advantage is not None:
         shared["advantages"] = advantage
-    return [Sample(id=_name(name, number), **{**columns, **shared}) for number, columns in rows]
+    return [Sample(id=_name(name, number), **{**row, **shared}) for number, row in rows]
 
 
 def _name(name: str, number: int) -> str | None:
@@ -157,11 +160,11 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
         rows = [part.turn.columns[name][: part.keep] for part in parts if part.keep] if whole else []
         return {name: np.concatenate(rows)} if rows else {}
     column = TOKEN_COLUMNS[name]
-    if column.ragged:
-        nothing = {part.keep: Ragged.empty(part.keep, column.dtype) for part in parts}
-        lists = joined([part.turn.columns.get(name, nothing[part.keep])[: part.keep] for part in parts])
+    if name == "sampling_mask":
         # What an earlier branch trains is context here: the sets that its tokens were drawn from have no use.
-        return {name: lists.only(sampled) if name == "sampling_mask" else lists}
+        return {name: along(column, parts).only(sampled)}
+    if column.ragged or column.trailing:
+        return {name: along(column, parts)}
     fill = column.fill
     if name == "weight_versions":  # a turn that does not say was sampled by the rollout's version
         fill = NO_VERSION if version is None else version
@@ -178,7 +181,7 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
 def _piece(part: Part, name: str, fill: Any) -> Array:
     given = part.turn.columns.get(name)
     if given is None:
-        return np.full(part.keep, fill, TOKEN_COLUMNS[name].dtype)
+        return np.full(part.keep, fill, TOKEN_COLUMNS[name].numpy)
     values = np.full(part.keep, given) if given.ndim == 0 else given[: part.keep].copy()
     if name in WEIGHTS:
         values[: part.taken] = fill  # an earlier branch trains these

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import Values, check_text
+from penstock.arrays.own_columns import NO_COLUMNS, Own
 from penstock.arrays.sample import Sample
 from penstock.capture.trajectory import Trajectory
 from penstock.convert.advantages import Advantage, grpo
@@ -115,13 +116,15 @@ def make_group(
     policy_version: int | None = None,
     advantage: Advantage | None = grpo,
     filters: Iterable[Filter] = (),
+    columns: Own = NO_COLUMNS,
 ) -> Group:
     """The group of one prompt's rollouts.
 
     `id` is the group's own and unique; `prompt` is the prompt's name, which comes back as often as it is sampled.
     Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same rollouts give
     the same names. `advantage=None` leaves advantages as the turns have them (none, usually), as for sft and opd.
-    `policy_version` stands for every rollout that does not say its own.
+    `policy_version` stands for every rollout that does not say its own. `columns` are what is declared of columns that
+    the turns have beside those that Penstock knows.
 
     >>> from penstock.capture import Turn
     >>> def rollout(reward):
@@ -147,6 +150,7 @@ def make_group(
             id=f"{id}/{i}",
             policy_version=policy_version if rows[i].policy_version is None else None,
             advantage=None if values is None else float(values[i]),
+            columns=columns,
         )
         samples += own
         origins += [i] * len(own)

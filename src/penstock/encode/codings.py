@@ -8,8 +8,9 @@
     5 planes    byte planes, each compressed or left alone (arrays/byte_planes.py)
     6 packed    `narrow`, each plane compressed or left alone
     7 deltas    lists that ascend: the first value of each list, then by how much each is larger than the one before
+    8 flat      rows of a column with trailing dimensions, end to end as one array in a coding of its own
 
-The `fast` profile uses 0-4, which run at memory speed; `small` adds 5 to 7. Every writer here has its
+The `fast` profile uses 0-4 and 8, which run at memory speed; `small` adds 5 to 7. Every writer here has its
 reader beside it; readers check sizes against counts before they allocate.
 """
 
@@ -33,8 +34,8 @@ from penstock.encode.layout import ALIGN, Block, Buffer
 from penstock.errors import CorruptFrame
 
 Profile: TypeAlias = Literal["fast", "small"]
-RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS = range(8)
-NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas")
+RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
+NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
 
 
 class Writer:
@@ -148,11 +149,16 @@ class Writer:
                 return first, Block(DELTAS, 0, (), (self.write(steps),))
         return first, self.write(lists.values)
 
-    def write_rows(self, values: Array) -> Block:
-        """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`."""
+    def write_rows(self, values: Array, trained: MaskRuns | None = None) -> Block:
+        """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`; `trained` as for
+        `write`."""
         flat = values.reshape(len(values), -1)
         if flat.size and not bit_view(flat.reshape(-1)).any():
             return self.plain(CONSTANT, 0, flat[0, :1])
+        if is_wide(values.dtype):
+            if trained is not None and trained.has_off and trained.is_zero_off(flat):
+                return Block(SPARSE, trained.count(), (), (self.write_rows(trained.take(flat)),))
+            return Block(FLAT, 0, (), (self.write(flat.reshape(-1)),))
         if self.small and flat.size > 64:
             return Block(PLANES, 0, self.add(compress(np.ascontiguousarray(flat.T), level=1)))
         return self.plain(RAW, 0, values)
@@ -210,9 +216,22 @@ class Reader:
         value = int.from_bytes(self.bytes(low // 8, what), "little")
         return value | (int.from_bytes(self.bytes(-(-high // 8), what), "little") % (1 << high)) << low
 
-    def read_rows(self, block: Block, dtype: np.dtype[Any], count: int, shape: tuple[int, ...], what: str) -> Array:
+    def read_rows(
+        self,
+        block: Block,
+        dtype: np.dtype[Any],
+        count: int,
+        shape: tuple[int, ...],
+        what: str,
+        trained: MaskRuns | None = None,
+    ) -> Array:
         """The [count, *shape] array that `write_rows` wrote."""
         size = int(np.prod(shape, dtype=np.int64))
+        if block.coding == SPARSE and trained is not None:
+            _check_sparse(block, count, what, trained)
+            return trained.put(self.read_rows(block.parts[0], dtype, block.arg, shape, what))
+        if block.coding == FLAT and len(block.parts) == 1:
+            return self.read(block.parts[0], dtype, count * size, what).reshape(count, *shape)
         total = count * size * dtype.itemsize
         if block.coding == RAW:
             return np.frombuffer(self.bytes(total, what), dtype).reshape(count, *shape)
@@ -251,8 +270,7 @@ class Reader:
         return decode_runs(values, lengths)
 
     def _read_sparse(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns) -> Array:
-        if len(trained.mask) != count or block.arg != trained.count() or len(block.parts) != 1:
-            raise CorruptFrame(f"{what}: {block.arg} values for {trained.count()} trained tokens")
+        _check_sparse(block, count, what, trained)
         return trained.put(self.read(block.parts[0], dtype, block.arg, what))
 
     def _read_narrow(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> Array:
@@ -280,6 +298,16 @@ class Reader:
 
     def _planes(self, block: Block, expected: Sequence[int], what: str) -> NDArray[np.uint8]:
         return np.stack(self._planes_of_sizes(block, expected, what))
+
+
+def is_wide(dtype: np.dtype[Any]) -> bool:
+    """Whether rows are numbers to be coded; those of one or two bytes (routed experts) are copied as they lie."""
+    return dtype.itemsize >= 4
+
+
+def _check_sparse(block: Block, count: int, what: str, trained: MaskRuns) -> None:
+    if len(trained.mask) != count or block.arg != trained.count() or len(block.parts) != 1:
+        raise CorruptFrame(f"{what}: {block.arg} values for {trained.count()} trained tokens")
 
 
 def _octets(array: Array) -> Buffer:

@@ -19,8 +19,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array
+from penstock.arrays.columns import TEXT_COLUMNS, Array, Cells
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import joined_own, table_with
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
@@ -76,7 +77,8 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     everywhere = [name for name in picks[0][0].sparse if all(name in frame.sparse for frame, _ in picks)]
     sparse = {name: _sparse_pieces(name, picks) for name in everywhere}
     batch = _light(picks, everywhere)
-    heavy = {name: _pieces(name, picks, prefixes) for name in TOKEN_COLUMNS if any(name in f.stored for f, _ in picks)}
+    stored = [name for name in batch.table if any(name in frame.stored for frame, _ in picks)]
+    heavy = {name: _pieces(name, picks, prefixes) for name in stored}
     return join(frame_pieces(batch, prefixes, heavy | sparse), allocate)
 
 
@@ -85,17 +87,19 @@ def _light(picks: Picks, without: Collection[str]) -> Samples:
     lengths = np.concatenate([frame.head.lengths[rows] for frame, rows in picks])
     offsets = offsets_of(lengths)
     names = {name for frame, _ in picks for name in (*frame.samples.columns, *frame.sparse)} - {*without}
-    columns = {name: _column(name, picks, offsets) for name in TOKEN_COLUMNS if name in names}
+    own = joined_own((frame.head.own for frame, _ in picks), "gather")
+    columns = {name: _column(name, picks, offsets) for name in names}
     columns["token_ids"] = Ragged(np.zeros(0, np.uint32), offsets)
     images = tuple(spans for frame, rows in picks for spans in _images(frame.samples, rows))
     return Samples(
-        columns={name: columns[name] for name in TOKEN_COLUMNS if name in columns},
+        columns={name: columns[name] for name in table_with(own) if name in columns},
         text={
             name: tuple(frame.samples.text[name][i] for frame, rows in picks for i in rows.tolist())
             for name in TEXT_COLUMNS
         },
         policy_versions=np.concatenate([frame.samples.policy_versions[rows] for frame, rows in picks]),
         images=images if any(images) else None,
+        own=own,
     )
 
 
@@ -105,7 +109,7 @@ def _images(samples: Samples, rows: NDArray[np.intp]) -> list[tuple[ImageSpan, .
 
 def _column(name: str, picks: Picks, offsets: NDArray[np.int64]) -> Ragged:
     """One small column of the picked samples, in one copy."""
-    views: list[Array] = []
+    views: list[Cells] = []
     lengths: list[int] = []
     for frame, rows in picks:
         column = frame.column(name)
@@ -115,6 +119,7 @@ def _column(name: str, picks: Picks, offsets: NDArray[np.int64]) -> Ragged:
         starts, ends = column.offsets[rows].tolist(), column.offsets[rows + 1].tolist()
         views += [column.values[a:b] for a, b in zip(starts, ends, strict=True)]
         lengths += [b - a for a, b in zip(starts, ends, strict=True)]
+    _check_kinds(name, views)
     own = offsets_of(lengths)
     return Ragged.of(views, offsets if np.array_equal(own, offsets) else own)
 
@@ -126,8 +131,17 @@ def _sparse_pieces(name: str, picks: Picks) -> Gathered:
         stored = frame.sparse[name]
         starts, ends = stored.starts[rows].tolist(), stored.starts[rows + 1].tolist()
         pieces += [stored.values[a:b] for a, b in zip(starts, ends, strict=True)]
+    _check_kinds(name, pieces)
     lengths = np.concatenate([frame.head.lengths[rows] for frame, rows in picks])
     return Gathered(pieces, lengths, picks[0][0].sparse[name].values, shares_prefixes=False, is_sparse=True)
+
+
+def _check_kinds(name: str, parts: Sequence[Cells]) -> None:
+    """Raise where parts of a column cannot be joined."""
+    kinds = {(part.dtype, () if isinstance(part, Ragged) else part.shape[1:]) for part in parts}
+    if len(kinds) > 1:
+        words = sorted(f"{dtype}{list(shape)}" for dtype, shape in kinds)
+        raise InvalidInput(f"{name}: frames have {' and '.join(words)} per token; give them one dtype and shape")
 
 
 def _prefixes(picks: Picks) -> Prefixes:
@@ -169,9 +183,7 @@ def _pieces(name: str, picks: Picks, prefixes: Prefixes) -> Gathered:
     """What the output holds of a column that is not unfolded: for each sample the part no earlier one has."""
     sources = [(frame.stored.get(name), frame.head.lengths, rows.tolist()) for frame, rows in picks]
     given = [stored for stored, _, _ in sources if stored is not None]
-    kinds = sorted({f"{stored.values.dtype}{list(stored.values.shape[1:])}" for stored in given})
-    if len(kinds) > 1:
-        raise InvalidInput(f"{name}: frames have {' and '.join(kinds)} per token; give them one dtype and shape")
+    _check_kinds(name, [stored.values for stored in given])
     full = all(stored is not None and all(map(stored.has, rows)) for stored, _, rows in sources)
     skip = prefixes.shared.tolist() if full and prefixes.any else [0] * len(prefixes.shared)
     pieces: list[Array] = []

@@ -7,6 +7,7 @@ before they are used, values after they are read. What a planner needs is all he
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import MAX_EXTENT, MAX_TEXT, check_text
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, first_bad
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import Own, check_name, table_with
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.versions import MAX_VERSION
 from penstock.encode.codings import CONSTANT, Reader
@@ -31,7 +33,7 @@ from penstock.encode.layout import (
     split,
 )
 from penstock.encode.prefixes import Prefixes
-from penstock.errors import CorruptFrame, InvalidInput
+from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,10 @@ class Head:
     row_kinds: dict[str, NDArray[np.uint32]]
     """For body columns that not all samples have per token: 0 absent, 1 one number, 2 per token."""
     prefixes: Prefixes | None
+    own: Own
+    """What the header says of columns that are not of the table."""
+    table: Mapping[str, Column]
+    """The columns along tokens that there may be, in order."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -92,6 +98,8 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
     header = parse_header(sections.header)
     _check_limits(header, limits)
     _check_names(header)
+    own = _own_columns(header)
+    table = table_with(own)
     reader = Reader(sections.head, align=False)
     lengths, loss_tokens, versions = _read_counts(reader, header)
     text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
@@ -105,9 +113,11 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
         policy_versions=versions,
         text=text,
         prefixes=_read_prefixes(reader, header, lengths),
-        columns={spec.name: _read_per_sample(reader, spec, len(lengths)) for spec in header.head_columns},
-        row_kinds=_read_row_kinds(reader, header),
+        columns={spec.name: _read_per_sample(reader, spec, table, len(lengths)) for spec in header.head_columns},
+        row_kinds=_read_row_kinds(reader, header, table),
         images=_check_images(header),
+        own=own,
+        table=table,
     )
     reader.finish("frame head")
     return head, reader.used
@@ -149,14 +159,31 @@ def _check_names(header: Header) -> None:
                 raise CorruptFrame(f"frame: column {name[:40]!r} is given {times} times")
 
 
-def _check_spec(spec: ColumnBlock) -> None:
-    column = TOKEN_COLUMNS.get(spec.name)
-    if column is None:
-        raise CorruptFrame(f"frame: column {spec.name[:40]!r} is not one this reader knows; upgrade it")
+def _own_columns(header: Header) -> Own:
+    """The columns that this reader does not know, as the header describes them."""
+    own: dict[str, Column] = {}
+    for spec in (*header.head_columns, *header.body_columns):
+        if spec.name in TOKEN_COLUMNS:
+            continue
+        if spec.form is None:
+            raise CorruptFrame(f"frame: column {spec.name[:40]!r} is not one this reader knows; upgrade it")
+        per, fill, pad = spec.form
+        ragged = spec.counts is not None
+        try:
+            found = Column.of(check_name(spec.name), (spec.dtype, per, len(spec.trailing), ragged, fill, pad))
+        except ConfigError as error:
+            raise CorruptFrame(f"frame: {error}") from None
+        own[spec.name] = found
+    return {name: own[name] for name in sorted(own)}
+
+
+def _check_spec(spec: ColumnBlock, table: Mapping[str, Column]) -> Column:
+    column = table[spec.name]
     if spec.dtype not in column.dtypes or len(spec.trailing) != column.trailing:
         raise CorruptFrame(f"{spec.name}: {spec.dtype[:8]} with {len(spec.trailing)} trailing dimensions")
     if (spec.counts is not None) != column.ragged or (column.ragged and spec.shares_prefixes):
         raise CorruptFrame(f"{spec.name}: {'lists that share prefixes' if column.ragged else 'lists'}")
+    return column
 
 
 def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -259,35 +286,37 @@ def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -
     return Prefixes(np.where(found, parents, -1), shared)
 
 
-def _read_per_sample(reader: Reader, spec: ColumnBlock, n: int) -> Ragged:
+def _read_per_sample(reader: Reader, spec: ColumnBlock, table: Mapping[str, Column], n: int) -> Ragged:
     """A column of at most one number per sample."""
-    _check_spec(spec)
-    if TOKEN_COLUMNS[spec.name].per != "either":
+    column = _check_spec(spec, table)
+    if column.per == "token":
         raise CorruptFrame(f"{spec.name}: in the head, where only columns of one number per sample belong")
-    kinds = _read_kinds(reader, spec, n, most=1)
+    kinds = _read_kinds(reader, spec, column, n, most=1)
     values = reader.read(spec.values, np.dtype(spec.dtype), spec.num_values, spec.name)
-    check_floats(spec.name, values)
+    check_floats(column, values)
     return ragged(spec, values, kinds.astype(np.int64))
 
 
-def _read_row_kinds(reader: Reader, header: Header) -> dict[str, NDArray[np.uint32]]:
+def _read_row_kinds(reader: Reader, header: Header, table: Mapping[str, Column]) -> dict[str, NDArray[np.uint32]]:
     """For every body column that not all samples have per token, what each sample has."""
     kinds: dict[str, NDArray[np.uint32]] = {}
     for spec in header.body_columns:
-        _check_spec(spec)
+        column = _check_spec(spec, table)
+        if column.per == "sample":
+            raise CorruptFrame(f"{spec.name}: in the body, and it is given once per sample")
         if spec.rows is None:
             continue
         if spec.name in ("token_ids", "loss_mask"):
             raise CorruptFrame(f"{spec.name}: not given for every token; a sample cannot be without it")
-        kinds[spec.name] = _read_kinds(reader, spec, header.num_samples, most=2)
+        kinds[spec.name] = _read_kinds(reader, spec, column, header.num_samples, most=2)
     return kinds
 
 
-def _read_kinds(reader: Reader, spec: ColumnBlock, n: int, *, most: int) -> NDArray[np.uint32]:
+def _read_kinds(reader: Reader, spec: ColumnBlock, column: Column, n: int, *, most: int) -> NDArray[np.uint32]:
     if spec.rows is None:
         raise CorruptFrame(f"{spec.name}: a column of the head must say which samples have it")
     kinds = reader.read(spec.rows, _U4, n, spec.name)
-    if int(kinds.max(initial=0)) > most or (TOKEN_COLUMNS[spec.name].per == "token" and (kinds == 1).any()):
+    if int(kinds.max(initial=0)) > most or (column.per == "token" and (kinds == 1).any()):
         raise CorruptFrame(f"{spec.name}: row kind {int(kinds.max(initial=0))}")
     return kinds
 
@@ -298,11 +327,11 @@ def ragged(spec: ColumnBlock, values: Cells, lengths: NDArray[np.int64]) -> Ragg
     return Ragged(values, offsets_of(lengths))
 
 
-def check_floats(name: str, values: Array) -> None:
+def check_floats(column: Column, values: Array) -> None:
     """Raise for a value that the column table does not allow."""
-    bad = first_bad(TOKEN_COLUMNS[name], values)
+    bad = first_bad(column, values)
     if bad is not None:
-        raise CorruptFrame(f"{name}: value {bad[0]} {bad[1]}")
+        raise CorruptFrame(f"{column.name}: value {bad[0]} {bad[1]}")
 
 
 def _check_images(header: Header) -> tuple[tuple[ImageSpan, ...], ...] | None:

@@ -39,6 +39,11 @@ Form: TypeAlias = tuple[str, bool | int | float, bool | int | float]
 """How a column is given (token, either, sample), its fill and its padding."""
 
 
+FIRST_COLUMNS = (
+    *("token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "rewards", "teacher_logprobs"),
+    *("rl_weights", "ce_weights", "ref_kl_weights", "routed_experts", "mm_token_type_ids", "weight_versions"),
+)
+"""Columns that every reader of the format knows; all others are described in the header."""
 _FIRST_FIELDS = 7
 """Of a ColumnBlock, in frames of the first writers; those of the columns they knew still have no more."""
 

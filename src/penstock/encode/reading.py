@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import TOKEN_COLUMNS, Cells
+from penstock.arrays.columns import Cells
 from penstock.arrays.images import check_spans
 from penstock.arrays.kept_sets import first_bad_set
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
-from penstock.encode.codings import SPARSE, Reader
+from penstock.encode.codings import SPARSE, Reader, is_wide
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits, check_floats, parse_head, ragged
 from penstock.encode.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
 from penstock.encode.prefixes import restore
@@ -57,7 +57,9 @@ def open_stored(
     offsets = offsets_of(head.lengths)
     stored = _read_body(head, offsets, Reader(sections.body, align=True), unfold=False)
     sparse = {name: stored.pop(name) for name in [name for name, column in stored.items() if column.is_sparse]}
-    large = {name: column for name, column in stored.items() if name == "token_ids" or TOKEN_COLUMNS[name].trailing}
+    large = {
+        name: column for name, column in stored.items() if name == "token_ids" or _stays_stored(head, column, name)
+    }
     light = {name: _unfold(column, offsets) for name, column in stored.items() if name not in large}
     if head.prefixes is not None:
         short = head.prefixes.shortened()
@@ -67,12 +69,18 @@ def open_stored(
     return head, _samples(head, light | head.columns), large, sparse
 
 
+def _stays_stored(head: Head, column: Stored, name: str) -> bool:
+    """Whether rows are copied as they lie; wider ones are coded, so they are read and coded again."""
+    return head.table[name].trailing > 0 and not is_wide(column.values.dtype)
+
+
 def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
     return Samples(
-        columns={name: columns[name] for name in TOKEN_COLUMNS if name in columns},
+        columns={name: columns[name] for name in head.table if name in columns},
         text=head.text,
         policy_versions=head.policy_versions,
         images=head.images,
+        own=head.own,
     )
 
 
@@ -98,7 +106,10 @@ def _read_sparse(spec: ColumnBlock, head: Head, reader: Reader) -> Stored:
     starts, parts = offsets_of(head.loss_tokens), spec.values.parts
     if spec.values.arg != starts[-1] or len(parts) != 1:
         raise CorruptFrame(f"{spec.name}: {spec.values.arg} values for {starts[-1]} trained tokens")
-    return Stored(reader.read(parts[0], np.dtype(spec.dtype), int(starts[-1]), spec.name), starts, None, is_sparse=True)
+    count, dtype = int(starts[-1]), np.dtype(spec.dtype)
+    if spec.trailing:
+        return Stored(reader.read_rows(parts[0], dtype, count, spec.trailing, spec.name), starts, None, is_sparse=True)
+    return Stored(reader.read(parts[0], dtype, count, spec.name), starts, None, is_sparse=True)
 
 
 def _read_column(spec: ColumnBlock, head: Head, offsets: Offsets, reader: Reader, trained: MaskRuns | None) -> Stored:
@@ -133,7 +144,7 @@ def _read_values(
             raise CorruptFrame(f"{spec.name}: lists of {int(counts.sum(dtype=np.int64))} of {spec.num_items} values")
         return reader.read_lists(spec.values, dtype, counts, spec.name)
     if spec.trailing:
-        return reader.read_rows(spec.values, dtype, count, spec.trailing, spec.name)
+        return reader.read_rows(spec.values, dtype, count, spec.trailing, spec.name, trained)
     return reader.read(spec.values, dtype, count, spec.name, trained)
 
 
@@ -168,13 +179,13 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
         if name == "sampling_mask":
             _check_kept(column, samples)
         values = values.values
-    if TOKEN_COLUMNS[name].nan == "untrained":
+    if samples.table[name].nan == "untrained":
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values
         else:
             have = np.repeat(column.lengths > 0, samples.lengths)
             values = values[samples.trained.mask[have]]
-    check_floats(name, values)
+    check_floats(samples.table[name], values)
 
 
 def _check_kept(column: Ragged, samples: Samples) -> None:

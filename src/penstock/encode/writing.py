@@ -9,13 +9,14 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Column
+from penstock.arrays.columns import TEXT_COLUMNS, Array, Column
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
-from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer
+from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
 from penstock.encode.layout import (
+    FIRST_COLUMNS,
     TEXTS,
     Block,
     Buffer,
@@ -31,8 +32,6 @@ from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
 
-_FIRST = tuple(name for name in TOKEN_COLUMNS if name != "sampling_mask")
-"""Columns that every reader of the format knows; others are described in the header."""
 _LARGE_BYTES = 4 << 20
 """From here on numpy takes memory in huge pages."""
 
@@ -76,11 +75,11 @@ def frame_pieces(
     if prefixes.any:
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
         parents, shared = head.write(back), head.write(prefixes.shared)
-    names = [name for name in TOKEN_COLUMNS if name in batch.columns or name in gathered]
+    names = [name for name in batch.table if name in batch.columns or name in gathered]
     per_sample = [name for name in names if name not in gathered and _is_per_sample(name, batch)]
     head_columns = tuple(_sparse_rows(n, batch, head, head) for n in per_sample)
     body_columns = tuple(
-        _gathered(n, gathered[n], head, body) if n in gathered else _column(n, batch, prefixes, head, body)
+        _gathered(batch.table[n], gathered[n], head, body) if n in gathered else _column(n, batch, prefixes, head, body)
         for n in names
         if n not in per_sample
     )
@@ -106,22 +105,33 @@ def _texts(batch: Samples) -> list[str]:
     return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
 
 
-def _gathered(name: str, found: Gathered, head: Writer, body: Writer) -> ColumnBlock:
+def _gathered(column: Column, found: Gathered, head: Writer, body: Writer) -> ColumnBlock:
     """A column whose values lie in pieces; sparse ones and those with trailing dimensions go in as they lie."""
     trailing, full = tuple(found.example.shape[1:]), bool(found.lengths.all())
-    rows = None if full else head.write(_row_kinds(found.lengths, name))
+    rows = None if full else head.write(_row_kinds(found.lengths, column))
     if found.is_sparse:
         count = sum(len(piece) for piece in found.pieces)
-        block = Block(SPARSE, count, (), (body.write_pieces(found.pieces),))
+        wide = bool(trailing) and is_wide(found.example.dtype)
+        inner = body.write_rows(np.concatenate(found.pieces)) if wide else body.write_pieces(found.pieces)
+        block = Block(SPARSE, count, (), (inner,))
     else:
         block = body.write_pieces(found.pieces) if trailing else body.write(np.concatenate(found.pieces))
     count = 0 if full else int(found.lengths.sum())
-    return ColumnBlock(name, found.example.dtype.str, block, trailing, rows, count, found.shares_prefixes)
+    return ColumnBlock(
+        column.name,
+        found.example.dtype.str,
+        block,
+        trailing,
+        rows,
+        count,
+        found.shares_prefixes,
+        form=form_of(column),
+    )
 
 
 def _is_per_sample(name: str, batch: Samples) -> bool:
     """At most one number per sample, in a column that may be given so."""
-    return TOKEN_COLUMNS[name].per == "either" and int(batch.columns[name].lengths.max(initial=0)) <= 1
+    return batch.table[name].per != "token" and int(batch.columns[name].lengths.max(initial=0)) <= 1
 
 
 def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
@@ -145,50 +155,59 @@ def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
 
 
 def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: Writer) -> ColumnBlock:
-    column = batch.columns[name]
+    column, found = batch.table[name], batch.columns[name]
     # By content, not identity, so that a batch gives the same bytes however its columns came to be.
-    if column.offsets is not batch.offsets and not np.array_equal(column.offsets, batch.offsets):
+    if found.offsets is not batch.offsets and not np.array_equal(found.offsets, batch.offsets):
         return _sparse_rows(name, batch, head, body)
-    values = column.values
-    if TOKEN_COLUMNS[name].ragged:
-        return _lists(name, values, body, batch.trained)
+    values = found.values
+    if column.ragged:
+        return _lists(column, values, body, batch.trained)
     # Only what the model saw follows from the tokens alone; masks and log-probabilities differ by branch.
-    share = prefixes.any and (
-        name == "token_ids" or (TOKEN_COLUMNS[name].trailing > 0 and shares_values(values, batch.offsets, prefixes))
-    )
+    share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values
-    rows = TOKEN_COLUMNS[name].trailing > 0
-    block = body.write_rows(stored) if rows else body.write(stored, None if share else batch.trained)
-    return ColumnBlock(name, column.values.dtype.str, block, tuple(values.shape[1:]), shares_prefixes=share)
+    trained = None if share else batch.trained
+    block = body.write_rows(stored, trained) if column.trailing else body.write(stored, trained)
+    return ColumnBlock(
+        name, values.dtype.str, block, tuple(values.shape[1:]), shares_prefixes=share, form=form_of(column)
+    )
 
 
-def _lists(name: str, lists: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
+def _follows_tokens(column: Column, values: Array, batch: Samples, prefixes: Prefixes) -> bool:
+    """Whether rows are the same wherever tokens are; where they are zero on all but trained tokens, that saves more."""
+    if not column.trailing or (is_wide(values.dtype) and batch.trained.has_off and batch.trained.is_zero_off(values)):
+        return False
+    return shares_values(values, batch.offsets, prefixes)
+
+
+def _lists(column: Column, lists: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
     """A column in which every token has a list."""
     counts, values = body.write_lists(lists, trained)
-    return ColumnBlock(
-        name, lists.dtype.str, values, counts=counts, num_items=len(lists.values), form=_form(TOKEN_COLUMNS[name])
-    )
+    num_items, form = len(lists.values), form_of(column)
+    return ColumnBlock(column.name, lists.dtype.str, values, counts=counts, num_items=num_items, form=form)
 
 
-def _form(column: Column) -> Form | None:
-    assert not isinstance(column.fill, str) and not isinstance(column.pad, str)
-    return None if column.name in _FIRST else (column.per, column.fill, column.pad)
+def form_of(column: Column) -> Form | None:
+    """What the header says of a column that not every reader knows."""
+    if column.name in FIRST_COLUMNS:
+        return None
+    _, per, _, _, fill, pad = column.described()
+    return per, fill, pad
 
 
 def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> ColumnBlock:
     """A column that not every sample has per token: say per sample what it has, then the values."""
-    column = batch.columns[name]
-    rows = head.write(_row_kinds(column.lengths, name))
-    values = column.values
-    if TOKEN_COLUMNS[name].ragged:
-        return replace(_lists(name, values, section), rows=rows, num_values=len(values))
+    column, found = batch.table[name], batch.columns[name]
+    rows = head.write(_row_kinds(found.lengths, column))
+    values = found.values
+    if column.ragged:
+        return replace(_lists(column, values, section), rows=rows, num_values=len(values))
     trailing = tuple(values.shape[1:])
     block = section.write_rows(values) if trailing else section.write(values)
-    return ColumnBlock(name, values.dtype.str, block, trailing, rows, len(values))
+    return ColumnBlock(name, values.dtype.str, block, trailing, rows, len(values), form=form_of(column))
 
 
-def _row_kinds(lengths: NDArray[np.int64], name: str) -> NDArray[np.uint32]:
+def _row_kinds(lengths: NDArray[np.int64], column: Column) -> NDArray[np.uint32]:
     """Per sample 0 absent, 1 one number, 2 per token."""
-    if TOKEN_COLUMNS[name].per == "token":
+    if column.per == "token":
         return np.where(lengths > 0, 2, 0).astype(np.uint32)
     return np.minimum(lengths, 2).astype(np.uint32)

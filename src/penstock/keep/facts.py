@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import Samples
-from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS
+from penstock.arrays.columns import ALL_OR_NONE, Description
 from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.digests import sample_digests
+from penstock.arrays.own_columns import Own, own_of, table_with
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.run_lengths import bit_view
 from penstock.arrays.sample_facts import SampleFacts, Shape
@@ -78,6 +79,8 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample, as `penstock.arrays.digests` makes them."""
     shapes: dict[str, Shape] = {}
     """dtype and trailing dimensions of the columns that have some."""
+    own: dict[str, Description] = {}
+    """What the frame says of columns that are not of the table."""
 
     @property
     def num_samples(self) -> int:
@@ -128,6 +131,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         policy_version=int(known.min()) if len(known) else None,
         kinds=_kinds(group, table),
         shapes=table.shapes,
+        own={name: column.described() for name, column in table.own.items()},
         columns=columns,
         ids=samples.ids,
         modes=table.mode if len(set(table.mode)) > 1 else table.mode[:1],
@@ -156,6 +160,7 @@ def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
         modality=np.frombuffer(b"".join(facts.modality for facts in groups), np.uint8),
         has=_joined_has(groups),
         shapes={name: shape for facts in groups for name, shape in facts.shapes.items()},
+        own=_own(groups),
         ids=tuple(chain.from_iterable(facts.ids for facts in groups)),
         group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
         run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
@@ -163,9 +168,14 @@ def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
     )
 
 
+def _own(groups: Sequence[GroupFacts]) -> Own:
+    """The columns that are not of the table; groups that say different things of one never share a step."""
+    return own_of({name: described for facts in groups for name, described in facts.own.items()})
+
+
 def _joined_has(groups: Sequence[GroupFacts]) -> dict[str, NDArray[np.bool_]]:
     layouts = {facts.columns for facts in groups}
-    names = [name for name in TOKEN_COLUMNS if any(name in layout for layout in layouts)]
+    names = [name for name in table_with(_own(groups)) if any(name in layout for layout in layouts)]
     if len(layouts) == 1:
         table = np.frombuffer(b"".join(facts.has for facts in groups), np.bool_).reshape(-1, len(names))
         return {name: table[:, k] for k, name in enumerate(names)}
@@ -213,6 +223,7 @@ def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
             )
         if have or lacking.any():
             found[name] = WITH if have else WITHOUT
+    found |= {name: repr(column.described()) for name, column in table.own.items()}
     return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}
 
 

@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array, Cells, Column
-from penstock.arrays.ragged import Ragged, copied, joined
+from penstock.arrays.columns import NO_VERSION, WEIGHTS, Array, Column
+from penstock.arrays.own_columns import words_for
 from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
+from penstock.pack.layout import Layout
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
+from penstock.pack.shaped import in_order, lists_of, rows_of
 
-PADDING = -1
 LONG_ENOUGH = 128
 ALIGNMENT = 64
 # What a dummy borrows from a sample; everything else in it is padding.
@@ -49,6 +50,12 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
             f"samples: number {row} has {int(samples.lengths[row])} tokens, the rank plan takes "
             f"{int(rank_plan.cuts[at])} of it; pass the samples it was planned for"
         )
+    for name, column in samples.own.items():
+        if name in rank_plan.own and not column.is_like(rank_plan.own[name]):
+            raise InvalidInput(
+                f"samples: column {name!r} is {words_for(column)}, the rank plan has {words_for(rank_plan.own[name])}; "
+                "pass the samples it was planned for"
+            )
     if len(rank_plan) == 0:
         return []
     needed = bytes_needed(rank_plan)
@@ -56,7 +63,7 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
         out = np.empty(needed, np.uint8)
     elif len(out) < needed:
         raise InvalidInput(f"out: {len(out)} bytes; this rank plan needs {needed}")
-    layout = _Layout(samples, rank_plan)
+    layout = Layout(samples, rank_plan)
     columns: dict[str, Array] = {}
     at = 0
     for name, dtype in _dtypes(rank_plan).items():
@@ -67,7 +74,7 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
         if name == "position_ids":
             _positions(layout, values)
         else:
-            _gather(layout, TOKEN_COLUMNS[name], values)
+            _gather(layout, rank_plan.table[name], values)
     return _micro_batches(layout, columns)
 
 
@@ -79,7 +86,8 @@ def bytes_needed(rank_plan: RankPlan) -> int:
 
 def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
     """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
-    gathered = {name: TOKEN_COLUMNS[name].dtype for name in rank_plan.columns if _is_flat(TOKEN_COLUMNS[name])}
+    table = rank_plan.table
+    gathered = {name: table[name].numpy for name in rank_plan.columns if _is_flat(table[name])}
     return {**gathered, "position_ids": np.dtype(np.int64)}
 
 
@@ -92,46 +100,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-class _Layout:
-    """Where everything lies when the rank plan's micro-batches stand end to end."""
-
-    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
-        self.samples, self.rank_plan = samples, rank_plan
-        self.tokens = offsets_of(rank_plan.padded).tolist()
-        """[micro_batches + 1] first token of each micro-batch."""
-        self.segments = [0]
-        """[micro_batches + 1] first segment of each micro-batch."""
-        rows: list[int] = []
-        lengths: list[int] = []
-        borrowed: list[int] = []
-        order, cuts, dummy = rank_plan.order.tolist(), rank_plan.cuts.tolist(), rank_plan.dummy.tolist()
-        for m, (a, b) in enumerate(pairwise(rank_plan.starts.tolist())):
-            if dummy[m]:
-                borrowed += range(len(rows), len(rows) + b - a)
-            rows += order[a:b]
-            lengths += cuts[a:b]
-            padding = self.tokens[m + 1] - self.tokens[m] - sum(cuts[a:b])
-            if padding:
-                rows.append(PADDING)
-                lengths.append(padding)
-            self.segments.append(len(rows))
-        self.lengths = lengths
-        """[segments] tokens of each."""
-        self.rows = np.array(rows, np.intp)
-        """[segments] the sample of each, or PADDING."""
-        self.is_sample = self.rows != PADDING
-        """[segments] False for padding."""
-        self.is_trained = self.is_sample.copy()
-        """[segments] False for padding and for what a dummy borrows."""
-        self.is_trained[borrowed] = False
-
-    def text(self, name: str) -> list[str]:
-        """[segments] the sample's id, group or the like; empty for padding."""
-        values = (*self.samples.text[name], "")
-        return [values[row] for row in self.rows.tolist()]
-
-
-def _gather(layout: _Layout, column: Column, out: Array) -> None:
+def _gather(layout: Layout, column: Column, out: Array) -> None:
     """One column of all micro-batches."""
     constants = _constants(layout, column)
     ragged = layout.samples.columns.get(column.name)
@@ -140,7 +109,7 @@ def _gather(layout: _Layout, column: Column, out: Array) -> None:
     rows = layout.rows
     given = ragged.lengths[rows]
     takes = (layout.is_sample if column.name in BORROWED else layout.is_trained) & (given > 0)
-    if column.per == "either":
+    if column.per != "token":
         single = takes & (given == 1)
         constants[single] = ragged.values[ragged.offsets[rows[single]]]
         takes &= given > 1
@@ -155,9 +124,9 @@ def _gather(layout: _Layout, column: Column, out: Array) -> None:
     return None
 
 
-def _constants(layout: _Layout, column: Column) -> Array:
+def _constants(layout: Layout, column: Column) -> Array:
     """[segments] what stands in each segment that has nothing of its own in this column."""
-    out = np.full(len(layout.rows), column.fill, column.dtype)
+    out = np.full(len(layout.rows), column.fill, column.numpy)
     if column.name in WEIGHTS:
         by_mode = {mode: weights[WEIGHTS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
         out[:] = [by_mode.get(mode, column.pad) for mode in layout.text("mode")]
@@ -177,13 +146,13 @@ def _repeat(values: Array, lengths: list[int], out: Array) -> None:
         at += n
 
 
-def _positions(layout: _Layout, out: Array) -> None:
+def _positions(layout: Layout, out: Array) -> None:
     """Positions from 0 in every segment."""
     longest = np.arange(max(layout.lengths), dtype=out.dtype)
     np.concatenate([longest[:n] for n in layout.lengths], out=out)
 
 
-def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatch]:
+def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch]:
     """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
     rank_plan, samples = layout.rank_plan, layout.samples
     text = {name: layout.text(name) for name in ("id", "group", "prompt", "env", "mode", "run")}
@@ -199,8 +168,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        shaped = _dummy_trailing(rank_plan, m) if is_dummy else _trailing(layout, a, b)
-        parts = _in_order(parts, _lists(layout, a, b), shaped)
+        parts = in_order(rank_plan, parts, lists_of(layout, a, b), rows_of(layout, m, a, b))
         out.append(
             MicroBatch(
                 columns=parts,
@@ -223,57 +191,6 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
             )
         )
     return out
-
-
-def _in_order(*parts: dict[str, Cells]) -> dict[str, Cells]:
-    """The columns of a micro-batch in table order, positions last."""
-    if not any(parts[1:]):
-        return parts[0]
-    every = {name: values for part in parts for name, values in part.items()}
-    return {name: every[name] for name in (*TOKEN_COLUMNS, "position_ids") if name in every}
-
-
-def _lists(layout: _Layout, a: int, b: int) -> dict[str, Ragged]:
-    """The columns of lists; those of padding, of dummies and of samples that have none are empty."""
-    found: dict[str, Ragged] = {}
-    for column in (TOKEN_COLUMNS[name] for name in layout.rank_plan.columns if TOKEN_COLUMNS[name].ragged):
-        given = layout.samples.columns.get(column.name)
-        pieces = []
-        for segment in range(a, b):
-            row, n = int(layout.rows[segment]), layout.lengths[segment]
-            own = given[row] if given is not None and layout.is_trained[segment] else ()
-            pieces.append(own[:n] if len(own) else Ragged.empty(n, column.dtype))
-        found[column.name] = joined(pieces) if len(pieces) > 1 else copied(pieces[0])
-    return found
-
-
-def _trailing(layout: _Layout, a: int, b: int) -> dict[str, Array]:
-    """The columns that have trailing dimensions, where the samples here have them: all do, or none."""
-    found: dict[str, Array] = {}
-    own = layout.rows[a:b][layout.is_sample[a:b]]
-    for name in layout.rank_plan.columns:
-        ragged = layout.samples.columns.get(name) if TOKEN_COLUMNS[name].trailing else None
-        if ragged is None or not ragged.lengths[own].any():
-            continue
-        if not ragged.lengths[own].all():
-            raise InvalidInput(f"samples: one has no {name} and others of its micro-batch have; plan them apart")
-        values = ragged.values
-        views = [
-            np.full((n, *values.shape[1:]), TOKEN_COLUMNS[name].pad, values.dtype)
-            if row == PADDING
-            else ragged[row][:n]
-            for row, n in zip(layout.rows[a:b].tolist(), layout.lengths[a:b], strict=True)
-        ]
-        found[name] = np.concatenate(views)
-    return found
-
-
-def _dummy_trailing(rank_plan: RankPlan, m: int) -> dict[str, Array]:
-    """The columns of a dummy that have trailing dimensions: padding, in the shape the step has them in."""
-    return {
-        name: np.full((int(rank_plan.padded[m]), *sizes), TOKEN_COLUMNS[name].pad, dtype)
-        for name, (dtype, sizes) in rank_plan.shapes.items()
-    }
 
 
 def _images(

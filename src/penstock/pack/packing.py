@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from penstock.arrays.columns import Column
+from penstock.arrays.own_columns import Own, declared
 from penstock.arrays.sample_facts import MODALITIES, TEXT
 from penstock.config import check
 from penstock.errors import ConfigError
@@ -81,9 +83,17 @@ class Packing:
     ] = "modality"
     pad_id: Annotated[int, Meta(ge=0, le=2**32 - 1, description="token id of padding")] = 0
     long_rows: Annotated[bool, Meta(description="allow micro_batch_max_tokens above seq_len")] = False
+    columns: Annotated[
+        tuple[Column, ...],
+        Meta(
+            description="columns that samples may have beside those that Penstock knows",
+            extra={"form": "a column, as { name, dtype, per, fill, pad, trailing, ragged }"},
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self)
+        declared(self.columns)
         if "image" in self.modalities.together:
             self.packed_images.require("modalities.together with images")
         if self.cap > self.seq_len and not self.long_rows:
@@ -96,6 +106,11 @@ class Packing:
                 f"micro_batch_max_tokens: {self.cap} with pad_to_multiple_of {self.pad_to_multiple_of}; "
                 "no padded micro-batch fits; raise the one or lower the other"
             )
+
+    @property
+    def own(self) -> Own:
+        """The columns that were declared, by name."""
+        return declared(self.columns)
 
     @property
     def cap(self) -> int:

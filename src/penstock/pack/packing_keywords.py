@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
+from penstock.arrays.columns import Column
 from penstock.pack.cost import Cost
 from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities
@@ -39,3 +41,5 @@ class PackingKeywords(TypedDict, total=False):
     """Token id of padding."""
     long_rows: bool
     """Allow micro_batch_max_tokens above seq_len."""
+    columns: Sequence[Column]
+    """Columns that samples may have beside those that Penstock knows."""

@@ -13,7 +13,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, TOKEN_COLUMNS, WEIGHTS
+from penstock.arrays.columns import ALL_OR_NONE, APART, WEIGHTS
+from penstock.arrays.own_columns import table_with
 from penstock.arrays.sample_facts import MODALITIES, TEXT, SampleFacts
 from penstock.errors import InvalidInput
 from penstock.pack.accounting import Accounting, account
@@ -97,7 +98,7 @@ def _columns(facts: SampleFacts, packed: NDArray[np.intp]) -> tuple[str, ...]:
     present = {name for name, has in facts.has.items() if has[packed].any()}
     if {facts.mode[i] for i in packed.tolist()} - {"rl"}:
         present |= set(WEIGHTS)
-    return tuple(name for name in TOKEN_COLUMNS if name in present)
+    return tuple(name for name in table_with(facts.own) if name in present)
 
 
 def _classes(facts: SampleFacts, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
@@ -106,7 +107,7 @@ def _classes(facts: SampleFacts, packed: NDArray[np.intp], packing: Packing) -> 
     number = {run: k for k, run in enumerate(runs)}
     run_of = np.zeros(len(facts), np.int64) if len(runs) < 2 else np.array([number[run] for run in facts.run])
     class_of = np.array([-packing.modalities.class_of(m) for m in range(len(MODALITIES))])[facts.modality]
-    routed = facts.has.get("routed_experts", np.zeros(len(facts), np.bool_))
+    routed = facts.has.get(APART, np.zeros(len(facts), np.bool_))
     row_keys = (class_of, run_of if packing.rows_by == "run" else np.zeros_like(run_of))
     keys = np.stack([*row_keys, run_of, routed], axis=1)[packed]
     order = np.lexsort(keys.T[::-1])
@@ -159,6 +160,7 @@ def _rank_plan(
         modality=np.array([placed.modality for placed in column], np.uint8),
         dummy_runs=tuple(placed.run for placed in column if placed.dummy),
         columns=columns,
+        own={name: column for name, column in facts.own.items() if name in columns},
         shapes={name: facts.shapes[name] for name in columns if name in facts.shapes},
         pad_id=pad_id,
         totals=totals,

@@ -7,6 +7,7 @@ samples of the step, or, after `relative`, from only those the rank received; th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import MAX_EXTENT
-from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.arrays.columns import APART, Column, Description
+from penstock.arrays.own_columns import Own, own_of, table_with
 from penstock.arrays.sample_facts import MODALITIES, Shape
 from penstock.errors import CorruptFrame
 from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Totals
 
 VERSION = 1
-MAX_DUMMY_BYTES = 4 << 30
-"""Of a column with trailing dimensions in all dummies of a rank plan: as `encode.Limits` has it."""
+MAX_SHAPED_BYTES = 4 << 30
+"""Of a column with trailing dimensions where no sample has it: as `encode.Limits` has it."""
 MAX_TOKENS = 1 << 28
 """Of all micro-batches of a rank plan, padding included, unless a reader says otherwise: as `encode.Limits` has it."""
 
@@ -49,7 +51,9 @@ class RankPlan:
     columns: tuple[str, ...]
     """Columns of every micro-batch of the step, whichever samples are in it."""
     shapes: dict[str, Shape]
-    """dtype and trailing dimensions of the columns that have some: what a dummy has of them."""
+    """dtype and trailing dimensions of the columns that have some: what stands where no sample has them."""
+    own: Own
+    """What is known of the columns that are not of the table."""
     pad_id: int
     totals: Totals
     accounting: Accounting
@@ -61,6 +65,11 @@ class RankPlan:
     def needs(self) -> NDArray[np.intp]:
         """The samples this rank needs, ascending: what to send it."""
         return np.unique(self.order).astype(np.intp)
+
+    @property
+    def table(self) -> Mapping[str, Column]:
+        """The columns along tokens that there may be, in order."""
+        return table_with(self.own)
 
     def relative(self) -> RankPlan:
         """The same rank plan for a rank that holds `samples.take(rank_plan.needs)` only."""
@@ -100,6 +109,7 @@ class RankPlan:
                 accounting=own,
                 dummy_runs=self.dummy_runs,
                 shapes=self.shapes,
+                own={name: column.described() for name, column in self.own.items()},
             )
         )
 
@@ -123,6 +133,7 @@ class RankPlan:
                 accounting=wire.accounting,
                 dummy_runs=wire.dummy_runs or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
                 shapes=wire.shapes,
+                own=own_of(wire.own),
             )
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
@@ -160,6 +171,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Earlier writers did not say."""
     shapes: dict[str, Shape] = {}
     """Earlier writers did not say."""
+    own: dict[str, Description] = {}
+    """Earlier writers did not say."""
 
 
 def _check(rank_plan: RankPlan, version: int) -> None:
@@ -189,7 +202,7 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
     """What is not an array: columns that there are, a pad id that is a token, accounts of this rank, a bounded size."""
     names, tokens = rank_plan.columns, int(rank_plan.padded.sum(dtype=np.int64))
     needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns
-    if not needed <= set(names) <= TOKEN_COLUMNS.keys() or len(set(names)) < len(names):
+    if not needed <= set(names) <= rank_plan.table.keys() or len(set(names)) < len(names):
         raise CorruptFrame(f"rank plan: columns {', '.join(names)[:200]!r}; not those of a micro-batch")
     accounts = rank_plan.accounting
     if not 0 <= rank_plan.pad_id < 2**32 or rank_plan.rank not in accounts.ranks or accounts.num_ranks < 1:
@@ -203,14 +216,14 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
 
 
 def _check_shapes(rank_plan: RankPlan) -> None:
-    """What a dummy has of columns with trailing dimensions: known columns and dtypes, and no more than fits."""
-    dummies = int(rank_plan.padded[rank_plan.dummy].sum(dtype=np.int64))
+    """What stands where no sample has a column with trailing dimensions: of known dtypes, and no more than fits."""
+    dummies, tokens = (int(part.sum(dtype=np.int64)) for part in (rank_plan.padded[rank_plan.dummy], rank_plan.padded))
     for name, (dtype, sizes) in rank_plan.shapes.items():
-        column = TOKEN_COLUMNS.get(name)
+        column = rank_plan.table.get(name)
         sound = name in rank_plan.columns and column is not None and dtype in column.dtypes
         sound = sound and column is not None and len(sizes) == column.trailing
         if not sound or not all(0 < n < MAX_EXTENT for n in sizes):
             raise CorruptFrame(f"rank plan: {name!r:.80} of {dtype!r:.20} and {sizes!r:.80}; no column looks like that")
-        needed = dummies * math.prod(sizes) * np.dtype(dtype).itemsize
-        if needed > MAX_DUMMY_BYTES:
-            raise CorruptFrame(f"rank plan: {needed} bytes of {name} in dummies; this reader takes {MAX_DUMMY_BYTES}")
+        needed = (dummies if name == APART else tokens) * math.prod(sizes) * np.dtype(dtype).itemsize
+        if needed > MAX_SHAPED_BYTES:
+            raise CorruptFrame(f"rank plan: {needed} bytes of {name}; this reader takes {MAX_SHAPED_BYTES}")

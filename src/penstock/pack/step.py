@@ -121,7 +121,7 @@ def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]
 
     Never in one micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with images
     (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch gives a
-    step without micro-batches.
+    step without micro-batches. `columns` declares those that samples have beside the ones that Penstock knows.
 
     >>> from penstock import Sample
     >>> batch = [Sample(id=str(n), token_ids=range(1, n + 1), loss_mask=[0] + [1] * (n - 1)) for n in (5, 3, 2, 2)]
@@ -139,6 +139,6 @@ pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     """`pack` with settings that were made, and checked, before."""
-    columns = Samples.of(samples)
+    columns = Samples.of(samples).conformed(packing.own)
     made = plan(SampleFacts.of(columns, packing.seq_len), packing)
     return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from penstock.arrays.columns import TOKEN_COLUMNS
+from penstock.arrays.own_columns import table_with
 from penstock.config import Given, build, check
 from penstock.config.build import unknown
 from penstock.errors import ConfigError
@@ -176,9 +176,10 @@ class PlaneSettings:
         check(self)
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
+        table = table_with(self.packing.own)
         for name in self.requires:
-            if name not in TOKEN_COLUMNS:
-                raise ConfigError(f"requires: {name!r}: {unknown(name, TOKEN_COLUMNS, 'column')}")
+            if name not in table:
+                raise ConfigError(f"requires: {name!r}: {unknown(name, table, 'column')}")
         if self.target.groups is not None and self.target.groups > self.replay.capacity:
             raise ConfigError(
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "

@@ -33,7 +33,7 @@ from penstock.arrays.columns import Array
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
 _LOGPROBS = ("logprobs", "teacher_logprobs")
-_FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.dtype.kind == "f")
+_FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.kind == "f")
 _OPTIONAL = (
     *_FLOATS,
     *_FLOATS,

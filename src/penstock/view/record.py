@@ -75,7 +75,7 @@ _ALWAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "posit
 
 
 def _of_batch() -> Iterator[ExportColumn]:
-    positions = Column(name="position_ids", dtypes=("<i8",), per="token", fill=0, pad=0, meaning="from 0 up")
+    positions = Column("position_ids", dtype="<i8", meaning="from 0 up")
     for column in (*TOKEN_COLUMNS.values(), positions):
         yield ExportColumn(
             name=_NAMES.get(column.name, column.name),

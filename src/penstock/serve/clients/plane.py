@@ -20,8 +20,8 @@ import xxhash
 
 from penstock import errors
 from penstock.arrays import Sample
-from penstock.capture import Trajectory
-from penstock.convert import Group, grpo, make_group, unique_id
+from penstock.arrays.own_columns import Own, own_of
+from penstock.convert import Group, grpo, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode import read_head
@@ -46,6 +46,7 @@ from penstock.send.producer import Answer, Answered, Event, ProducerSession
 from penstock.send.retry import Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
+from penstock.serve.clients.group_builder import GroupBuilder
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.ledger import Ledger
@@ -77,6 +78,7 @@ class Plane:
         self._futures: dict[int, Future[Answer]] = {}
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
+        self._columns: Own | None = None
         self.counts = PutCounts()
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._loop = ClientLoop(
@@ -124,6 +126,8 @@ class Plane:
         samples: Sequence[Sample] = group.samples if isinstance(group, Group) else group
         if not samples:
             raise InvalidInput("put: no samples; a group has at least one")
+        if any(sample.own for sample in samples):
+            samples = [sample.conformed(self.columns) for sample in samples]
         name = group.id if isinstance(group, Group) else samples[0].group
         run = samples[0].run
         is_new = self._put(name, encode_to_send(samples), lambda: run, timeout, evaluation)
@@ -218,6 +222,13 @@ class Plane:
         assert isinstance(answer, Status)
         found: dict[str, Any] = msgspec.json.decode(answer.text)
         return found
+
+    @property
+    def columns(self) -> Own:
+        """The columns that the plane was told of, beside those that Penstock knows."""
+        if self._columns is None:
+            self._columns = own_of(self.status()["columns"])
+        return self._columns
 
     @property
     def policy_version(self) -> int | None:
@@ -325,54 +336,6 @@ class Plane:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         if self._closed is not None:
             raise Closed(str(self._closed))
-
-
-class GroupBuilder:
-    """Collects the rollouts of one prompt: all of them become the group, or none."""
-
-    def __init__(
-        self,
-        plane: Plane,
-        prompt: str,
-        id: str,  # noqa: A002
-        policy_version: int | None,
-        advantage: Advantage | None,
-        filters: tuple[Filter, ...],
-        timeout: float | None,
-        evaluation: bool,
-    ) -> None:
-        self.prompt, self.id = prompt, id
-        self._plane, self._version, self._timeout, self._evaluation = plane, policy_version, timeout, evaluation
-        self._advantage, self._filters = advantage, filters
-        self._rollouts: list[Trajectory] = []
-
-    def add(self, trajectory: Trajectory) -> None:
-        self._rollouts.append(trajectory)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.put()
-
-    def put(self) -> Group:
-        """Make the group and hand it over; what filters dropped is counted at the plane."""
-        group = make_group(
-            self._rollouts,
-            id=self.id,
-            prompt=self.prompt,
-            policy_version=self._version,
-            advantage=self._advantage,
-            filters=self._filters,
-        )
-        for reason, count in group.dropped.items():
-            self._plane.discard(reason, count, key=f"{self.id}: {reason}")  # once, however often the put is tried
-        if len(group):
-            self._plane.put(group, evaluation=self._evaluation, timeout=self._timeout)
-        return group
 
 
 def _run_of(frame: Buffer) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from penstock.arrays.columns import Column
 from penstock.hold.limiters import Limiter
 from penstock.hold.selector import Selector
 from penstock.pack.cost import Cost
@@ -44,6 +45,8 @@ class PlaneKeywords(TypedDict, total=False):
     """Token id of padding."""
     long_rows: bool
     """Allow micro_batch_max_tokens above seq_len."""
+    columns: Sequence[Column]
+    """Columns that samples may have beside those that Penstock knows."""
     groups_per_step: int | None
     """Groups that make a step."""
     samples_per_step: int | None

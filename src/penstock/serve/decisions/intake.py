@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.arrays.columns import ALL_OR_NONE
+from penstock.arrays.columns import ALL_OR_NONE, Column
+from penstock.arrays.own_columns import words_for
 from penstock.encode import Limits, read_head
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput, PenstockError, StorageError
@@ -109,6 +110,18 @@ class Intake:
         return facts, EvalFacts.of(samples)
 
     def _check_columns(self, facts: GroupFacts) -> None:
+        for name, description in facts.own.items():
+            column, known = Column.of(name, description), self._settings.packing.own.get(name)
+            if known is None:
+                raise InvalidInput(
+                    f"group {facts.group!r}: column {name!r} ({words_for(column)}), which this plane was not told of; "
+                    f"open it with columns=[penstock.Column({name!r}, ...)]"
+                )
+            if not known.is_like(column):
+                raise InvalidInput(
+                    f"group {facts.group!r}: column {name!r} is {words_for(column)}, and this plane was told of "
+                    f"{words_for(known)}; put samples, not frames that were encoded without the plane"
+                )
         for name in self._settings.requires:
             lacks = facts.kinds.get(name) == WITHOUT if name in ALL_OR_NONE else name not in facts.columns
             if lacks:

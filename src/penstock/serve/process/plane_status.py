@@ -17,6 +17,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "run": settings.run,
         "run_id": engine.log.run_id,
         "ranks": settings.packing.ranks,
+        "columns": {name: column.described() for name, column in settings.packing.own.items()},
         "epoch": coordinator.epoch,
         "session": coordinator.session,
         "phase": coordinator.phase.value,
