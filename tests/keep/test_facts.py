@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import penstock as ps
 from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.sample_facts import SampleFacts
+from penstock.encode.node_prefixes import find_node_prefixes
 from penstock.encode.prefixes import MIN_SHARED
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.keep.facts import WITH, WITHOUT, GroupFacts, check_group, join_facts
@@ -53,6 +54,11 @@ def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Pac
     facts = [facts_of(samples, packing.seq_len) for samples in made]
     samples = Samples.of(sample for samples in made for sample in samples)
     joined, expected = join_facts(facts), SampleFacts.of(samples, packing.seq_len)
+    shared, looked = joined.shared, find_node_prefixes(samples)
+    assert shared is not None
+    for name in ("parents", "lengths", "patches"):
+        assert getattr(shared, name).tolist() == getattr(looked, name).tolist()
+    joined = replace(joined, shared=None)
     for field in fields(SampleFacts):
         got, wanted = getattr(joined, field.name), getattr(expected, field.name)
         if field.name == "has":
@@ -63,8 +69,11 @@ def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Pac
 
 
 @settings(max_examples=30)
-@given(groups(), packings())
-def test_a_step_planned_from_facts_is_the_one_that_packing_the_samples_gives(made: Groups, packing: Packing) -> None:
+@given(groups(), packings(), st.booleans())
+def test_a_step_planned_from_facts_is_the_one_that_packing_the_samples_gives(
+    made: Groups, packing: Packing, trees: bool
+) -> None:
+    packing = replace(packing, trees=trees)
     facts = join_facts([facts_of(samples, packing.seq_len) for samples in made])
     samples = Samples.of(sample for samples in made for sample in samples)
     expected, got = pack_with(packing, samples).plan, plan(facts, packing)
@@ -97,12 +106,13 @@ def test_facts_that_cannot_be_read_are_an_error_in_words() -> None:
     for data in (b"", b"\xc1", facts.to_bytes()[:-1], msgspec.msgpack.encode(["x"]), b"\x91\xa1\xff"):
         with pytest.raises(CorruptFrame, match="facts of a group: "):
             GroupFacts.from_bytes(data)
-    later = msgspec.structs.replace(facts, format=2).to_bytes()
-    with pytest.raises(CorruptFrame, match="facts of a group: format 2; this version reads 1"):
+    later = msgspec.structs.replace(facts, format=3).to_bytes()
+    assert GroupFacts.is_current(facts.to_bytes()) and not GroupFacts.is_current(later)
+    with pytest.raises(CorruptFrame, match="facts of a group: format 3; this version reads 2"):
         GroupFacts.from_bytes(later)
 
 
-def test_a_prefix_is_shared_as_far_as_every_column_of_a_token_agrees() -> None:
+def test_a_prefix_is_shared_as_far_as_all_agrees_that_a_model_computes_from() -> None:
     tokens = np.arange(100)
     logprobs, experts = np.full(100, -0.5, np.float32), np.zeros((100, 2, 3), np.uint8)
     other_logprobs, other_experts = logprobs.copy(), experts.copy()
@@ -114,13 +124,14 @@ def test_a_prefix_is_shared_as_far_as_every_column_of_a_token_agrees() -> None:
     made = [ps.Sample(id=f"g/{i}", group="g", rewards=float(i), **base | own) for i, own in enumerate(changes)]
     found = facts_of(made, seq_len=200)
     assert found.parents == (-1, 0, 1, 2)
-    assert found.shared == (0, 100, 70, 50)  # one reward for all of a sample is no token's
+    assert found.shared == (0, 100, 100, 50)  # log-probabilities are each sample's own
 
 
-def test_a_prefix_whose_first_token_differs_in_a_column_is_not_shared() -> None:
+def test_a_prefix_whose_first_token_was_routed_otherwise_is_not_shared() -> None:
     tokens = 2 * MIN_SHARED
-    found = facts_of(group({"logprobs": np.full(tokens, -1.0)}, {"logprobs": np.full(tokens, -2.0)}, tokens=tokens))
-    assert (found.parents, found.shared) == ((-1, -1), (0, 0))
+    experts = [np.full((tokens, 2, 3), k, np.uint8) for k in (1, 2)]
+    found = facts_of(group(*({"routed_experts": own} for own in experts), tokens=tokens))
+    assert (found.parents, found.shared) == ((), ())
     assert facts_of(group({"token_ids": range(8)}, {"token_ids": range(8, 16)})).shared == ()
 
 

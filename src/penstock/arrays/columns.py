@@ -71,6 +71,9 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Values must be greater than this (where they are checked at all)."""
     at_most: float = math.inf
     """Values must not exceed this (where they are checked at all)."""
+    per_node: bool = False
+    """Whether the value follows from the token and those before it, so that samples that share the token share the
+    value. Others are per edge: each sample has its own, also for a token that is computed once. Of the table only."""
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -174,7 +177,7 @@ _TEXTS = ("id", "group", "prompt", "env", "run", "mode")
 LOGPROB_SLACK = 1e-3
 
 TABLE: tuple[Column, ...] = (
-    _token("token_ids", "<u4", 0, 0, "the sequence; padding takes the pad id"),
+    _token("token_ids", "<u4", 0, 0, "the sequence; padding takes the pad id", per_node=True),
     _token("loss_mask", "|b1", False, False, "True where the token is trained; never on a sample's first token"),
     _token(
         "logprobs",
@@ -200,8 +203,17 @@ TABLE: tuple[Column, ...] = (
     _token("rl_weights", "<f4", 1.0, 0.0, "weight of the policy-gradient term"),
     _token("ce_weights", "<f4", 0.0, 0.0, "weight of the cross-entropy term"),
     _token("ref_kl_weights", "<f4", 0.0, 0.0, "weight of the KL term against the reference"),
-    _token("routed_experts", "|u1", 0, 0, "experts chosen per [layer, top_k]", wider=("<u2",), trailing=2),
-    _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image"),
+    _token(
+        "routed_experts",
+        "|u1",
+        0,
+        0,
+        "experts chosen per [layer, top_k]",
+        wider=("<u2",),
+        trailing=2,
+        per_node=True,
+    ),
+    _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image", per_node=True),
     _token(
         "weight_versions",
         "<i4",
@@ -231,6 +243,8 @@ TABLE: tuple[Column, ...] = (
 
 COLUMNS: dict[str, Column] = {column.name: column for column in TABLE}
 TOKEN_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.per != "sample"}
+PER_NODE = tuple(name for name, column in TOKEN_COLUMNS.items() if column.per_node)
+"""What a model computes from: samples that share these over their first tokens share the work."""
 TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 
 # Filling these with 0.0 would say "probability 1", or "nothing to learn": wrong, and nobody would notice.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.arrays import ImageSpan, Samples
 from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
 from penstock.arrays.own_columns import Own
+from penstock.arrays.shared_prefixes import SharedPrefixes
 
 MODALITIES = ("text", "image")
 TEXT, IMAGE = range(2)
@@ -60,6 +61,8 @@ class SampleFacts:
     mode: tuple[str, ...]
     own: Own = field(default_factory=dict)
     """What is known of the columns that are not of the table."""
+    shared: SharedPrefixes | None = None
+    """What samples have in common, tokens as recorded; None where nobody looked."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,23 +17,24 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Samples
 from penstock.arrays.columns import ALL_OR_NONE, Description
-from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.own_columns import Own, own_of, table_with
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.run_lengths import bit_view
 from penstock.arrays.sample_facts import SampleFacts, Shape
+from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.encode import Limits
 from penstock.encode.layout import Buffer
-from penstock.encode.prefixes import Prefixes
+from penstock.encode.node_prefixes import node_prefixes
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, InvalidInput
 
-FORMAT = 1
+FORMAT = 2
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
-_FEW_BYTES = 1 << 16
+
+
+class _Format(msgspec.Struct, frozen=True, array_like=True):
+    format: int
 
 
 class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -72,7 +74,7 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     parents: tuple[int, ...]
     """Per sample the earlier one whose first tokens it repeats, or -1; empty when there is none."""
     shared: tuple[int, ...]
-    """Per sample how many first tokens agree there in every per-token column."""
+    """Per sample how many first tokens agree there in all that a model computes from: ids, columns per node, images."""
     versions: tuple[tuple[tuple[int, int], ...], ...]
     """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
     digests: tuple[bytes, ...]
@@ -81,6 +83,8 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """dtype and trailing dimensions of the columns that have some."""
     own: dict[str, Description] = {}
     """What the frame says of columns that are not of the table."""
+    shared_patches: tuple[int, ...] = ()
+    """Per sample how many image patches are in these first tokens."""
 
     @property
     def num_samples(self) -> int:
@@ -96,6 +100,14 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def is_current(data: bytes) -> bool:
+        """Whether `from_bytes` reads these; facts of an earlier format are made anew from the frame."""
+        try:
+            return msgspec.msgpack.decode(data, type=_Format).format == FORMAT
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
 
     @staticmethod
     def from_bytes(data: bytes) -> GroupFacts:
@@ -120,7 +132,8 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
             "raise seq_len or use smaller images"
         )
     columns = tuple(table.has)
-    parents, shared = _shared(samples, head.prefixes)
+    found = node_prefixes(samples, head.prefixes)
+    shares = bool(found.lengths.any())
     known = samples.policy_versions[samples.policy_versions >= 0]
     return GroupFacts(
         group=group,
@@ -139,8 +152,9 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         term_tokens=table.term_tokens.astype("<i8").tobytes(),
         modality=table.modality.tobytes(),
         has=np.stack([table.has[name] for name in columns], axis=1).tobytes(),
-        parents=parents,
-        shared=shared,
+        parents=tuple(found.parents.tolist()) if shares else (),
+        shared=tuple(found.lengths.tolist()) if shares else (),
+        shared_patches=tuple(found.patches.tolist()) if shares else (),
         versions=_versions(samples),
         digests=tuple(sample_digests(samples)),
     )
@@ -149,7 +163,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
 def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
     """What planning needs to know of all samples of these groups, in order."""
 
-    def joined(name: str, dtype: str = "<i8") -> NDArray[np.int64]:
+    def joined(name: str, dtype: str = "<i8") -> Any:
         return np.frombuffer(b"".join(getattr(facts, name) for facts in groups), dtype)
 
     counts = [facts.num_samples for facts in groups]
@@ -165,6 +179,7 @@ def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
         group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
         run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
         mode=tuple(chain.from_iterable(modes)),
+        shared=SharedPrefixes.joined([_shared(facts) for facts in groups]),
     )
 
 
@@ -227,42 +242,12 @@ def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
     return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}
 
 
-def _shared(samples: Samples, prefixes: Prefixes | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(parents, shared lengths) as the frame found them in the ids, cut to where every per-token column agrees."""
-    if prefixes is None:
-        return (), ()
-    shared = prefixes.shared.copy()
-    others = [column for name, column in samples.columns.items() if name != "token_ids"]
-    for i in np.flatnonzero(shared).tolist():
-        for column in others:
-            shared[i] = min(int(shared[i]), _agreement(column, i, int(prefixes.parents[i]), int(shared[i])))
-    return tuple(np.where(shared > 0, prefixes.parents, -1).tolist()), tuple(shared.tolist())
-
-
-def _agreement(column: Ragged, i: int, j: int, limit: int) -> int:
-    """Over how many of the first `limit` tokens two rows agree; one number per sample is no token's."""
-    a, b = column[i], column[j]
-    if len(a) <= 1 and len(b) <= 1 < limit:
-        return limit
-    if len(a) < limit or len(b) < limit:
-        return 0
-    a, b = a[:limit], b[:limit]
-    if isinstance(a, Ragged):
-        return _agreeing_lists(a, b)
-    if a.nbytes <= _FEW_BYTES and a.tobytes() == b.tobytes():  # a tenth of what a comparison by numpy costs
-        return limit
-    a, b = bit_view(a.reshape(-1)), bit_view(b.reshape(-1))
-    if np.array_equal(a, b):
-        return limit
-    return common_prefix(a, b) // max(len(a) // limit, 1)
-
-
-def _agreeing_lists(a: Ragged, b: Ragged) -> int:
-    """Over how many first tokens two lists per token agree."""
-    tokens = common_prefix(a.lengths, b.lengths)
-    own, other = (bit_view(side.values[: side.offsets[tokens]]) for side in (a, b))
-    values = common_prefix(own, other)
-    return int(np.searchsorted(a.offsets[: tokens + 1], values, side="right")) - 1
+def _shared(facts: GroupFacts) -> SharedPrefixes:
+    if not facts.parents:
+        return SharedPrefixes.none(facts.num_samples)
+    columns = (np.array(column, np.int64) for column in (facts.parents, facts.shared, facts.shared_patches))
+    parents, lengths, patches = columns
+    return SharedPrefixes(parents=parents, lengths=lengths, patches=patches)
 
 
 def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -4,7 +4,7 @@ Nothing here is estimated from a first micro-batch or a configured size. `Accoun
 must add up; the tests run it on every plan they make.
 
     input = packed + truncated + dropped          for tokens and for trained tokens
-    computed = tokens + padding + dummies         for each rank, and in total
+    computed = tokens - shared + padding + dummies         for each rank, and in total
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Counts:
     """In micro-batches that have none."""
     cost: float = 0.0
     """Of everything computed, in the unit of the cost."""
+    shared_tokens: int = 0
+    """Of samples, and not computed again: a sample before them in the micro-batch has them."""
 
     @property
     def computed_tokens(self) -> int:
-        return self.tokens + self.padding_tokens + self.dummy_tokens
+        return self.tokens - self.shared_tokens + self.padding_tokens + self.dummy_tokens
 
 
 def add_counts(counts: Iterable[Counts]) -> Counts:
@@ -80,7 +82,7 @@ class Accounting:
     over_cap: int
     """Samples beyond a cap, each alone in its micro-batch."""
     sample_cost: float
-    """Of the samples alone, without padding, dummies and overhead."""
+    """Of the samples alone, without padding, dummies and overhead; with trees, what they share counted once."""
     step_cost: float
     """Sum over rows of the costliest micro-batch: what the step takes."""
     lower_bound: float
@@ -90,7 +92,7 @@ class Accounting:
     path_tokens: int
     """Of the costliest micro-batch of every row, padding included: what the step's time is made of."""
     path_squares: int
-    """Sum of squared segment lengths in those micro-batches."""
+    """Sum of squared sample lengths in those micro-batches, without the squares of what samples share."""
     path_patches: int
     """Image patches in those micro-batches."""
 
@@ -98,11 +100,11 @@ class Accounting:
     def efficiency(self) -> float:
         """Tokens of samples over the tokens that fit: ranks x rows x cap."""
         room = self.num_ranks * self.rows * self.micro_batch_max_tokens
-        return self.total.tokens / room if room else 0.0
+        return (self.total.tokens - self.total.shared_tokens) / room if room else 0.0
 
     @property
     def waste(self) -> float:
-        """Share of the ranks' time that goes into waiting, padding, dummies and overhead."""
+        """Share of the ranks' time that goes into waiting, padding, dummies, overhead and tokens computed twice."""
         return 1 - self.sample_cost / (self.num_ranks * self.step_cost) if self.step_cost else 0.0
 
     @property
@@ -138,6 +140,7 @@ class Accounting:
             "loss_tokens": self.total.loss_tokens,
             "samples": self.total.samples,
             "computed_tokens": self.total.computed_tokens,
+            "shared_tokens": self.total.shared_tokens,
             "padding_tokens": self.total.padding_tokens,
             "dummy_tokens": self.total.dummy_tokens,
             "max_micro_batch_tokens": self.total.max_micro_batch_tokens,
@@ -157,7 +160,8 @@ class Accounting:
         assert self.input_tokens == total.tokens + self.truncated_tokens + self.dropped_tokens
         assert self.input_loss_tokens == total.loss_tokens + self.truncated_loss_tokens + self.dropped_loss_tokens
         assert total.micro_batches == self.num_ranks * self.rows
-        assert total.loss_tokens <= total.tokens and total.dummy_micro_batches <= total.micro_batches
+        assert total.loss_tokens <= total.tokens and 0 <= total.shared_tokens <= total.tokens
+        assert total.dummy_micro_batches <= total.micro_batches
         assert all(own.micro_batches == self.rows for own in self.ranks.values())
         assert self.lower_bound <= self.step_cost * (1 + 1e-9) and self.efficiency >= 0 and -1e-9 <= self.waste < 1
         if len(self.ranks) == self.num_ranks:
@@ -192,7 +196,7 @@ def account(
         dropped_tokens=int(facts.lengths[lost].sum()),
         dropped_loss_tokens=int(facts.loss_tokens[lost].sum()),
         over_cap=int(items.beyond_caps(packed).sum()),
-        sample_cost=float(items.cost_array[packed].sum()),
+        sample_cost=sum(bound.work for bound in bounds),
         step_cost=sum(max(placed.cost for placed in row) for row in grid),
         lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
         bound_by_longest_sample=any(bound.by_longest for bound in bounds),
@@ -202,7 +206,8 @@ def account(
 
 def _path(costliest: Sequence[Placed], items: Items) -> dict[str, int]:
     squares = [sum(items.lengths[i] ** 2 for i in p.samples) for p in costliest if not p.dummy]
-    padding = [p.padded - p.tokens for p in costliest]
+    squares += [-sum(s * s for s in p.shared) for p in costliest]
+    padding = [p.padding for p in costliest]
     return {
         "path_tokens": sum(p.padded for p in costliest),
         "path_squares": sum(squares) + sum(n * n for n in padding),
@@ -219,7 +224,8 @@ def _count(column: Sequence[Placed], trained: Sequence[int]) -> Counts:
         micro_batches=len(column),
         dummy_micro_batches=len(column) - len(real),
         max_micro_batch_tokens=max((placed.padded for placed in column), default=0),
-        padding_tokens=sum(placed.padded - placed.tokens for placed in real),
+        padding_tokens=sum(placed.padding for placed in real),
         dummy_tokens=sum(placed.padded for placed in column if placed.dummy),
         cost=sum(placed.cost for placed in column),
+        shared_tokens=sum(sum(placed.shared) for placed in real),
     )

@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import NO_VERSION, WEIGHTS, Array, Column
+from penstock.arrays.columns import NO_VERSION, WEIGHTS, Array, Cells, Column
 from penstock.arrays.own_columns import words_for
 from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
+from penstock.pack.fill_forest import fill_forest
+from penstock.pack.forest import Forest
 from penstock.pack.layout import Layout
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
@@ -80,7 +82,7 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
 
 def bytes_needed(rank_plan: RankPlan) -> int:
     """How much memory the columns of a rank plan take (routed experts and lists have their own)."""
-    tokens = int(rank_plan.padded.sum())
+    tokens = int(rank_plan.laid.sum())
     return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(rank_plan).values())
 
 
@@ -161,14 +163,14 @@ def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch
     offsets = offsets_of(lengths)[:-1] - starts
     short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
     versions = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
-    dummy_runs = iter(rank_plan.dummy_runs)
+    dummy_runs, is_forest = iter(rank_plan.dummy_runs), rank_plan.is_forest.tolist()
     out = []
     for m, (a, b) in enumerate(pairwise(layout.segments)):
         is_dummy = bool(rank_plan.dummy[m])
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        parts = in_order(rank_plan, parts, lists_of(layout, a, b), rows_of(layout, m, a, b))
+        parts = in_order(rank_plan, parts, lists_of(layout, a, b), rows_of(layout, m, a, b, nodes=not is_forest[m]))
         out.append(
             MicroBatch(
                 columns=parts,
@@ -188,9 +190,25 @@ def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch
                 modality=MODALITIES[rank_plan.modality[m]],
                 run=next(dummy_runs) if is_dummy else text["run"][a],
                 is_dummy=is_dummy,
+                forest=_forest(layout, m, parts) if is_forest[m] else None,
             )
         )
     return out
+
+
+def _forest(layout: Layout, m: int, parts: dict[str, Cells]) -> Forest:
+    """The forest of a micro-batch whose samples share tokens: they are all of its segments."""
+    rank_plan, own = layout.rank_plan, slice(layout.segments[m], layout.segments[m + 1])
+    planned = slice(int(rank_plan.starts[m]), int(rank_plan.starts[m + 1]))
+    return fill_forest(
+        layout.samples,
+        layout.rows[own],
+        np.array(layout.lengths[own], np.int64),
+        rank_plan.shared[planned].astype(np.int64),
+        parts,
+        padded=int(rank_plan.padded[m]),
+        pad_id=rank_plan.pad_id,
+    )
 
 
 def _images(

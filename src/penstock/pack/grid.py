@@ -18,6 +18,7 @@ from penstock.arrays import offsets_of
 from penstock.arrays.sample_facts import TEXT, SampleFacts
 from penstock.pack.bins import Bin, Items
 from penstock.pack.packing import Packing
+from penstock.pack.trees import Trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Placed:
     """A micro-batch, planned."""
 
     samples: Bin
-    """In input order; for a dummy at most the one it borrows from."""
+    """In input order, or depth first where they share tokens; for a dummy at most the one it borrows from."""
     tokens: int
     """Of those samples."""
     padded: int
@@ -35,14 +36,25 @@ class Placed:
     modality: int
     run: str = ""
     """Of its samples; of a dummy that of its row."""
+    shared: tuple[int, ...] = ()
+    """Of each sample what it has in common with the one before it; empty where nothing is shared."""
+
+    @property
+    def padding(self) -> int:
+        """Tokens computed for no sample."""
+        return self.padded - self.tokens + sum(self.shared)
 
 
 Grid: TypeAlias = list[list[Placed]]
 """[rows][ranks]"""
 
 
-def planned(facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing) -> list[Placed]:
+def planned(
+    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
+) -> list[Placed]:
     """The micro-batches of these bins."""
+    if trees is not None:
+        return _planned_trees(facts, items, bins, packing, trees)
     ids = np.array([i for b in bins for i in b], np.intp)
     starts = offsets_of([len(b) for b in bins])[:-1]
     tokens = np.add.reduceat(items.length_array[ids], starts)
@@ -55,6 +67,27 @@ def planned(facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Pack
         Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=facts.run[b[0]])
         for b, t, p, c, m in zip(bins, *columns, strict=True)
     ]
+
+
+def _planned_trees(
+    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
+) -> list[Placed]:
+    """The same where samples may share tokens."""
+    out = []
+    bins, shared, patches = trees.common(bins)
+    ends = offsets_of([len(b) for b in bins]).tolist()
+    saved = packing.cost.of_samples(shared, patches)
+    for b, placed in enumerate(planned(facts, items, bins, packing)):
+        own = slice(ends[b], ends[b + 1])
+        if not shared[own].any():
+            out.append(placed)
+            continue
+        padded = packing.padded(placed.tokens - int(shared[own].sum()))
+        padding = padded - placed.tokens + int(shared[own].sum())
+        before = float(packing.cost.of_samples(np.array(placed.padding)))
+        cost = placed.cost - before + float(packing.cost.of_samples(np.array(padding))) - float(saved[own].sum())
+        out.append(replace(placed, samples=bins[b], padded=padded, cost=cost, shared=tuple(shared[own].tolist())))
+    return out
 
 
 def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) -> Placed:

@@ -17,7 +17,7 @@ class Layout:
 
     def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
         self.samples, self.rank_plan = samples, rank_plan
-        self.tokens = offsets_of(rank_plan.padded).tolist()
+        self.tokens = offsets_of(rank_plan.laid).tolist()
         """[micro_batches + 1] first token of each micro-batch."""
         self.segments = [0]
         """[micro_batches + 1] first segment of each micro-batch."""

@@ -4,6 +4,9 @@ token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of
 position_ids       0  1  2   0   0  1  0 1
 sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary
 sample_count       3                             the last segment is padding, not part of c
+
+Where samples share tokens and trees are on, a micro-batch has a `forest`: what the model takes stands there, each
+shared token once, and padding with it. The columns are then those of the samples, end to end, without padding.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Cells
+from penstock.arrays.columns import PER_NODE, Cells
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.ragged import arrays_in
 from penstock.errors import UnknownKey
+from penstock.pack.forest import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,9 @@ class MicroBatch:
     """The run or adapter; one per micro-batch."""
     is_dummy: bool
     """True when it only keeps the ranks in step: no sample, no loss."""
+    forest: Forest | None = None
+    """How its samples share tokens; None where they share none, and where trees are off. With a forest,
+    routed_experts stands there only: it is too large to stand again for every sample."""
 
     def __getitem__(self, name: str) -> Cells:
         try:
@@ -75,8 +82,20 @@ class MicroBatch:
         return iter(self.columns)
 
     @property
+    def inputs(self) -> dict[str, Cells]:
+        """What the model takes, by name: of the forest each place once, or else of the columns."""
+        if self.forest is not None:
+            return self.forest.columns
+        return {name: self.columns[name] for name in (*PER_NODE, "position_ids") if name in self.columns}
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a forward pass: shared ones once, padding included."""
+        return self.num_tokens if self.forest is None else self.forest.num_tokens
+
+    @property
     def num_tokens(self) -> int:
-        """T: tokens of samples and padding."""
+        """T: tokens of samples and, without a forest, padding."""
         return len(self.columns["token_ids"])
 
     @property
@@ -118,6 +137,8 @@ class MicroBatch:
             "sequence_lengths": self.sequence_lengths,
             "source_offsets": self.segments.source_offsets,
         }
+        if self.forest is not None:
+            arrays = {**arrays, **self.forest.digested}
         for name, cells in arrays.items():
             for array in arrays_in(cells):
                 state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())

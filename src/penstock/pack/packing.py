@@ -90,6 +90,9 @@ class Packing:
             extra={"form": "a column, as { name, dtype, per, fill, pad, trailing, ragged }"},
         ),
     ] = ()
+    trees: Annotated[
+        bool, Meta(description="compute what samples of a group share once: micro-batches have a forest")
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)

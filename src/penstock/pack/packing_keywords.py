@@ -43,3 +43,5 @@ class PackingKeywords(TypedDict, total=False):
     """Allow micro_batch_max_tokens above seq_len."""
     columns: Sequence[Column]
     """Columns that samples may have beside those that Penstock knows."""
+    trees: bool
+    """Compute what samples of a group share once: micro-batches have a forest."""

@@ -25,6 +25,7 @@ from penstock.pack.packing import Packing
 from penstock.pack.rank_plan import Plan, RankPlan
 from penstock.pack.row_targets import Bound, lower_bound
 from penstock.pack.rows import rows_of
+from penstock.pack.trees import Trees
 
 UNPACKABLE = "unpackable"
 """Reason of a sample that begins with an image longer than seq_len."""
@@ -124,14 +125,20 @@ def _grid(
     grid: Grid = []
     bounds: list[Bound] = []
     loads = [0.0] * packing.ranks
+    trees = Trees.of(facts) if packing.trees else None
     for keys in classes:
         members = np.concatenate(keys)
-        bounds.append(lower_bound(items, members, packing.ranks))
+        bounds.append(_bound(items, keys, packing, trees))
         dummy = cheapest_dummy(facts, members, packing)
         rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
-        placed = iter(planned(facts, items, [b for row in rows for b in row], packing))
+        placed = iter(planned(facts, items, [b for row in rows for b in row], packing, trees))
         grid += [place(list(islice(placed, len(row))), dummy, loads) for row in rows]
     return grid, bounds
+
+
+def _bound(items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees | None) -> Bound:
+    plain = lower_bound(items, np.concatenate(keys), packing.ranks)
+    return plain if trees is None else trees.bound(items, keys, packing, plain)
 
 
 def _rank_plan(
@@ -161,6 +168,7 @@ def _rank_plan(
         dummy_runs=tuple(placed.run for placed in column if placed.dummy),
         columns=columns,
         own={name: column for name, column in facts.own.items() if name in columns},
+        shared=np.array([s for p in column for s in p.shared or [0] * len(p.samples)], np.int32),
         shapes={name: facts.shapes[name] for name in columns if name in facts.shapes},
         pad_id=pad_id,
         totals=totals,

@@ -41,7 +41,7 @@ class RankPlan:
     starts: NDArray[np.int32]
     """[micro_batches + 1] where each micro-batch starts in `order`."""
     padded: NDArray[np.int32]
-    """[micro_batches] tokens with padding."""
+    """[micro_batches] tokens to compute, with padding."""
     dummy: NDArray[np.bool_]
     """[micro_batches] True where the segments are borrowed to keep ranks in step, and nothing is trained."""
     modality: NDArray[np.uint8]
@@ -50,6 +50,8 @@ class RankPlan:
     """[dummies] the run of each dummy's row; other micro-batches have that of their samples."""
     columns: tuple[str, ...]
     """Columns of every micro-batch of the step, whichever samples are in it."""
+    shared: NDArray[np.int32]
+    """[segments] how many first tokens it shares with the segment before it in its micro-batch: computed once."""
     shapes: dict[str, Shape]
     """dtype and trailing dimensions of the columns that have some: what stands where no sample has them."""
     own: Own
@@ -60,6 +62,17 @@ class RankPlan:
 
     def __len__(self) -> int:
         return len(self.padded)
+
+    @property
+    def is_forest(self) -> NDArray[np.bool_]:
+        """[micro_batches] where samples share tokens."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.shared, dtype=np.int64)))[self.starts]) > 0
+
+    @property
+    def laid(self) -> NDArray[np.int64]:
+        """[micro_batches] tokens of the columns: those of samples and, without a forest, padding."""
+        taken = np.diff(np.concatenate(([0], np.cumsum(self.cuts, dtype=np.int64)))[self.starts])
+        return np.where(self.is_forest, taken, self.padded)
 
     @property
     def needs(self) -> NDArray[np.intp]:
@@ -83,6 +96,7 @@ class RankPlan:
             self,
             order=self.order[a:b],
             cuts=self.cuts[a:b],
+            shared=self.shared[a:b],
             starts=np.array([0, b - a], np.int32),
             padded=self.padded[one],
             dummy=self.dummy[one],
@@ -110,6 +124,7 @@ class RankPlan:
                 dummy_runs=self.dummy_runs,
                 shapes=self.shapes,
                 own={name: column.described() for name, column in self.own.items()},
+                shared=self.shared.astype("<i4").tobytes() if self.shared.any() else b"",
             )
         )
 
@@ -134,6 +149,7 @@ class RankPlan:
                 dummy_runs=wire.dummy_runs or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
                 shapes=wire.shapes,
                 own=own_of(wire.own),
+                shared=np.frombuffer(wire.shared or bytes(len(wire.order)), "<i4").astype(np.int32),
             )
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
@@ -173,12 +189,14 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Earlier writers did not say."""
     own: dict[str, Description] = {}
     """Earlier writers did not say."""
+    shared: bytes = b""
+    """Empty where nothing is shared."""
 
 
 def _check(rank_plan: RankPlan, version: int) -> None:
     count, starts = len(rank_plan.padded), rank_plan.starts.astype(np.int64)
     sound = (
-        len(rank_plan.order) == len(rank_plan.cuts)
+        len(rank_plan.order) == len(rank_plan.cuts) == len(rank_plan.shared)
         and len(starts) == count + 1
         and len(rank_plan.dummy) == len(rank_plan.modality) == count
         and len(rank_plan.dummy_runs) == int(rank_plan.dummy.sum())
@@ -193,14 +211,24 @@ def _check(rank_plan: RankPlan, version: int) -> None:
             f"rank plan: version {version}, {len(rank_plan.order)} segments in {count} micro-batches do not add up "
             f"(expected version {VERSION} and consistent arrays)"
         )
-    taken = np.concatenate(([0], np.cumsum(rank_plan.cuts, dtype=np.int64)))[starts]
+    _check_shared(rank_plan)
+    taken = np.concatenate(([0], np.cumsum(rank_plan.cuts - rank_plan.shared, dtype=np.int64)))[starts]
     if (np.diff(taken) > rank_plan.padded).any():
         raise CorruptFrame("rank plan: a micro-batch is shorter than its segments; bytes were altered")
 
 
+def _check_shared(rank_plan: RankPlan) -> None:
+    """A segment shares no more than it and the one before it have; the first of a micro-batch shares nothing."""
+    before = np.concatenate(([0], rank_plan.cuts[:-1]))[: len(rank_plan.cuts)]
+    before[rank_plan.starts[:-1][np.diff(rank_plan.starts) > 0]] = 0
+    shared, dummies = rank_plan.shared, np.repeat(rank_plan.dummy, np.diff(rank_plan.starts))
+    if (shared < 0).any() or (shared > np.minimum(before, rank_plan.cuts)).any() or shared[dummies].any():
+        raise CorruptFrame("rank plan: segments share more tokens than they have; bytes were altered")
+
+
 def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
     """What is not an array: columns that there are, a pad id that is a token, accounts of this rank, a bounded size."""
-    names, tokens = rank_plan.columns, int(rank_plan.padded.sum(dtype=np.int64))
+    names, tokens = rank_plan.columns, int(max(rank_plan.padded.sum(dtype=np.int64), rank_plan.laid.sum()))
     needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns
     if not needed <= set(names) <= rank_plan.table.keys() or len(set(names)) < len(names):
         raise CorruptFrame(f"rank plan: columns {', '.join(names)[:200]!r}; not those of a micro-batch")

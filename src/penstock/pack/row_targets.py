@@ -77,6 +77,8 @@ class Bound:
     by_longest: bool
     """True when the rows' unavoidable samples alone cost more than an even share of everything: only a shorter
     longest sample, fewer ranks or splitting a sample over ranks would help, no packing."""
+    work: float
+    """Of what must be computed at least once, on whichever rank."""
 
 
 def lower_bound(items: Items, ids: NDArray[np.intp], ranks: int) -> Bound:
@@ -104,4 +106,5 @@ def lower_bound(items: Items, ids: NDArray[np.intp], ranks: int) -> Bound:
         cost=float((on_rows + (held_cost[-1] - most_held) / ranks).max()),
         rows=-(-bins // ranks),
         by_longest=bool(on_rows[-1] > even * (1 + 1e-9)),
+        work=float(costs.sum()),
     )

@@ -38,11 +38,13 @@ def lists_of(layout: Layout, a: int, b: int) -> dict[str, Ragged]:
     return found
 
 
-def rows_of(layout: Layout, m: int, a: int, b: int) -> dict[str, Array]:
-    """The rows of micro-batch m, which has segments a to b."""
+def rows_of(layout: Layout, m: int, a: int, b: int, *, nodes: bool) -> dict[str, Array]:
+    """The rows of micro-batch m, which has segments a to b; without `nodes` not those that stand in its forest."""
     rank_plan = layout.rank_plan
     table, found = rank_plan.table, {}
     for column in (table[name] for name in rank_plan.columns if table[name].trailing):
+        if column.per_node and not nodes:
+            continue
         given = layout.samples.columns.get(column.name)
         own = layout.rows[a:b][layout.is_trained[a:b]]
         has = np.zeros(0, np.bool_) if given is None else given.lengths[own] > 0

@@ -7,12 +7,13 @@ for sixty-four ranks on one host copies nothing until each of them iterates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack, overload
 
 from penstock.arrays import Sample, Samples
 from penstock.arrays.sample_facts import SampleFacts
 from penstock.config import build, signature_of
+from penstock.encode.node_prefixes import find_node_prefixes
 from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import fill
@@ -140,5 +141,8 @@ pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     """`pack` with settings that were made, and checked, before."""
     columns = Samples.of(samples).conformed(packing.own)
-    made = plan(SampleFacts.of(columns, packing.seq_len), packing)
+    facts = SampleFacts.of(columns, packing.seq_len)
+    if packing.trees:
+        facts = replace(facts, shared=find_node_prefixes(columns))
+    made = plan(facts, packing)
     return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

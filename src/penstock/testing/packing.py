@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ except ImportError as error:
     raise missing("penstock.testing.packing", error) from None
 
 from penstock.arrays import ImageSpan, Sample
-from penstock.pack import Cost, Packing
+from penstock.pack import Cost, PackedImages, Packing
 
 
 @st.composite
@@ -87,9 +88,9 @@ def _images(rng: np.random.Generator, length: int) -> dict[str, Any]:
 
 
 @st.composite
-def packings(draw: st.DrawFn) -> Packing:
+def packings(draw: st.DrawFn, lengths: tuple[int, ...] = (8, 30, 64)) -> Packing:
     """Settings: few and many ranks, tight and roomy caps, with and without the other limits."""
-    seq_len = draw(st.sampled_from([8, 30, 64]))
+    seq_len = draw(st.sampled_from(lengths))
     multiple = draw(st.sampled_from([1, 4, 8]))
     return Packing(
         ranks=draw(st.sampled_from([1, 2, 3, 8])),
@@ -107,3 +108,67 @@ def packings(draw: st.DrawFn) -> Packing:
         pad_id=draw(st.sampled_from([0, 7])),
         long_rows=True,
     )
+
+
+@st.composite
+def branching(draw: st.DrawFn, most_groups: int = 4, most: int = 6) -> list[Sample]:
+    """Groups whose samples branch from one another at any depth, with columns that agree and columns that differ."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    routed, imaged, moded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher", "sampling_mask"])))
+    out: list[Sample] = []
+    for g in range(draw(st.integers(1, most_groups))):
+        spans = _images(rng, 24) if imaged and rng.random() < 0.5 else {}
+        group: list[Sample] = []
+        for _ in range(draw(st.integers(1, most))):
+            kept = group[int(rng.integers(len(group)))] if group and rng.random() < 0.9 else None
+            at = int(kept.num_tokens * min(rng.random() * 1.4, 1.0)) if kept is not None else 0
+            length = max(at + int(rng.integers(0, 80)) * int(rng.random() < 0.8), 24 if spans else 1)
+            group.append(_branch(rng, kept, at, length, spans, routed=routed, names=sorted(optional)))
+        for i, sample in enumerate(group):
+            mode = ["rl", "sft"][int(moded and rng.random() < 0.5)]
+            out.append(sample.replace(id=f"{g}/{i}", group=f"g{g}", mode=mode))
+    order = rng.permutation(len(out)).tolist() if draw(st.booleans()) else range(len(out))
+    return [out[i] for i in order]
+
+
+def _branch(
+    rng: np.random.Generator,
+    kept: Sample | None,
+    at: int,
+    length: int,
+    spans: dict[str, Any],
+    *,
+    routed: bool,
+    names: list[str],
+) -> Sample:
+    """A sample that repeats the first `at` tokens of another; now and then with other experts or another image."""
+    ids = rng.integers(1, 5, length)
+    experts = rng.integers(0, 9, (length, 2, 2), np.uint8)
+    if kept is not None:
+        ids[:at] = kept["token_ids"][:at]
+        if routed:
+            experts[:at] = kept["routed_experts"][:at]
+            if at and rng.random() < 0.3:
+                experts[int(rng.integers(at))] += 1
+    columns: dict[str, Any] = {"logprobs": -rng.random(length), "advantages": float(rng.normal())}
+    for name in names:
+        if name == "sampling_mask":
+            columns.update(_kept(rng, ids))
+        else:
+            columns.update(_optional(name, rng, length))
+    if routed:
+        columns["routed_experts"] = experts
+    if spans:
+        images = spans["images"] if rng.random() < 0.8 else _images(rng, 24).get("images", spans["images"])
+        types = np.zeros(length, np.uint8)
+        for span in images:
+            types[span.offset : span.end] = 1
+        columns |= {"images": images, "mm_token_type_ids": types}
+    return Sample(token_ids=ids, loss_mask=(rng.random(length) < 0.6) & (np.arange(length) > 0), **columns)
+
+
+def tree_packings() -> st.SearchStrategy[Packing]:
+    """Settings for samples that branch: samples with images may share a micro-batch, and trees are on."""
+    together = PackedImages(explicit_boundaries=True, varlen_attention=True)
+    return packings((64, 150, 400)).map(lambda made: replace(made, trees=True, packed_images=together))

@@ -47,6 +47,8 @@ class PlaneKeywords(TypedDict, total=False):
     """Allow micro_batch_max_tokens above seq_len."""
     columns: Sequence[Column]
     """Columns that samples may have beside those that Penstock knows."""
+    trees: bool
+    """Compute what samples of a group share once: micro-batches have a forest."""
     groups_per_step: int | None
     """Groups that make a step."""
     samples_per_step: int | None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
+from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
 
 logger = logging.getLogger("penstock.plane")
@@ -177,21 +176,23 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """On a worker's thread."""
-        facts = [GroupFacts.from_bytes(data) for data in drawn.facts]
-        facts = self._fitting(facts, drawn.groups)
+        facts = self._fitting(drawn)
         try:
             return self._builder.plan(facts)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
             return _Unplannable(error, self._builder.unpackable(facts))
 
-    def _fitting(self, facts: Sequence[GroupFacts], groups: Sequence[Place]) -> list[GroupFacts]:
-        """Facts that were made for another `seq_len`, which cuts some of their samples, are made anew."""
+    def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
+        """Facts of an earlier format, or made for another `seq_len` which cuts some of their samples, are made anew."""
         settings, keeper = self._engine.settings, self._engine.keeper
         seq_len = settings.packing.seq_len
-        return [
-            found if found.fits(seq_len) else check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
-            for found, at in zip(facts, groups, strict=True)
-        ]
+        found = []
+        for data, at in zip(drawn.facts, drawn.groups, strict=True):
+            facts = GroupFacts.from_bytes(data) if GroupFacts.is_current(data) else None
+            if facts is None or not facts.fits(seq_len):
+                facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
+            found.append(facts)
+        return found
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):

@@ -1,0 +1,80 @@
+"""What samples have in common from their beginning, as planning needs it: an order and a number per sample.
+
+Each sample names an earlier one (its parent) and how many first tokens it shares with it. Put in depth-first order
+(a sample, then its children, those that part latest first, each with its own), every sample shares with the one before
+it what it shares with its parent, and with any earlier one the minimum on the way there:
+
+    sample      a b c d e    a b c x y    a b z
+    shared      0            3            2           the third shares min(3, 2) with the first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """One entry per sample."""
+
+    parents: NDArray[np.int64]
+    """[n] an earlier sample, -1 for none."""
+    lengths: NDArray[np.int64]
+    """[n] how many first tokens agree with the parent's, in everything a model computes from."""
+    patches: NDArray[np.int64]
+    """[n] image patches among these."""
+
+    @staticmethod
+    def none(count: int) -> SharedPrefixes:
+        """Nothing is shared."""
+        zeros = np.zeros(count, np.int64)
+        return SharedPrefixes(parents=zeros - 1, lengths=zeros, patches=zeros)
+
+    @staticmethod
+    def joined(parts: Sequence[SharedPrefixes]) -> SharedPrefixes:
+        """Of groups one after the other; samples of different groups share nothing."""
+        starts = np.cumsum([0, *(len(part.parents) for part in parts)])[:-1].tolist()
+        parents = [np.where(p.parents < 0, -1, p.parents + at) for p, at in zip(parts, starts, strict=True)]
+        return SharedPrefixes(
+            parents=np.concatenate([np.zeros(0, np.int64), *parents]),
+            lengths=np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]),
+            patches=np.concatenate([np.zeros(0, np.int64), *(part.patches for part in parts)]),
+        )
+
+    def shortened(self) -> SharedPrefixes:
+        """The same, each parent as early as it may be: then every child shares more with its parent than that one with
+        its own, and on a way upwards shared lengths fall."""
+        parents, shared = self.parents.tolist(), self.lengths.tolist()
+        for i, length in enumerate(shared):
+            parent = parents[i]
+            while parent >= 0 and shared[parent] >= length:
+                parent = parents[parent]
+            parents[i] = parent if length else -1
+        return SharedPrefixes(parents=np.array(parents, np.int64), lengths=self.lengths, patches=self.patches)
+
+    def depth_first(self) -> NDArray[np.intp]:
+        """[n] the samples in depth-first order; without sharing, as they come.
+
+        >>> found = SharedPrefixes(parents=np.array([-1, 0, 0, -1, 1]), lengths=np.array([0, 3, 2, 0, 4]), \
+patches=np.zeros(5, np.int64))
+        >>> found.depth_first().tolist()
+        [0, 1, 4, 2, 3]
+        """
+        short = self.shortened()
+        count = len(self.lengths)
+        if not self.lengths.any():
+            return np.arange(count)
+        # By parent, and of one parent those that part latest last: a stack gives them back first.
+        order = np.lexsort((-np.arange(count), self.lengths, short.parents))
+        edges = np.searchsorted(short.parents[order], np.arange(-1, count + 1)).tolist()
+        listed, out = order.tolist(), []
+        stack = listed[edges[0] : edges[1]]
+        while stack:
+            i = stack.pop()
+            out.append(i)
+            stack += listed[edges[i + 1] : edges[i + 2]]
+        return np.array(out, np.intp)
