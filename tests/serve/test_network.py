@@ -170,13 +170,11 @@ def test_a_slow_link_delays_all_and_stops_nobody(
 ) -> None:
     plane = start_plane(2, timeouts=slow)
     with Proxy(plane.url) as proxy:
+        proxy.down.bytes_per_s = 2_000_000 / pace
         put(plane.url, range(2), tokens=900_000)
         ranks = [
             start_worker("rank", url, rank, 2, 1, timeouts=slow) for rank, url in enumerate([plane.url, proxy.url])
         ]
-        for rank in ranks:
-            rank.wait("joined")
-        proxy.down.bytes_per_s = 2_000_000 / pace
         took = [rank.wait("done")["at"] - rank.wait("joined")["at"] for rank in ranks]
         print(f"slow link: {proxy.down.passed / 1e6:.1f} MB in {max(took):.1f} s")
         assert min(took) > slow.plane_s + slow.peer_s / 2  # else this shows nothing
