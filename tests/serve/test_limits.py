@@ -29,6 +29,33 @@ def bomb(tokens: int) -> bytes:
     return encode(Samples(columns=columns, text=text, policy_versions=np.zeros(1, np.int64)))
 
 
+def many(samples: int) -> bytes:
+    """A group of so many samples, each of one token."""
+    offsets = np.arange(samples + 1, dtype=np.int64)
+    text: dict[str, tuple[str, ...]] = dict.fromkeys(TEXT_COLUMNS, ("",) * samples)
+    text |= {"id": tuple(f"many/{i}" for i in range(samples)), "group": ("many",) * samples, "mode": ("rl",) * samples}
+    columns = {
+        "token_ids": Ragged(np.ones(samples, np.uint32), offsets),
+        "loss_mask": Ragged(np.zeros(samples, np.bool_), offsets),
+    }
+    return encode(Samples(columns=columns, text=text, policy_versions=np.full(samples, -1, np.int64)))
+
+
+def test_the_samples_of_a_group_are_bounded_so_that_the_loop_never_pauses_for_one(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    most = limits_of(engine.settings).max_samples
+    frame = many(most + 1)
+    began = time.process_time()
+    outcome = engine.put(1, "many", frame)
+    assert time.process_time() - began < 0.1
+    assert outcome is not None and f"says {most + 1} samples" in str(outcome.error)
+    assert engine.put(2, "many", many(most)) is None  # checked and kept beside the loop
+    began = time.process_time()
+    assert [found.error for found in engine.flush()] == [None]
+    assert time.process_time() - began < 1.0  # this is the loop's part
+    assert engine.ledger.accepted == most
+
+
 def test_a_small_frame_that_unfolds_to_a_huge_group_is_refused_in_milliseconds(open_engine: OpenEngine) -> None:
     frame = bomb(1 << 27)
     assert len(frame) < 600

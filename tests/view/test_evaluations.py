@@ -11,7 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.errors import UnknownKey
+from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.exports import make_export
 from penstock.view.evaluations import EVALUATION
 from penstock.view.reader import Export
@@ -129,6 +129,18 @@ def test_they_are_read_while_the_plane_works_and_gives_some_back(tmp_path: Path)
     skipped = Skipped()
     assert list(old.records(skipped)) == []  # what was listed before it was given back
     assert skipped.lines == 1
+
+
+def test_samples_with_columns_of_their_own_are_read_too(tmp_path: Path) -> None:
+    weights = ps.Column("turn_weights", dtype="float32", fill=0.0)
+    with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, columns=[weights]) as plane:
+        own = {"turn_weights": np.array([0, 1], np.float32)}
+        plane.put([ps.Sample(id="e/0", group="e", token_ids=[1, 2], columns=own)], evaluation=True)
+        with pytest.raises(InvalidInput, match="column 'other'"):
+            other = {"other": np.array([0, 1], np.float32)}
+            plane.put([ps.Sample(id="f/0", group="f", token_ids=[1, 2], columns=other)], evaluation=True)
+    (record,) = Export(tmp_path).step(0, EVALUATION).records()
+    assert record.columns["token_ids"].tolist() == [1, 2]
 
 
 def test_a_damaged_frame_is_skipped_and_counted(folder: Path) -> None:

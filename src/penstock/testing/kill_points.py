@@ -34,6 +34,8 @@ from penstock.testing.model_run import close_engine, open_engine
 
 CALLS = ("pwrite64", "write", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
 STEPS, PER_STEP = 3, 2
+EVAL_BYTES = len(ps.encode(named_group("e1", tokens=40))) * 3 // 2
+"""Kept of evaluation groups: one, so that the one before is given back."""
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 
 
@@ -70,14 +72,16 @@ class Said:
 
 
 def live_as_plane(folder: Path, say: Callable[[str], None]) -> None:
-    """Two groups, a step, and so on, through what a program uses."""
+    """Two groups, one to be evaluated, a step, and so on, through what a program uses."""
     with (
-        ps.open(folder, ranks=1, seq_len=64, groups_per_step=PER_STEP, retain_steps=1) as plane,
+        ps.open(
+            folder, ranks=1, seq_len=64, groups_per_step=PER_STEP, retain_steps=1, retain_eval_bytes=EVAL_BYTES
+        ) as plane,
         plane.source(0) as source,
     ):
         begin = plane.status()["next_step"]
         for number in range(1, STEPS + 1):
-            _put_groups(number, lambda name: plane.put(named_group(name, tokens=40)), say)
+            _put_groups(number, lambda name: plane.put(named_group(name, tokens=40), evaluation=name[0] == "e"), say)
             if number < begin:
                 continue
             step = source.step(number, timeout=60)
@@ -86,14 +90,18 @@ def live_as_plane(folder: Path, say: Callable[[str], None]) -> None:
             source.commit(step, policy_version=number)
             source.flush(60)
             say(f"committed {step.number}")
-        assert plane.ledger.balanced
+        assert plane.ledger.balanced and plane.ledger.evaluation == 2 * STEPS
     say("closed")
 
 
 def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
     """The same by the decisions alone, in one thread."""
     settings = PlaneSettings(
-        packing=Packing(ranks=1, seq_len=64), target=Target(groups=PER_STEP), retain_steps=1, snapshot_every=3
+        packing=Packing(ranks=1, seq_len=64),
+        target=Target(groups=PER_STEP),
+        retain_steps=1,
+        retain_eval_bytes=EVAL_BYTES,
+        snapshot_every=3,
     )
     engine = open_engine(settings, folder)
     for number in range(1, STEPS + 1):
@@ -106,14 +114,14 @@ def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
         engine.received(number)
         engine.commit(number, number)
         say(f"committed {number}")
-    assert engine.ledger.balanced
+    assert engine.ledger.balanced and engine.ledger.evaluation == 2 * STEPS
     close_engine(engine, orderly=True)
     say("closed")
 
 
 def put_into(engine: DirectEngine, name: str) -> bool:
     """Put one group; False if it was known."""
-    outcome = engine.put(name, name, ps.encode(named_group(name, tokens=40)))
+    outcome = engine.put(name, name, ps.encode(named_group(name, tokens=40)), evaluation=name[0] == "e")
     outcome = outcome or engine.flush()[0]
     assert outcome.error is None, outcome.error
     return not outcome.duplicate
@@ -124,7 +132,7 @@ def _ids(payload: bytes | bytearray | memoryview) -> tuple[str, ...]:
 
 
 def _put_groups(number: int, put: Callable[[str], bool], say: Callable[[str], None]) -> None:
-    for name in (f"g{number}-{i}" for i in range(PER_STEP)):
+    for name in (*(f"g{number}-{i}" for i in range(PER_STEP)), f"e{number}"):
         say(f"put {name} {'new' if put(name) else 'known'}")
 
 

@@ -111,6 +111,6 @@ def record_of(sample: Sample, *, step: int, index: int) -> Record:
         "micro_sequence_idx": 0,
         "export_sequence_idx": index,
     }
-    (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens).ranks[0]
+    (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
     snapshot = Snapshot.of(batch, None)
     return next(snapshot.records(facts, None, untrained=True))

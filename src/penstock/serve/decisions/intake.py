@@ -92,7 +92,8 @@ class Intake:
         """The facts of a frame; raises what is wrong with it."""
         packing = self._settings.packing
         facts = check_group(frame, group=group, seq_len=packing.seq_len, limits=self.limits)
-        self._check_columns(facts)
+        self._check_own(facts)
+        self._check_required(facts)
         if facts.policy_version is None and self._settings.replay.max_staleness is not None:
             raise InvalidInput(
                 f"group {group!r}: no policy_version, and max_staleness is {self._settings.replay.max_staleness}; "
@@ -106,10 +107,11 @@ class Intake:
         """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
         length) is not asked of it."""
         facts = check_group(frame, group=group, seq_len=_UNCUT, limits=self.limits)
+        self._check_own(facts)
         _, samples, _ = describe(frame, limits=self.limits)
         return facts, EvalFacts.of(samples)
 
-    def _check_columns(self, facts: GroupFacts) -> None:
+    def _check_own(self, facts: GroupFacts) -> None:
         for name, description in facts.own.items():
             column, known = Column.of(name, description), self._settings.packing.own.get(name)
             if known is None:
@@ -122,6 +124,8 @@ class Intake:
                     f"group {facts.group!r}: column {name!r} is {words_for(column)}, and this plane was told of "
                     f"{words_for(known)}; put samples, not frames that were encoded without the plane"
                 )
+
+    def _check_required(self, facts: GroupFacts) -> None:
         for name in self._settings.requires:
             lacks = facts.kinds.get(name) == WITHOUT if name in ALL_OR_NONE else name not in facts.columns
             if lacks:
