@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.arrays import COLUMNS, TOKEN_COLUMNS, Column
 from penstock.arrays.columns import first_bad
+from penstock.errors import ConfigError
 
 
 @pytest.mark.parametrize("column", COLUMNS.values(), ids=lambda column: column.name)
@@ -54,3 +57,17 @@ def test_the_first_value_a_column_does_not_allow_is_found(name: str, value: floa
 def test_rounding_above_zero_is_a_logprob_and_nan_is_a_reward() -> None:
     assert first_bad(COLUMNS["logprobs"], np.array([1e-6], np.float32)) is None
     assert first_bad(COLUMNS["rewards"], np.array([math.nan, 1.0], np.float32)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"per": "tokn"}, "column 'x': per 'tokn'; must be one of token, either, sample"),
+        ({"dtype": "object"}, "column 'x': dtype 'object'; must be bool, or an integer or float of up to 64 bits"),
+        ({"dtype": "uint8", "fill": 300}, "column 'x': fill 300; must be a number of uint8"),
+        ({"per": "sample", "ragged": True}, "column 'x': ragged per sample; lists are given per token"),
+    ],
+)
+def test_a_column_that_cannot_be_is_refused_where_it_is_declared(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Column("x", **given)

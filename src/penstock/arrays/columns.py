@@ -77,6 +77,10 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
+        if self.per not in get_args(Per):
+            raise ConfigError(
+                f"column {self.name!r:.60}: per {self.per!r:.20}; must be one of {', '.join(get_args(Per))}"
+            )
         put(self, "dtype", _dtype_name(self.name, self.dtype))
         if self.pad is None:
             put(self, "pad", self.fill)
@@ -126,8 +130,6 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def of(name: str, description: Description) -> Column:
         """The column that was described; raises ConfigError for one that cannot be."""
         dtype, per, trailing, ragged, fill, pad = description
-        if per not in get_args(Per):
-            raise ConfigError(f"column {name!r:.60}: per {per!r:.20}; must be one of {', '.join(get_args(Per))}")
         return Column(name, dtype=dtype, per=per, trailing=trailing, ragged=ragged, fill=fill, pad=pad)  # type: ignore[arg-type]
 
 
