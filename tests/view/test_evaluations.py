@@ -67,6 +67,7 @@ def test_a_rollout_that_failed_is_shown_too(folder: Path) -> None:
 def test_tables_show_them_and_no_rank_was_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokens", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["version", "records", "trained"]
     assert [line.split()[:3] for line in lines[1:]] == [["3", "3", "9"], ["7", "4", "9"]]
     assert main(["tokens", str(folder), "--json", "--evaluation", "--step", "3"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["steps"]

@@ -103,12 +103,13 @@ def _table(reports: list[dict[str, Any]]) -> str:
     def named(run: str) -> str:
         return f"{run:<{wide}}" if wide else ""
 
-    lines = [f"{named('run')}{'step':>6}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
+    step = "version" if runs == {EVALUATION} else "step"
+    lines = [f"{named('run')}{step:>7}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
     for report in reports:
         cells = [report[name][what] if report[name] else None for _, name, what in _CELLS]
         masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
         lines.append(
-            f"{named(report['run'])}{report['step']:>6}{report['records']:>9,}{report['loss_tokens']:>10,}"
+            f"{named(report['run'])}{report['step']:>7}{report['records']:>9,}{report['loss_tokens']:>10,}"
             + "".join(f"{'-' if cell is None else format(cell, '.4g'):>11}" for cell in cells)
             + "".join(f"{'-' if cell is None else format(cell, '.2%'):>9}" for cell in masked)
         )
