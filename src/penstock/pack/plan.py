@@ -25,6 +25,7 @@ from penstock.pack.packing import Packing
 from penstock.pack.rank_plan import Plan, RankPlan
 from penstock.pack.row_targets import Bound, lower_bound
 from penstock.pack.rows import rows_of
+from penstock.pack.tree_rows import tree_rows
 from penstock.pack.trees import Trees
 
 UNPACKABLE = "unpackable"
@@ -130,7 +131,10 @@ def _grid(
         members = np.concatenate(keys)
         bounds.append(_bound(items, keys, packing, trees))
         dummy = cheapest_dummy(facts, members, packing)
-        rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
+        if trees is None:
+            rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
+        else:
+            rows = tree_rows(items, keys, packing, trees)
         placed = iter(planned(facts, items, [b for row in rows for b in row], packing, trees))
         grid += [place(list(islice(placed, len(row))), dummy, loads) for row in rows]
     return grid, bounds

@@ -117,13 +117,13 @@ def branching(draw: st.DrawFn, most_groups: int = 4, most: int = 6) -> list[Samp
     routed, imaged, moded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher", "sampling_mask"])))
     out: list[Sample] = []
-    for g in range(draw(st.integers(1, most_groups))):
+    for g in range(int(rng.integers(1, most_groups + 1))):
         spans = _images(rng, 24) if imaged and rng.random() < 0.5 else {}
         group: list[Sample] = []
-        for _ in range(draw(st.integers(1, most))):
+        for _ in range(int(rng.integers(1, most + 1))):
             kept = group[int(rng.integers(len(group)))] if group and rng.random() < 0.9 else None
             at = int(kept.num_tokens * min(rng.random() * 1.4, 1.0)) if kept is not None else 0
-            length = max(at + int(rng.integers(0, 80)) * int(rng.random() < 0.8), 24 if spans else 1)
+            length = max(at + int(rng.integers(0, 110)) * int(rng.random() < 0.8), 24 if spans else 1)
             group.append(_branch(rng, kept, at, length, spans, routed=routed, names=sorted(optional)))
         for i, sample in enumerate(group):
             mode = ["rl", "sft"][int(moded and rng.random() < 0.5)]
