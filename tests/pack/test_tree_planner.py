@@ -14,7 +14,12 @@ from penstock.arrays import Sample
 from penstock.arrays.sample_facts import SampleFacts
 from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.bench.pack import traits_of
+from penstock.bench.tree_cases import Case, cases
+from penstock.bench.tree_packers import RIVALS
+from penstock.bench.trees import bins_of, packing_of, score
+from penstock.errors import InvalidInput
 from penstock.pack import Cost, MicroBatch, Packing, Plan, Step, pack_with, plan
+from penstock.pack.bins import Items
 from penstock.testing import reference_forest as reference
 from penstock.testing.packing import branching, packable, packings, tree_packings
 
@@ -98,7 +103,7 @@ def test_where_nothing_is_shared_plans_are_those_without_trees(samples: list[Sam
     alone = [sample.replace(group=f"g{i}") for i, sample in enumerate(samples)]
     try:
         plain = pack_with(packing, alone)
-    except ValueError:
+    except InvalidInput:  # not one of them can be packed
         return
     trees = pack_with(replace(packing, trees=True), alone)
     for a, b in zip(plain.ranks, trees.ranks, strict=True):
@@ -153,3 +158,13 @@ def test_a_family_longer_than_the_cap_is_split_and_every_piece_keeps_the_cap() -
     made.accounting.check()
     assert made.accounting.total.max_micro_batch_tokens <= 8_192
     assert computed(made) <= 64 * 1_000 + 2_000 * 12
+
+
+@pytest.mark.parametrize("case", [case for case in cases((512,), (8, 64))], ids=lambda case: case.name)
+def test_no_other_way_to_keep_families_together_has_a_cheaper_step(case: Case) -> None:
+    packing = packing_of(case)
+    ours = score(bins_of(plan(case.facts, packing)), case, packing)
+    items = Items.of(case.facts.kept, packing.cost.of_samples(case.facts.kept), packing.caps)
+    for name, packer in RIVALS.items():
+        other = score(packer(case, items, packing), case, packing)
+        assert ours.cost <= other.cost * 1.01, name

@@ -26,6 +26,7 @@ BENCHES = {
     "wire": ("bytes and speed of frames against lists and byte arrays", ()),
     "replay": ("tables against cpprb and TorchRL", ("cpprb", "torchrl", "torch")),
     "pack": ("plans against the packers of other trainers", ("torch",)),
+    "trees": ("plans of samples that share tokens against other ways to keep them together", ()),
     "assets": ("images by reference against shipping pixels", ("pillow",)),
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),

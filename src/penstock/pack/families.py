@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +22,8 @@ from penstock.pack.bins import Bin, Caps, Items
 from penstock.pack.packing import Packing
 from penstock.pack.trees import Trees
 
-SHORTEST = 0.5
-"""Share of its even cost that a piece has at least, when it is cut early because less is shared there."""
+EARLY = 0.5
+"""How much of its even cost a piece may lack, when it is cut early because less is shared there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +56,27 @@ class Families:
         shared, shared_patches = (np.append(c, np.zeros(int(alone.sum()), np.int64)) for c in (shared, shared_patches))
         shared_cost = packing.cost.of_samples(shared, shared_patches)
         costs = items.cost_array[order]
-        first = np.flatnonzero(shared == 0)
-        cheapest = np.minimum.reduceat(np.where(shared > 0, shared_cost, np.inf), first)
         return Families(
             ids=order,
-            starts=np.append(first, len(order)),
-            costs=np.add.reduceat(costs - shared_cost, first),
-            again=np.where(np.isfinite(cheapest), cheapest, 0.0),
+            **_families(costs, shared_cost),
             alone=costs,
             shared_cost=shared_cost,
             lengths=items.length_array[order],
             shared=shared,
             patches=items.patch_array[order],
             shared_patches=shared_patches,
+        )
+
+    def loosened(self, cost: float) -> Families:
+        """The same without what is shared where that costs no more than this: families fall into smaller ones."""
+        kept = self.shared_cost > cost
+        shared_cost = np.where(kept, self.shared_cost, 0.0)
+        return replace(
+            self,
+            **_families(self.alone, shared_cost),
+            shared_cost=shared_cost,
+            shared=np.where(kept, self.shared, 0),
+            shared_patches=np.where(kept, self.shared_patches, 0),
         )
 
     @property
@@ -78,6 +88,17 @@ class Families:
     def tokens(self) -> int:
         """Of everything once."""
         return int((self.lengths - self.shared).sum())
+
+
+def _families(alone: NDArray[np.float64], shared_cost: NDArray[np.float64]) -> dict[str, Any]:
+    """Starts, costs and cheapest cuts: a family begins with each sample that shares nothing with the one before it."""
+    first = np.flatnonzero(shared_cost == 0)
+    cheapest = np.minimum.reduceat(np.where(shared_cost > 0, shared_cost, np.inf), first)
+    return {
+        "starts": np.append(first, len(alone)),
+        "costs": np.add.reduceat(alone - shared_cost, first),
+        "again": np.where(np.isfinite(cheapest), cheapest, 0.0),
+    }
 
 
 def piece_cost(families: Sequence[Families], pieces: float) -> float:
@@ -128,6 +149,22 @@ def cut_families(families: Families, most_cost: float, caps: Caps) -> Pieces:
     )
 
 
+class Chain:
+    """All families of a key, one after the other, to be cut into runs."""
+
+    def __init__(self, families: Families, caps: Caps) -> None:
+        self._cutter = _Cutter(families, caps)
+        self._ids: list[int] = families.ids.tolist()
+
+    def runs(self, most_cost: float, early: float) -> list[Bin]:
+        """As few runs as there can be, none of which costs more than this, unless it is one sample."""
+        return [self._ids[a:b] for a, b in pairwise([*self._cutter.fill(most_cost, early), len(self._ids)])]
+
+    def count(self, most_cost: float, early: float) -> int:
+        """How many runs that would be."""
+        return len(self._cutter.fill(most_cost, early))
+
+
 def _whole(families: Families, most_cost: float, caps: Caps) -> NDArray[np.bool_]:
     """[families] those that need no cut."""
     first = families.starts[:-1]
@@ -163,7 +200,19 @@ class _Cutter:
             stop = min(stop, limit)
             if stop >= end:
                 return starts
-            at = self._back(at, stop, even) if stop > at + 1 else stop
+            at = self._back(at, stop, even, EARLY) if stop > at + 1 else stop
+            starts.append(at)
+
+    def fill(self, most_cost: float, early: float) -> list[int]:
+        """Where runs of everything start, each as long as it may be, or a little less if less is shared there."""
+        sums, alone, end = self._costs, self._alone, len(self._alone)
+        starts, at = [0], 0
+        while True:
+            wanted = most_cost - alone[at] + sums[at + 1]
+            stop = min(max(bisect_right(sums, wanted, at + 1, end + 1) - 1, at + 1), self._limit(at, end))
+            if stop >= end:
+                return starts
+            at = self._back(at, stop, most_cost, early) if early and stop > at + 1 else stop
             starts.append(at)
 
     def _limit(self, at: int, end: int) -> int:
@@ -183,9 +232,9 @@ class _Cutter:
         nearer = stop < end and sums[stop + 1] - wanted < wanted - sums[stop]
         return stop + 1 if nearer else stop
 
-    def _back(self, at: int, stop: int, even: float) -> int:
+    def _back(self, at: int, stop: int, even: float, early: float) -> int:
         """Of the places to cut up to `stop`, and not too early, the one across which least is shared."""
-        first = max(self._nearest(at, stop, SHORTEST * even), at + 1)
+        first = max(self._nearest(at, stop, (1 - early) * even), at + 1)
         shared = self._shared[first : stop + 1]
         return stop - shared[::-1].index(min(shared))
 

@@ -129,20 +129,16 @@ def _grid(
     trees = Trees.of(facts) if packing.trees else None
     for keys in classes:
         members = np.concatenate(keys)
-        bounds.append(_bound(items, keys, packing, trees))
+        plain = lower_bound(items, members, packing.ranks)
+        bounds.append(plain if trees is None else trees.bound(items, keys, packing, plain))
         dummy = cheapest_dummy(facts, members, packing)
         if trees is None:
             rows = rows_of(items, keys, packing.ranks, packing.cost.overhead)
         else:
-            rows = tree_rows(items, keys, packing, trees)
+            rows = tree_rows(items, keys, packing, trees, plain)
         placed = iter(planned(facts, items, [b for row in rows for b in row], packing, trees))
         grid += [place(list(islice(placed, len(row))), dummy, loads) for row in rows]
     return grid, bounds
-
-
-def _bound(items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees | None) -> Bound:
-    plain = lower_bound(items, np.concatenate(keys), packing.ranks)
-    return plain if trees is None else trees.bound(items, keys, packing, plain)
 
 
 def _rank_plan(

@@ -1,11 +1,16 @@
 """Rows of micro-batches whose samples share tokens: families kept together where that is worth more than balance.
 
-Families are cut into pieces (`families`), and pieces are packed into rows as samples are (`rows`). Finer pieces balance
-better and compute more tokens twice. Which is worth more cannot be told beforehand, so a few sizes of pieces are tried:
-whole families, as many pieces as there are micro-batches, some times that, and single samples, which is the plan
-without trees. Each is judged by what its micro-batches then cost, with everything shared that can be; the cheapest is
-kept, and of those that cost about the same the one that computes the fewest tokens. So a plan with trees never costs
-more than one without.
+What is kept together balances worse, and what is split is computed twice. Which is worth more cannot be told
+beforehand, so a few plans are made and the cheapest is kept:
+
+- families in pieces (`families`), packed into rows as samples are (`rows`): whole families, as many pieces as there are
+  micro-batches, or twice that, and families without the members that share little with them;
+- where micro-batches are few, all samples in depth-first order, cut into as many runs of even cost; every cut parts one
+  family at most, and may come early where less is shared;
+- samples as they are packed without trees, unless that is bound to cost more.
+
+Each is judged by what its micro-batches cost with everything shared that can be. Of plans that cost about the same the
+one that computes the fewest tokens is taken. A plan with trees never costs more than one without.
 """
 
 from __future__ import annotations
@@ -18,13 +23,24 @@ from numpy.typing import NDArray
 
 from penstock.arrays import offsets_of
 from penstock.pack.bins import Bin, Caps, Items
-from penstock.pack.families import Families, Pieces, cut_families, piece_cost
+from penstock.pack.families import Chain, Families, Pieces, cut_families, piece_cost
 from penstock.pack.packing import UNLIMITED, Packing
+from penstock.pack.row_targets import Bound
 from penstock.pack.rows import Row, rows_of
 from penstock.pack.trees import Trees
 
-PIECES_PER_BIN = (1, 2, 4)
+PIECES_PER_BIN = (1, 2)
 """How many pieces there are for each micro-batch, in the plans that are tried."""
+EARLY = (0.0, 0.1, 0.3)
+"""How early runs may be cut, in the plans that are tried."""
+LOOSE = (0.05, 0.1)
+"""What a sample may share with its family and still be parted from it, as a share of a micro-batch."""
+FEW_BINS = 128
+"""Micro-batches up to which runs and loose members are tried: with more, whole families balance well enough."""
+MANY_BINS = 384
+"""Micro-batches from which one size of pieces is tried, beside whole families: finer ones gain nothing then."""
+PROBES = 10
+"""How often the interval in which the cost of runs lies is halved."""
 ABOUT_EQUAL = 2e-3
 """Share by which plans may differ in cost and still be chosen by the tokens they compute."""
 
@@ -37,42 +53,74 @@ class _Attempt:
     """Computed, shared ones once per micro-batch."""
 
 
-def tree_rows(items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees) -> list[Row]:
-    """Rows of at most `ranks` bins, costliest row first, as `rows_of` makes them."""
+def tree_rows(
+    items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees, without_trees: Bound
+) -> list[Row]:
+    """Rows of at most `ranks` bins, costliest row first, as `rows_of` makes them; `without_trees` is what plain rows
+    cost at least."""
     overhead = packing.cost.overhead
-    plain = rows_of(items, keys, packing.ranks, overhead)
     families = [Families.of(items, ids, packing, trees) for ids in keys]
     if not any(family.shared.any() for family in families):
-        return plain
-    best = _judge([b for row in plain for b in row], items, packing, trees)
-    attempts = [best]
-    for most_cost in _sizes(families, packing):
-        pieces = [cut_families(family, most_cost, items.caps) for family in families]
-        attempts.append(_judge(_bins(items, pieces, packing), items, packing, trees))
-    cheapest = min(attempt.cost for attempt in attempts)
-    close = [a for a in attempts if a.cost <= min(cheapest * (1 + ABOUT_EQUAL), best.cost)]
+        return rows_of(items, keys, packing.ranks, overhead)
+    attempts = [_judge(bins, items, packing, trees) for bins in _even_runs(families, items.caps, packing)]
+    for pieces in _cuts(families, items.caps, packing):
+        work = sum(float(own.costs.sum()) for own in pieces) / packing.ranks
+        if work < min((a.cost for a in attempts), default=np.inf):
+            attempts.append(_judge(pack_pieces(items, pieces, packing), items, packing, trees))
+    allowed = without_trees.cost + overhead * without_trees.rows
+    if min(a.cost for a in attempts) > allowed:
+        plain = [b for row in rows_of(items, keys, packing.ranks, overhead) for b in row]
+        attempts.append(_judge(plain, items, packing, trees))
+        allowed = attempts[-1].cost
+    cheapest = min(a.cost for a in attempts)
+    close = [a for a in attempts if a.cost <= max(min(cheapest * (1 + ABOUT_EQUAL), allowed), cheapest)]
     return min(close, key=lambda a: (a.tokens, a.cost)).rows
 
 
-def _sizes(families: Sequence[Families], packing: Packing) -> Iterator[float]:
-    """What pieces may cost, in the plans that are tried."""
-    yield np.inf
-    cost, tokens = sum(f.cost for f in families), sum(f.tokens for f in families)
-    fewest = max(-(-tokens // (packing.caps.tokens * packing.ranks)), 1)
+def _fewest_rows(families: Sequence[Families], packing: Packing) -> int:
+    tokens = sum(family.tokens for family in families)
+    return max(-(-tokens // (packing.caps.tokens * packing.ranks)), 1)
+
+
+def _even_runs(families: Sequence[Families], caps: Caps, packing: Packing) -> Iterator[list[Bin]]:
+    """The samples of each key in runs of even cost, for a few numbers of rows."""
+    chains = [Chain(family, caps) for family in families]
+    cost = sum(family.cost for family in families)
+    fewest, dearest = _fewest_rows(families, packing), max(float(family.alone.max()) for family in families)
+    for rows in (fewest, fewest + 1) if fewest * packing.ranks <= FEW_BINS else ():
+        bins = rows * packing.ranks
+        for early in EARLY:
+            low, high = max(cost / bins, dearest), 2 * cost / bins + dearest
+            for _ in range(PROBES):
+                middle = (low + high) / 2
+                if sum(chain.count(middle, early) for chain in chains) <= bins:
+                    high = middle
+                else:
+                    low = middle
+            yield [run for chain in chains for run in chain.runs(high, early)]
+
+
+def _cuts(families: Sequence[Families], caps: Caps, packing: Packing) -> Iterator[list[Pieces]]:
+    """Families in pieces: whole, in pieces of some sizes, and without their loosest members."""
+    cost, fewest = sum(family.cost for family in families), _fewest_rows(families, packing)
+    yield [cut_families(family, np.inf, caps) for family in families]
     linked = [f.costs[f.again > 0] for f in families]
     share = sum(float(costs.sum()) for costs in linked) / cost
     single = sum(len(f.costs) - len(costs) for f, costs in zip(families, linked, strict=True))
-    tried: list[float] = []
-    for rows in (fewest, fewest + 1):
-        for per_bin in PIECES_PER_BIN:
+    whole = sum(map(len, linked))
+    many = fewest * packing.ranks > MANY_BINS
+    for rows in (fewest,) if many else (fewest, fewest + 1):
+        for per_bin in PIECES_PER_BIN[:1] if many else PIECES_PER_BIN:
             wanted = per_bin * rows * packing.ranks * share
-            size = piece_cost(families, single + max(wanted, sum(map(len, linked))))
-            if all(abs(size - other) > 1e-3 * size for other in tried):
-                tried.append(size)
-                yield size
+            if wanted > whole:
+                most_cost = piece_cost(families, single + wanted)
+                yield [cut_families(family, most_cost, caps) for family in families]
+    for loose in LOOSE if fewest * packing.ranks <= FEW_BINS else ():
+        parted = [family.loosened(loose * cost / (fewest * packing.ranks)) for family in families]
+        yield [cut_families(family, np.inf, caps) for family in parted]
 
 
-def _bins(items: Items, pieces: Sequence[Pieces], packing: Packing) -> list[Bin]:
+def pack_pieces(items: Items, pieces: Sequence[Pieces], packing: Packing) -> list[Bin]:
     """The pieces packed as samples are."""
     members = [b for own in pieces for b in own.members]
     lengths = np.concatenate([own.lengths for own in pieces])
