@@ -160,7 +160,7 @@ def test_a_family_longer_than_the_cap_is_split_and_every_piece_keeps_the_cap() -
     assert computed(made) <= 64 * 1_000 + 2_000 * 12
 
 
-@pytest.mark.parametrize("case", [case for case in cases((512,), (8, 64))], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases((512,), (8, 64)), ids=lambda case: case.name)
 def test_no_other_way_to_keep_families_together_has_a_cheaper_step(case: Case) -> None:
     packing = packing_of(case)
     ours = score(bins_of(plan(case.facts, packing)), case, packing)
