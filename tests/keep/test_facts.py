@@ -56,7 +56,7 @@ def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Pac
     joined, expected = join_facts(facts), SampleFacts.of(samples, packing.seq_len)
     shared, looked = joined.shared, find_node_prefixes(samples)
     assert shared is not None
-    for name in ("parents", "lengths", "patches"):
+    for name in ("parents", "lengths", "patches", "parted"):
         assert getattr(shared, name).tolist() == getattr(looked, name).tolist()
     joined = replace(joined, shared=None)
     for field in fields(SampleFacts):
@@ -131,7 +131,7 @@ def test_a_prefix_whose_first_token_was_routed_otherwise_is_not_shared() -> None
     tokens = 2 * MIN_SHARED
     experts = [np.full((tokens, 2, 3), k, np.uint8) for k in (1, 2)]
     found = facts_of(group(*({"routed_experts": own} for own in experts), tokens=tokens))
-    assert (found.parents, found.shared) == ((), ())
+    assert (found.parents, found.shared, found.parted) == ((-1, -1), (0, 0), (0, tokens))
     assert facts_of(group({"token_ids": range(8)}, {"token_ids": range(8, 16)})).shared == ()
 
 

@@ -45,7 +45,8 @@ def test_both_ways_to_tensors_compute_the_same_samples() -> None:
 
 def test_the_picture_of_the_docs_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from penstock.bench.plot_step import example
+    from penstock.bench.plot_step import example, tree_example
 
-    example(tmp_path / "step.svg")
-    assert (tmp_path / "step.svg").read_text(encoding="utf-8").count("<path") > 100
+    for draw in (example, tree_example):
+        draw(tmp_path / "step.svg")
+        assert (tmp_path / "step.svg").read_text(encoding="utf-8").count("<path") > 100

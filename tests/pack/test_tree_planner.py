@@ -32,11 +32,7 @@ def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleFacts:
     """Samples in groups of `size`, which share their first `prompt` tokens."""
     numbers = np.arange(len(lengths))
     first = numbers % size == 0
-    shared = SharedPrefixes(
-        parents=np.where(first, -1, numbers - 1),
-        lengths=np.where(first, 0, prompt),
-        patches=np.zeros(len(lengths), np.int64),
-    )
+    shared = SharedPrefixes.of(np.where(first, -1, numbers - 1).tolist(), np.where(first, 0, prompt).tolist())
     return replace(traits_of(lengths), shared=shared)
 
 
@@ -145,9 +141,8 @@ def test_a_family_is_split_where_ranks_would_wait_for_it() -> None:
 def test_branches_of_a_rollout_stay_together_and_rollouts_part() -> None:
     rollout = [20_000, 18_500, 17_500]  # a main branch, and two that leave it at 18,000 and 17,000 tokens
     lengths = np.array(rollout * 4)
-    shared = np.array([0, 18_000, 17_000] + [500, 18_000, 17_000] * 3)
-    parents = np.array([-1, 0, 0, 0, 3, 3, 0, 6, 6, 0, 9, 9])
-    found = SharedPrefixes(parents=parents, lengths=shared, patches=np.zeros(12, np.int64))
+    shared = [0, 18_000, 17_000] + [500, 18_000, 17_000] * 3
+    found = SharedPrefixes.of([-1, 0, 0, 0, 3, 3, 0, 6, 6, 0, 9, 9], shared)
     made = plan(replace(traits_of(lengths), shared=found), Packing(ranks=4, seq_len=65_536, trees=True))
     assert sorted(sorted(p.order.tolist()) for p in made.rank_plans) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
@@ -168,3 +163,18 @@ def test_no_other_way_to_keep_families_together_has_a_cheaper_step(case: Case) -
     for name, packer in RIVALS.items():
         other = score(packer(case, items, packing), case, packing)
         assert ours.cost <= other.cost * 1.01, name
+
+
+def test_tokens_that_were_routed_otherwise_are_counted_and_computed_for_each() -> None:
+    ids, experts = np.arange(100), np.zeros((100, 2, 2), np.uint8)
+    other = experts.copy()
+    other[60:] = 1
+    samples = [
+        Sample(id=str(i), token_ids=ids, loss_mask=ids > 90, routed_experts=own)
+        for i, own in enumerate((experts, other))
+    ]
+    step = pack_with(Packing(ranks=1, seq_len=400, trees=True), samples)
+    assert step.accounting.total.shared_tokens == 60 and step.accounting.parted_tokens == 40
+    assert step.accounting.metrics(0)["parted_tokens"] == 40
+    forest = step.ranks[0][0].forest
+    assert forest is not None and forest.columns["routed_experts"].shape == (140, 2, 2)

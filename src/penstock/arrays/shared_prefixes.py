@@ -11,7 +11,7 @@ it what it shares with its parent, and with any earlier one the minimum on the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,23 +27,31 @@ class SharedPrefixes:
     """[n] how many first tokens agree with the parent's, in everything a model computes from."""
     patches: NDArray[np.int64]
     """[n] image patches among these."""
+    parted: NDArray[np.int64]
+    """[n] tokens behind these whose ids agree too, but not what else a model computes from: computed twice."""
 
     @staticmethod
     def none(count: int) -> SharedPrefixes:
         """Nothing is shared."""
-        zeros = np.zeros(count, np.int64)
-        return SharedPrefixes(parents=zeros - 1, lengths=zeros, patches=zeros)
+        lengths, patches, parted = np.zeros((3, count), np.int64)
+        return SharedPrefixes(parents=np.full(count, -1, np.int64), lengths=lengths, patches=patches, parted=parted)
+
+    @staticmethod
+    def of(parents: Sequence[int], lengths: Sequence[int]) -> SharedPrefixes:
+        """Of text that agrees in everything where its ids do."""
+        none = SharedPrefixes.none(len(parents))
+        return replace(none, parents=np.array(parents, np.int64), lengths=np.array(lengths, np.int64))
 
     @staticmethod
     def joined(parts: Sequence[SharedPrefixes]) -> SharedPrefixes:
         """Of groups one after the other; samples of different groups share nothing."""
         starts = np.cumsum([0, *(len(part.parents) for part in parts)])[:-1].tolist()
         parents = [np.where(p.parents < 0, -1, p.parents + at) for p, at in zip(parts, starts, strict=True)]
-        return SharedPrefixes(
-            parents=np.concatenate([np.zeros(0, np.int64), *parents]),
-            lengths=np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]),
-            patches=np.concatenate([np.zeros(0, np.int64), *(part.patches for part in parts)]),
-        )
+        numbers = {
+            name: np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)])
+            for name in ("lengths", "patches", "parted")
+        }
+        return SharedPrefixes(parents=np.concatenate([np.zeros(0, np.int64), *parents]), **numbers)
 
     def shortened(self) -> SharedPrefixes:
         """The same, each parent as early as it may be: then every child shares more with its parent than that one with
@@ -54,13 +62,12 @@ class SharedPrefixes:
             while parent >= 0 and shared[parent] >= length:
                 parent = parents[parent]
             parents[i] = parent if length else -1
-        return SharedPrefixes(parents=np.array(parents, np.int64), lengths=self.lengths, patches=self.patches)
+        return replace(self, parents=np.array(parents, np.int64))
 
     def depth_first(self) -> NDArray[np.intp]:
         """[n] the samples in depth-first order; without sharing, as they come.
 
-        >>> found = SharedPrefixes(parents=np.array([-1, 0, 0, -1, 1]), lengths=np.array([0, 3, 2, 0, 4]), \
-patches=np.zeros(5, np.int64))
+        >>> found = SharedPrefixes.of([-1, 0, 0, -1, 1], [0, 3, 2, 0, 4])
         >>> found.depth_first().tolist()
         [0, 1, 4, 2, 3]
         """

@@ -28,11 +28,7 @@ class Case:
 
 
 def _facts(lengths: list[int], parents: list[int], shared: list[int], groups: list[int]) -> SampleFacts:
-    found = SharedPrefixes(
-        parents=np.array(parents, np.int64),
-        lengths=np.array(shared, np.int64),
-        patches=np.zeros(len(lengths), np.int64),
-    )
+    found = SharedPrefixes.of(parents, shared)
     made = traits_of(np.array(lengths, np.int64))
     return replace(made, shared=found, group=tuple(f"g{g}" for g in groups))
 

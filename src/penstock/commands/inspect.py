@@ -4,6 +4,8 @@ penstock inspect group.frame                         samples, columns, how each 
 penstock inspect group.frame --json | jq .columns
 penstock inspect runs/demo                           ledger, steps, groups, sizes; also while a plane works on it
 penstock inspect runs/demo --json | jq .ledger
+penstock inspect runs/demo --plot step.svg           the last step: ranks by micro-batches, waiting, shared tokens
+penstock inspect group.frame --plot group.png --ranks 8 --trees
 """
 
 from __future__ import annotations
@@ -28,16 +30,29 @@ _NUMBERS = ("tokens", "loss_tokens", "policy_version")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a frame, as written by penstock.encode, or a run's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a packed step to an .svg or .png file")
+    parser.add_argument("--step", type=int, help="of a run: the step to draw; the last one unless given")
+    parser.add_argument("--ranks", type=int, default=8, help="of a frame: ranks to pack it for (8)")
+    parser.add_argument("--cap", type=int, metavar="TOKENS", help="of a frame: tokens of a micro-batch (its longest)")
+    parser.add_argument("--trees", action="store_true", help="of a frame: compute what its samples share once")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.file.exists():
+        raise InvalidInput(f"{args.file}: not a file; give a frame, as written by penstock.encode, or a run's folder")
+    if args.plot is not None:
+        from penstock.commands import inspect_plot
+
+        if args.file.is_dir():
+            print(inspect_plot.plot_run(args.file, args.plot, step=args.step))
+        else:
+            print(inspect_plot.plot_frame(args.file, args.plot, ranks=args.ranks, cap=args.cap, trees=args.trees))
+        return 0
     if args.file.is_dir():
         from penstock.commands import inspect_run  # frames are looked at without loading the plane
 
         print(inspect_run.report(args.file, as_json=args.json))
         return 0
-    if not args.file.is_file():
-        raise InvalidInput(f"{args.file}: not a file; give a frame, as written by penstock.encode, or a run's folder")
     report = inspect_frame(args.file.read_bytes())
     print(json.dumps(report, indent=1) if args.json else _text(report))
     return 0

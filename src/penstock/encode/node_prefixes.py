@@ -36,7 +36,7 @@ def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes
             shared[i] = _until_images_differ(samples, i, parent, int(shared[i]))
             patches[i] = sum(span.num_patches for span in samples.images[i] if span.end <= shared[i])
     parents = np.where(shared > 0, prefixes.parents, -1)
-    return SharedPrefixes(parents=parents, lengths=shared, patches=patches)
+    return SharedPrefixes(parents=parents, lengths=shared, patches=patches, parted=prefixes.shared - shared)
 
 
 def find_node_prefixes(samples: Samples) -> SharedPrefixes:
@@ -44,15 +44,15 @@ def find_node_prefixes(samples: Samples) -> SharedPrefixes:
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(samples.text["group"]):
         groups.setdefault(name, []).append(i)
-    parents, lengths, patches = (np.full(len(samples), value, np.int64) for value in (-1, 0, 0))
+    out = SharedPrefixes.none(len(samples))
     for rows in groups.values():
         if len(rows) < 2:
             continue
         own = samples.take(rows)
         found = node_prefixes(own, find_prefixes(own.columns["token_ids"].values, own.offsets))
-        parents[rows] = np.where(found.parents < 0, -1, np.array(rows)[found.parents])
-        lengths[rows], patches[rows] = found.lengths, found.patches
-    return SharedPrefixes(parents=parents, lengths=lengths, patches=patches)
+        out.parents[rows] = np.where(found.parents < 0, -1, np.array(rows)[found.parents])
+        out.lengths[rows], out.patches[rows], out.parted[rows] = found.lengths, found.patches, found.parted
+    return out
 
 
 def _agreement(column: Ragged, name: str, i: int, j: int, limit: int) -> int:

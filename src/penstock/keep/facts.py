@@ -85,6 +85,8 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the frame says of columns that are not of the table."""
     shared_patches: tuple[int, ...] = ()
     """Per sample how many image patches are in these first tokens."""
+    parted: tuple[int, ...] = ()
+    """Per sample how many tokens behind them have the same ids, but not the same in what else is computed from."""
 
     @property
     def num_samples(self) -> int:
@@ -133,7 +135,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         )
     columns = tuple(table.has)
     found = node_prefixes(samples, head.prefixes)
-    shares = bool(found.lengths.any())
+    shares = bool(found.lengths.any() or found.parted.any())
     known = samples.policy_versions[samples.policy_versions >= 0]
     return GroupFacts(
         group=group,
@@ -155,6 +157,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         parents=tuple(found.parents.tolist()) if shares else (),
         shared=tuple(found.lengths.tolist()) if shares else (),
         shared_patches=tuple(found.patches.tolist()) if shares else (),
+        parted=tuple(found.parted.tolist()) if shares else (),
         versions=_versions(samples),
         digests=tuple(sample_digests(samples)),
     )
@@ -245,9 +248,8 @@ def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
 def _shared(facts: GroupFacts) -> SharedPrefixes:
     if not facts.parents:
         return SharedPrefixes.none(facts.num_samples)
-    columns = (np.array(column, np.int64) for column in (facts.parents, facts.shared, facts.shared_patches))
-    parents, lengths, patches = columns
-    return SharedPrefixes(parents=parents, lengths=lengths, patches=patches)
+    names = {"parents": "parents", "lengths": "shared", "patches": "shared_patches", "parted": "parted"}
+    return SharedPrefixes(**{name: np.array(getattr(facts, own), np.int64) for name, own in names.items()})
 
 
 def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:

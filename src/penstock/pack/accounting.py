@@ -95,6 +95,9 @@ class Accounting:
     """Sum of squared sample lengths in those micro-batches, without the squares of what samples share."""
     path_patches: int
     """Image patches in those micro-batches."""
+    parted_tokens: int = 0
+    """With trees: tokens that samples of a group have in common, computed for each of them because they were routed to
+    other experts or stand for other images."""
 
     @property
     def efficiency(self) -> float:
@@ -141,6 +144,7 @@ class Accounting:
             "samples": self.total.samples,
             "computed_tokens": self.total.computed_tokens,
             "shared_tokens": self.total.shared_tokens,
+            "parted_tokens": self.parted_tokens,
             "padding_tokens": self.total.padding_tokens,
             "dummy_tokens": self.total.dummy_tokens,
             "max_micro_batch_tokens": self.total.max_micro_batch_tokens,
@@ -200,6 +204,7 @@ def account(
         step_cost=sum(max(placed.cost for placed in row) for row in grid),
         lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
         bound_by_longest_sample=any(bound.by_longest for bound in bounds),
+        parted_tokens=0 if facts.shared is None or not packing.trees else int(facts.shared.parted[packed].sum()),
         **_path([max(row, key=lambda placed: placed.cost) for row in grid], items),
     )
 

@@ -60,6 +60,24 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         }
 
 
+def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tuple[bytes, ...]]:
+    """The number of a step, the last one unless given, and each rank's part of its plan, while that is kept."""
+    root = Path(folder)
+    root = root / "plane" if is_run(root / "plane") else root
+    if not is_run(root):
+        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
+    with _reading(root / LOG) as log:
+        plans = {n: read_manifest(data).rank_plans for n, data in log.execute("SELECT step, manifest FROM steps")}
+    kept = sorted(n for n, parts in plans.items() if parts)
+    number = step if step is not None else kept[-1] if kept else 0
+    if number not in kept:
+        raise InvalidInput(
+            f"step {number}: no plan of it in {root}; there are those of {', '.join(map(str, kept)) or 'no step'}, "
+            "as plans are kept until their step can no longer be asked for"
+        )
+    return number, plans[number]
+
+
 def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
     """The groups of a run that were set aside and not decided upon since."""
     names = ("id", "run", "samples", "reason")
