@@ -61,6 +61,8 @@ def test_joined_facts_are_those_of_the_joined_samples(made: Groups, packing: Pac
     joined = replace(joined, shared=None)
     for field in fields(SampleFacts):
         got, wanted = getattr(joined, field.name), getattr(expected, field.name)
+        if field.name == "own":  # by their words: NaN equals NaN
+            got, wanted = repr(got), repr(wanted)
         if field.name == "has":
             got, wanted = ({name: flags.tolist() for name, flags in has.items()} for has in (got, wanted))
         assert np.array_equal(got, wanted) if isinstance(wanted, np.ndarray) else got == wanted, field.name
@@ -86,7 +88,7 @@ def test_a_step_planned_from_facts_is_the_one_that_packing_the_samples_gives(
 def test_facts_survive_being_written_down(made: Groups) -> None:
     for samples in made:
         facts = facts_of(samples)
-        assert GroupFacts.from_bytes(facts.to_bytes()) == facts
+        assert GroupFacts.from_bytes(facts.to_bytes()).to_bytes() == facts.to_bytes()
 
 
 @settings(max_examples=30)
@@ -96,7 +98,7 @@ def test_facts_that_fit_another_length_are_those_made_for_it(made: Groups, befor
         first, second = facts_of(samples, before), facts_of(samples, after)
         assert first.fits(before)
         if first.fits(after):
-            assert msgspec.structs.replace(first, seq_len=after) == second
+            assert msgspec.structs.replace(first, seq_len=after).to_bytes() == second.to_bytes()
         else:
             assert max(sample.num_tokens for sample in samples) > min(before, after)
 

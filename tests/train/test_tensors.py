@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from penstock.arrays import Sample
+from penstock.arrays import Ragged, Sample
 from penstock.pack import Packing, pack, pack_with
+from penstock.testing.own import OWN_COLUMNS
 from penstock.testing.packing import packable
 from penstock.train import to_torch
 
@@ -70,13 +71,17 @@ def test_tensors_have_the_shapes_of_the_numpy_columns_and_experts_stay_as_narrow
 @settings(max_examples=25)
 def test_values_are_those_of_the_micro_batch_with_and_without_a_pool(samples: list[Sample]) -> None:
     pool: dict[str, Any] = {}
-    for batch in [b for rank in pack_with(Packing(ranks=2, seq_len=64), samples).ranks for b in rank]:
+    for batch in [
+        b for rank in pack_with(Packing(ranks=2, seq_len=64, columns=OWN_COLUMNS), samples).ranks for b in rank
+    ]:
         for tensors in (to_torch(batch), to_torch(batch, out=pool), to_torch(batch, device="cpu")):
             columns = dict(batch.columns)
-            if "sampling_mask" in columns:
-                lists = columns.pop("sampling_mask")
-                columns |= {"sampling_mask_values": lists.values, "sampling_mask_offsets": lists.offsets}
-                assert tensors["sampling_mask_values"].dtype == tensors["sampling_mask_offsets"].dtype == torch.int64
+            for name in [name for name, cells in columns.items() if isinstance(cells, Ragged)]:
+                lists = columns.pop(name)
+                columns |= {f"{name}_values": lists.values, f"{name}_offsets": lists.offsets}
+                assert tensors[f"{name}_offsets"].dtype == torch.int64
+            for name in {"token_ids", "sampling_mask_values", "teacher_topk_ids"} & tensors.keys():
+                assert tensors[name].dtype == torch.int64
             assert set(tensors) == {*columns, "sequence_lengths"}
             for name, values in columns.items():
                 found = tensors[name].numpy()

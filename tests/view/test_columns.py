@@ -44,6 +44,8 @@ def made(column: Column) -> Any:
         return Ragged.of_lists([range(n, 2 * n) for n in range(1, LENGTH + 1)])
     if kind == "b":
         return [False] + [True] * (LENGTH - 1)
+    if column.trailing and kind == "f":
+        return -np.arange(1, 1 + np.prod(shape)).reshape(shape) / 8
     if kind == "f":
         return -np.linspace(0.5, 1, LENGTH) if column.at_most < 1 else np.linspace(0.5, 1, LENGTH)
     return np.arange(1, 1 + np.prod(shape)).reshape(shape)

@@ -2,6 +2,7 @@
 
 from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Column
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import teacher_topk
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
@@ -16,4 +17,5 @@ __all__ = [
     "Sample",
     "Samples",
     "offsets_of",
+    "teacher_topk",
 ]

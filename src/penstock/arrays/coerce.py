@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Array, Cells, Column, first_bad
+from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, TOPK, Array, Cells, Column, first_bad
 from penstock.arrays.kept_sets import ascending, check_kept
 from penstock.arrays.ragged import Ragged, freeze, offsets_of
 from penstock.errors import InvalidInput
@@ -66,6 +66,7 @@ def coerce_columns(
         _check_column(table[name], values, count, mask, where)
         if count == 1 and table[name].per == "either" and values.ndim == 1:
             arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
+    _check_topk(arrays, where)
     if "sampling_mask" in arrays:
         check_kept(arrays["sampling_mask"], arrays["token_ids"], where)
     if mask[0]:
@@ -89,6 +90,13 @@ def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bo
     if bad is not None:
         index = int(np.flatnonzero(mask)[bad[0]]) if where_trained else bad[0]
         raise InvalidInput(f"{where}.{column.name}{'' if scalar else f'[{index}]'}: {bad[1]}")
+
+
+def _check_topk(arrays: Mapping[str, Cells], where: str) -> None:
+    shapes = {name: arrays[name].shape[1:] for name in TOPK if name in arrays}
+    if shapes and (len(shapes) == 1 or len(set(shapes.values())) > 1):
+        found = ", ".join(f"{name} of {shape[0]}" for name, shape in shapes.items())
+        raise InvalidInput(f"{where}: {found} per token; give {' and '.join(TOPK)}, both with k values per token")
 
 
 def _check_lists(column: Column, lists: Ragged, where: str) -> None:

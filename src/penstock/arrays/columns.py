@@ -232,6 +232,17 @@ TABLE: tuple[Column, ...] = (
         "the ids that the sampler kept (top-p, top-k, min-p), ascending; empty = all of them",
         ragged=True,
     ),
+    _token("teacher_topk_ids", "<u4", 0, 0, "the k ids that a teacher finds most likely, per token", trailing=1),
+    _token(
+        "teacher_topk_logprobs",
+        "<f4",
+        0.0,
+        0.0,
+        "their log-probabilities under the teacher; 0.0 where not sampled",
+        trailing=1,
+        nan="untrained",
+        at_most=LOGPROB_SLACK,
+    ),
     _sample("id", "str", "", "unique; later columns attach by it"),
     _sample("group", "str", "", "the group's own id, unique: the unit of replay"),
     _sample("prompt", "str", "", "the prompt's name; comes back as often as the prompt is sampled"),
@@ -253,6 +264,9 @@ TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 ALL_OR_NONE = {"logprobs": ("rl", "opd"), "advantages": ("rl",), "teacher_logprobs": ("opd",)}
 """Columns that all trained samples of these modes in a step have, or none of them."""
 
+
+TOPK = ("teacher_topk_ids", "teacher_topk_logprobs")
+"""Columns that a sample has both of, in one shape, or neither."""
 
 APART = "routed_experts"
 """Samples with and without this column never share a micro-batch: no value of it says "route as you like"."""
@@ -277,8 +291,8 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
         good |= np.isnan(values)
     if good.all():
         return None
-    index = int(np.argmin(good))
-    return index, _reason(column, float(values[index]))
+    index = int(np.argmin(good))  # of the flat array: rows may have trailing dimensions
+    return index // (good.size // len(good)), _reason(column, float(values.reshape(-1)[index]))
 
 
 def _reason(column: Column, value: float) -> str:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from penstock.arrays.coerce import Values, as_lists, coerce_cells
-from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, Description, Per
+from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, Description, Per
 from penstock.arrays.ragged import Ragged
 from penstock.errors import ConfigError, InvalidInput
 
@@ -75,6 +76,19 @@ def declared(columns: Iterable[Column]) -> Own:
 def own_of(described: Mapping[str, Description]) -> Own:
     """The columns that were described, by name; ConfigError for one that cannot be."""
     return {name: Column.of(check_name(name), described[name]) for name in sorted(described)}
+
+
+def teacher_topk(teacher: str) -> tuple[Column, Column]:
+    """The columns of one of several teachers: its k most likely ids per token, and their log-probabilities.
+
+    >>> [column.name for column in teacher_topk("math")]
+    ['teacher_topk_ids_math', 'teacher_topk_logprobs_math']
+    """
+    ids, logprobs = (COLUMNS[name] for name in TOPK)
+    return (
+        msgspec.structs.replace(ids, name=check_name(f"{ids.name}_{teacher}")),
+        msgspec.structs.replace(logprobs, name=check_name(f"{logprobs.name}_{teacher}")),
+    )
 
 
 def joined_own(parts: Iterable[Own], where: str) -> Own:

@@ -121,7 +121,8 @@ def _check_turns(turns: Sequence[Turn], where: str) -> None:
     if not any(turn.num_tokens for turn in turns):
         raise InvalidInput(f"{where}.turns: {len(turns)} turns without a token; a trajectory has at least one token")
     _check_agreement(turns, "logprobs", [turn.logprobs is not None for turn in turns], where)
-    _check_agreement(turns, "teacher_logprobs", ["teacher_logprobs" in turn.columns for turn in turns], where)
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        _check_agreement(turns, name, [name in turn.columns for turn in turns], where)
     shapes = {turn.columns["routed_experts"].shape[1:]: i for i, turn in enumerate(turns) if _routes(turn)}
     if len(shapes) > 1:
         last = max(shapes.values())

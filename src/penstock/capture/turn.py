@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.coerce import MAX_TEXT, Values, coerce, coerce_lists
-from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
+from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, first_bad
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.kept_sets import check_kept
 from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own
@@ -39,8 +39,9 @@ class Turn:
     which of its tokens the model sampled: a chat template often puts tokens around them. Log-probabilities may
     be given for all tokens or for the sampled ones only. Other columns are given by name, as one value per
     token or one number for the turn: `temperatures`, `weight_versions`, `routed_experts`, `ce_weights`, ...
-    `sampling_mask` is one list of ids per token, or per sampled token. Columns that Penstock does not know go into
-    `columns`, by name or by the `Column` that declares them.
+    `sampling_mask` is one list of ids per token, or per sampled token; `teacher_topk_ids` and `teacher_topk_logprobs`
+    are [T, k], or have a row per sampled token. Columns that Penstock does not know go into `columns`, by name or by
+    the `Column` that declares them.
 
     >>> prompt = Turn([5, 6, 7])
     >>> reply = Turn([1, 8, 9], mask=[False, True, True], logprobs=[-0.5, -0.25], temperatures=0.7)
@@ -203,6 +204,10 @@ def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], 
     at = f"{where}.{column.name}"
     scalar = column.trailing == 0 and np.ndim(value) == 0
     values = coerce(column, [value] if scalar else value, at)
+    if column.name in TOPK and len(values) == np.count_nonzero(sampled) != len(ids):
+        rows = np.full((len(ids), *values.shape[1:]), column.fill, column.numpy)
+        rows[sampled] = values
+        values = rows
     if not scalar and len(values) != len(sampled):
         raise InvalidInput(f"{at}: {len(values)} values for {len(sampled)} tokens; give one per token, or one number")
     checked = values[sampled] if column.nan == "untrained" and not scalar else values

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import Cells
+from penstock.arrays.columns import TOPK, Cells
 from penstock.arrays.images import check_spans
 from penstock.arrays.kept_sets import first_bad_set
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
@@ -161,6 +161,7 @@ def _check_values(samples: Samples, head: Head) -> None:
     try:
         for name, column in samples.columns.items():
             _check_column(name, column, samples)
+        _check_topk(samples)
         types = samples.columns.get("mm_token_type_ids")
         if samples.images is None and types is not None:
             check_spans((), len(types.values), types.values, "frame without images")
@@ -171,6 +172,16 @@ def _check_values(samples: Samples, head: Head) -> None:
             check_spans(spans, int(samples.lengths[i]), row, where)
     except InvalidInput as error:
         raise CorruptFrame(str(error)) from None
+
+
+def _check_topk(samples: Samples) -> None:
+    found = [samples.columns[name] for name in TOPK if name in samples.columns]
+    if found and (
+        len(found) == 1
+        or found[0].values.shape != found[1].values.shape
+        or not np.array_equal(found[0].offsets, found[1].offsets)
+    ):
+        raise CorruptFrame(f"frame: {' and '.join(TOPK)} are not of one shape")
 
 
 def _check_column(name: str, column: Ragged, samples: Samples) -> None:

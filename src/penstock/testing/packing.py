@@ -17,6 +17,7 @@ except ImportError as error:
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.pack import Cost, PackedImages, Packing
+from penstock.testing.own import OWN_COLUMNS, values_of
 
 
 @st.composite
@@ -30,6 +31,8 @@ def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None)
     longest = draw(st.sampled_from([1, 3, 20, 60]))
     has_images, has_routing, has_modes = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher", "sampling_mask"])))
+    own = [column for column in OWN_COLUMNS if draw(st.booleans())] if draw(st.booleans()) else []
+    has_topk = draw(st.booleans())
     has_advantages = draw(st.booleans()) if advantages is None else advantages
     out = []
     for i in range(draw(st.integers(0, most))):
@@ -41,6 +44,10 @@ def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None)
         for name in sorted(optional):
             if rng.random() < 0.5:
                 columns.update(_optional(name, rng, length) if name != "sampling_mask" else _kept(rng, ids))
+        if has_topk and rng.random() < 0.5:
+            columns["teacher_topk_ids"] = rng.integers(0, 1000, (length, 2))
+            columns["teacher_topk_logprobs"] = -rng.random((length, 2))
+        columns["columns"] = {column: values_of(rng, column, length) for column in own if rng.random() < 0.5}
         if has_routing and rng.random() < 0.4:
             columns["routed_experts"] = rng.integers(0, 9, (length, 2, 2), np.uint8)
         if has_images and rng.random() < 0.4:
@@ -105,6 +112,7 @@ def packings(draw: st.DrawFn, lengths: tuple[int, ...] = (8, 30, 64)) -> Packing
             per_patch=draw(st.sampled_from([0.0, 5.0])),
         ),
         rows_by=draw(st.sampled_from(["modality", "run"])),
+        columns=OWN_COLUMNS,
         pad_id=draw(st.sampled_from([0, 7])),
         long_rows=True,
     )

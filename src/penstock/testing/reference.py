@@ -111,5 +111,4 @@ def _plain(values: Cells) -> Any:
         return [_plain(values[t]) for t in range(len(values))]
     if values.dtype.kind != "f":
         return values.tolist()
-    bits = list(struct.unpack(f"<{values.size}I", values.tobytes()))
-    return bits if values.ndim else bits[0]
+    return values.view(f"<u{values.dtype.itemsize}").tolist()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.arrays.columns import TOKEN_COLUMNS
 from penstock.pack import RankPlan, Step
 
 WEIGHTS = {
@@ -77,33 +76,42 @@ def token_rows(samples: Sequence[Sample], rank_plan: RankPlan, m: int) -> list[d
         for t in range(int(rank_plan.cuts[s])):
             row: dict[str, Any] = {"position_ids": t}
             for name in rank_plan.columns:
-                row[name] = _borrowed(sample, name, t) if dummy else _value(sample, name, t)
+                row[name] = _borrowed(sample, name, t, rank_plan) if dummy else _value(sample, name, t, rank_plan)
             rows.append(row)
     padding = int(rank_plan.padded[m]) - len(rows)
     for t in range(padding):
         row = {"position_ids": t}
         for name in rank_plan.columns:
-            row[name] = rank_plan.pad_id if name == "token_ids" else _padding(name)
+            row[name] = rank_plan.pad_id if name == "token_ids" else _padding(name, rank_plan)
         rows.append(row)
     return rows
 
 
-def _value(sample: Sample, name: str, t: int) -> Any:
-    column = sample.get(name)
-    if column is None:
-        return [] if TOKEN_COLUMNS[name].ragged else WEIGHTS[sample.mode].get(name, TOKEN_COLUMNS[name].fill)
-    once = not TOKEN_COLUMNS[name].ragged and column.ndim == 0
-    return column.tolist() if once else column[t].tolist()
+def _value(sample: Sample, name: str, t: int, rank_plan: RankPlan) -> Any:
+    cells = sample.get(name)
+    if cells is None:
+        return _constant(name, WEIGHTS[sample.mode].get(name, rank_plan.table[name].fill), rank_plan)
+    once = not rank_plan.table[name].ragged and cells.ndim == 0
+    return cells.tolist() if once else cells[t].tolist()
 
 
-def _borrowed(sample: Sample, name: str, t: int) -> Any:
+def _borrowed(sample: Sample, name: str, t: int, rank_plan: RankPlan) -> Any:
     if name in ("token_ids", "mm_token_type_ids") and sample.get(name) is not None:
         return sample[name][t].tolist()
-    return _padding(name)
+    return _padding(name, rank_plan)
 
 
-def _padding(name: str) -> Any:
-    return [] if TOKEN_COLUMNS[name].ragged else TOKEN_COLUMNS[name].pad
+def _padding(name: str, rank_plan: RankPlan) -> Any:
+    return _constant(name, rank_plan.table[name].pad, rank_plan)
+
+
+def _constant(name: str, value: Any, rank_plan: RankPlan) -> Any:
+    """A value for one token that has none: an empty list, or the value as often as a row has places."""
+    if rank_plan.table[name].ragged:
+        return []
+    for size in reversed(rank_plan.shapes[name][1] if rank_plan.table[name].trailing else ()):
+        value = [value] * size
+    return value
 
 
 def count_step(step: Step) -> dict[str, int]:

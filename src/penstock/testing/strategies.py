@@ -28,20 +28,15 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Ragged, Sample
-from penstock.arrays.columns import Array
+from penstock.arrays.columns import Array, Cells
+from penstock.testing.own import OWN_COLUMNS, values_of
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
 _LOGPROBS = ("logprobs", "teacher_logprobs")
-_FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.kind == "f")
-_OPTIONAL = (
-    *_FLOATS,
-    *_FLOATS,
-    "routed_experts",
-    "images",
-    "weight_versions",
-    "sampling_mask",
-)  # floats twice as often
+_FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.kind == "f" and not column.trailing)
+_OTHERS = ("routed_experts", "images", "weight_versions", "sampling_mask", "teacher_topk", "own")
+_OPTIONAL = (*_FLOATS, *_FLOATS, *_OTHERS)  # floats twice as often
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
@@ -147,6 +142,23 @@ def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bo
 
 
 @st.composite
+def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[str, Array]:
+    """A teacher's k ids and log-probabilities: rows for all tokens, or zeros where nothing is trained."""
+    rng, top = draw(generators()), draw(st.sampled_from(_LARGEST_IDS))
+    rows = mask[:, None] if draw(st.booleans()) else np.ones((len(mask), 1), np.bool_)
+    ids = rng.integers(0, top, (len(mask), k), np.uint32, endpoint=True)
+    logprobs = -rng.exponential(1, (len(mask), k)).astype(np.float32)
+    return {"teacher_topk_ids": ids * rows, "teacher_topk_logprobs": np.where(rows, logprobs, np.float32(0))}
+
+
+@st.composite
+def own_columns(draw: st.DrawFn, count: int) -> dict[Column, Cells]:
+    """Some of the columns that `penstock.testing.own` declares."""
+    rng, chosen = draw(generators()), draw(st.sets(st.sampled_from(OWN_COLUMNS), min_size=1))
+    return {column: values_of(rng, column, count) for column in OWN_COLUMNS if column in chosen}
+
+
+@st.composite
 def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[np.uint8]]:
     """Images that fit into `count` tokens, apart and in order, and the token types that go with them."""
     rng = draw(generators())
@@ -177,6 +189,10 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
             columns["images"], columns["mm_token_type_ids"] = draw(image_spans(len(ids)))
         elif present == "sampling_mask":
             columns[present] = draw(sampling_masks(ids, mask))
+        elif present == "teacher_topk":
+            columns |= draw(teacher_topk(mask))
+        elif present == "own":
+            columns["columns"] = draw(own_columns(len(ids)))
         elif present == "weight_versions":
             columns[present] = draw(generators()).integers(0, 2**31 - 1, len(ids), np.int32, endpoint=True)
         else:

@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 import zstandard
 
-SIZES = {"|b1": 1, "|u1": 1, "<u2": 2, "<u4": 4, "<f4": 4, "<i4": 4, "<i8": 8}
+SIZES = {"|b1": 1, "|u1": 1, "|i1": 1, "<u2": 2, "<i2": 2, "<f2": 2, "<u4": 4, "<f4": 4, "<i4": 4}
+SIZES |= {"<u8": 8, "<i8": 8, "<f8": 8}
 WIDTHS = {1: (0, 1), 2: (0, 2), 4: (0, 4), 8: (8, 0), 9: (8, 1), 10: (8, 2), 12: (8, 4), 16: (16, 0)}
 WIDTHS |= {17: (16, 1), 18: (16, 2), 20: (16, 4), 24: (16, 8), 32: (32, 0)}
 PER_TOKEN = {"token_ids", "loss_mask", "logprobs", "teacher_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"}
 PER_TOKEN |= {"routed_experts", "mm_token_type_ids", "weight_versions", "sampling_mask"}
+PER_TOKEN |= {"teacher_topk_ids", "teacher_topk_logprobs"}
 ORDER = ["token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "rewards", "teacher_logprobs"]
 ORDER += ["rl_weights", "ce_weights", "ref_kl_weights", "routed_experts", "mm_token_type_ids", "weight_versions"]
-ORDER += ["sampling_mask"]
+ORDER += ["sampling_mask", "teacher_topk_ids", "teacher_topk_logprobs"]
 
 
 class Section:
@@ -85,11 +87,19 @@ def read_runs(section: Section, runs: int, lengths_block: list[Any], dtype: str)
     return [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
 
 
-def read_rows(section: Section, block: list[Any], dtype: str, count: int, shape: list[int]) -> list[Any]:
+def read_rows(
+    section: Section, block: list[Any], dtype: str, count: int, shape: list[int], mask: list[int] | None = None
+) -> list[Any]:
     """The `count` rows of a column with trailing dimensions."""
-    layers, top_k = shape
+    if block[0] == 4:
+        assert mask is not None
+        kept = iter(read_rows(section, block[3][0], dtype, block[1], shape))
+        return [next(kept) if on else zeros(shape) for on in mask]
+    layers, top_k = (1, *shape)[-2:]
     total = count * layers * top_k
-    if block[0] == 0:
+    if block[0] == 8:
+        flat = read(section, block[3][0], dtype, total)
+    elif block[0] == 0:
         flat = integers(section.take(total * SIZES[dtype]), dtype)
     elif block[0] == 1:
         flat = integers(section.take(SIZES[dtype]), dtype) * total
@@ -97,7 +107,11 @@ def read_rows(section: Section, block: list[Any], dtype: str, count: int, shape:
         turned = integers(section.plane(block[2][0], total * SIZES[dtype]), dtype)
         flat = [turned[place * count + row] for row in range(count) for place in range(layers * top_k)]
     rows = [flat[i : i + top_k] for i in range(0, total, top_k)]
-    return [rows[i : i + layers] for i in range(0, len(rows), layers)]
+    return rows if len(shape) == 1 else [rows[i : i + layers] for i in range(0, len(rows), layers)]
+
+
+def zeros(shape: list[int]) -> Any:
+    return [zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
 def read_lists(
@@ -128,7 +142,9 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
     back = read(head, back_b, "<i8", n) if back_b else [0] * n
     shared = read(head, shared_b, "<i8", n) if shared_b else [0] * n
     rows: dict[str, list[Any]] = {}
-    for name, dtype, block, _, kinds_block, num_values, _ in head_columns:
+    per_token = PER_TOKEN | {spec[0] for spec in body_columns if len(spec) > 9 and spec[9] and spec[9][0] == "token"}
+    types = {spec[0]: spec[1] for spec in (*head_columns, *body_columns)}
+    for name, dtype, block, _, kinds_block, num_values, *_ in head_columns:
         kinds = read(head, kinds_block, "<u4", n)
         rows[name] = split(read(head, block, dtype, num_values), kinds)
     kinds_of = {spec[0]: read(head, spec[4], "<u4", n) for spec in body_columns if spec[4]}
@@ -142,7 +158,7 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
         if described and described[0]:
             values = read_lists(body, block, described[0], dtype, count, whole)
         elif trailing:
-            values = read_rows(body, block, dtype, count, trailing)
+            values = read_rows(body, block, dtype, count, trailing, whole)
         else:
             values = read(body, block, dtype, count, whole)
         rows[name] = split(values, sizes)
@@ -151,13 +167,22 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
                 rows[name][i] = rows[name][i - back[i]][: shared[i]] + rows[name][i]
         if name == "loss_mask":
             mask = [on for row in rows[name] for on in row]
-    return [_record(i, text, versions, images, rows) for i in range(n)]
+    order = [*ORDER, *sorted(rows.keys() - set(ORDER))]
+    plain = {name: [plain_row(row, types[name]) for row in rows[name]] for name in order if name in rows}
+    return [_record(i, text, versions, images, plain, per_token) for i in range(n)]
 
 
 def split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
     """Rows of these sizes from their values end to end."""
     rest = iter(values)
     return [[next(rest) for _ in range(size)] for size in sizes]
+
+
+def plain_row(row: Any, dtype: str) -> Any:
+    """Values as `reference.record` has them: bools as such, the others as they were read."""
+    if isinstance(row, list):
+        return [plain_row(one, dtype) for one in row]
+    return bool(row) if dtype == "|b1" else row
 
 
 def read_text(head: Section, spec: list[Any], n: int) -> list[str]:
@@ -169,15 +194,18 @@ def read_text(head: Section, spec: list[Any], n: int) -> list[str]:
 
 
 def _record(
-    i: int, text: dict[str, list[str]], versions: list[int], images: Any, rows: dict[str, list[Any]]
+    i: int,
+    text: dict[str, list[str]],
+    versions: list[int],
+    images: Any,
+    rows: dict[str, list[Any]],
+    per_token: set[str],
 ) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    for name in ORDER:
-        row = rows.get(name, [[]] * (i + 1))[i]
-        if name == "loss_mask":
-            row = [bool(on) for on in row]
+    for name in rows:
+        row = rows[name][i]
         if row:
-            columns[name] = row if name in PER_TOKEN or len(row) > 1 else row[0]
+            columns[name] = row if name in per_token or len(row) > 1 else row[0]
     return {
         "text": [text[name][i] for name in ("id", "group", "env", "run", "mode")],
         **({"prompt": text["prompt"][i]} if text.get("prompt", [""] * (i + 1))[i] else {}),

@@ -5,6 +5,7 @@
     logprobs, advantages, weights and the like     float32  [T]
     weight_versions                                int32    [T]
     routed_experts                                 uint8    [T, layers, top_k]      (uint16 above 256 experts)
+    teacher_topk_ids, teacher_topk_logprobs        int64, float32  [T, k]
     sampling_mask_values                           int64    [N]                     the lists of all tokens end to end
     sampling_mask_offsets                          int64    [T + 1]                 where the list of each token starts
     sequence_lengths                               int32    [segments]
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 # Embedding lookups take int64. Experts are many and only looked up by: they stay as narrow as they are.
-CONVERTED = {"token_ids": np.int64, "mm_token_type_ids": np.int64, "sampling_mask_values": np.int64}
+_INDICES = ("token_ids", "mm_token_type_ids", "sampling_mask_values", "teacher_topk_ids")
+CONVERTED = dict.fromkeys(_INDICES, np.int64)
 
 
 def to_torch(

@@ -20,11 +20,12 @@ from penstock.arrays.ragged import copied
 from penstock.arrays.versions import known
 from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
-from penstock.view.record import COLUMNS, OF_SAMPLE, TABLE, ExportColumn, Record, finite, without_empty
+from penstock.view.record import COLUMNS, OF_SAMPLE, TABLE, ExportColumn, Record, finite, form_of, without_empty
 
 if TYPE_CHECKING:
     from penstock.train.terms import Terms
 
+_OF_BATCH = {column.attribute for column in TABLE if column.source == "batch"}
 _COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith("is_masked")}
 
 
@@ -58,6 +59,8 @@ class Snapshot:
                     "give one per token of the micro-batch, padding included"
                 )
             columns[column.name] = found
+        own = [name for name in batch.columns if name not in _OF_BATCH and name not in omit]
+        columns |= {name: copied(batch.columns[name]) for name in own}
         return Snapshot(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
 
     def records(
@@ -65,6 +68,7 @@ class Snapshot:
     ) -> Iterator[Record]:
         """One record per sequence that has a trained token; padding and dummies have none. `untrained`: of all."""
         segments, columns = self.batch.segments, self._measured()
+        forms = {name: form_of(values) for name, values in columns.items() if name not in COLUMNS}
         for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
             own = slice(start, start + count)
             if not untrained and not columns["loss_mask"][own].any():
@@ -81,6 +85,7 @@ class Snapshot:
                     "staleness": None if policy_version is None or version is None else policy_version - version,
                     "rule": None if rule is None else {name: finite(value) for name, value in rule.items()},
                     "images": self._images(start, count),
+                    "columns": forms or None,
                 },
                 columns=without_empty(found),
             )
@@ -90,7 +95,7 @@ class Snapshot:
         out, offsets = dict(self.columns), self.batch.segments.offsets
         absent = {column.name: self._unrecorded(column) for column in TABLE if column.null == "unrecorded"}
         for name, values in self.columns.items():
-            null = COLUMNS[name].null
+            null = COLUMNS[name].null if name in COLUMNS else "never"
             if null != "never":
                 unsampled = absent["inference_logprobs"]
                 out[name] = values.copy()

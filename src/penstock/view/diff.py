@@ -148,7 +148,8 @@ def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | Non
     """The first token that differs in any column, and the first such column; over the length both have."""
     length = min(a.num_tokens, b.num_tokens)
     best: tuple[int, str] | None = None
-    for column in TABLE:
+    own = a.own | b.own
+    for column in (*TABLE, *(own[name] for name in sorted(own))):
         if column.ragged:
             differs = _differing_lists(*(_lists(record, column, length) for record in (a, b)))
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -18,6 +19,7 @@ import numpy as np
 
 from penstock.arrays.columns import Cells
 from penstock.arrays.ragged import Ragged
+from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.view.record import FACTS, TABLE, ExportColumn, Record, filled, without_empty
 
@@ -89,7 +91,27 @@ def parse_line(line: bytes) -> Record:
         if len(found) != len(raw.token_ids):
             raise MalformedLine(f"{column.name} has {len(found)} values for {len(raw.token_ids)} tokens")
         columns[column.name] = found
-    return Record(facts={name: getattr(raw, name) for name in FACTS}, columns=without_empty(columns))
+    record = Record(facts={name: getattr(raw, name) for name in FACTS}, columns=columns)
+    return replace(record, columns=without_empty(columns | _own(line, record)))
+
+
+def _rank(values: Cells) -> int:
+    return 1 if isinstance(values, Ragged) else int(values.ndim)
+
+
+def _own(line: bytes, record: Record) -> dict[str, Cells]:
+    """The columns that are not of the table."""
+    if not record.facts["columns"]:
+        return {}
+    try:
+        own, raw = record.own, msgspec.json.decode(line)
+        found = {name: _array(column, raw[name]) for name, column in own.items() if raw.get(name) is not None}
+    except (InvalidInput, TypeError) as error:
+        raise MalformedLine(str(error)) from None
+    for name, values in found.items():
+        if values is not None and (_rank(values) != own[name].trailing + 1 or len(values) != record.num_tokens):
+            raise MalformedLine(f"{name}: not one value for each of {record.num_tokens} tokens")
+    return {name: values for name, values in found.items() if values is not None}
 
 
 def _array(column: ExportColumn, values: list[Any]) -> Cells | None:

@@ -20,9 +20,9 @@ from penstock.arrays import offsets_of
 from penstock.arrays.columns import Array, Cells
 from penstock.arrays.ragged import Ragged
 from penstock.assets.offload import INLINE_BYTES
-from penstock.errors import AssetError, CorruptFile, StorageError
+from penstock.errors import AssetError, CorruptFile, InvalidInput, StorageError
 from penstock.extras import require
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record, without_empty
+from penstock.view.record import FACTS, TABLE, ExportColumn, Record, own_column, without_empty
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.assets import AssetStore
 
 _RECORDS_PER_GROUP = 64
-_TEXT = ("rule", "images")
+_TEXT = ("rule", "images", "columns")
 """Facts with structure; kept as JSON text so that the schema never changes with what is in them."""
 
 
@@ -40,25 +40,55 @@ class ParquetFile:
     suffix = "parquet"
 
     def __init__(self, file: BinaryIO) -> None:
-        import pyarrow.parquet as pq
-
-        self._schema = schema()
-        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd", use_dictionary=False)
+        self._file, self._table = file, _Table()
 
     def append(self, records: list[Record]) -> None:
         if records:
-            self._writer.write_batch(_batch(records, self._schema, None))
+            self._table.write(self._file, records, None)
 
     def finish(self) -> None:
-        self._writer.close()
+        self._table.close(self._file)
 
 
-def schema(*, with_images: bool = False) -> pa.Schema:
-    """The schema: facts, then one list per column of the table."""
+class _Table:
+    """A Parquet writer whose schema is made for the first records: those of one step have the same columns."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._own: dict[str, ExportColumn] = {}
+
+    def write(self, where: Any, records: list[Record], inline: list[list[bytes | None]] | None) -> None:
+        own = {name: column for record in records for name, column in record.own.items()}
+        if self._writer is None:
+            self._own = own
+            self._writer = self._open(where, with_images=inline is not None)
+        for name, column in own.items():
+            if self._own.get(name) != column:
+                raise InvalidInput(
+                    f"column {name!r}: not as in the first records of the file; write these to another one"
+                )
+        self._writer.write_batch(_batch(records, self._own, self._writer.schema, inline))
+
+    def _open(self, where: Any, *, with_images: bool) -> Any:
+        import pyarrow.parquet as pq
+
+        layout = schema(self._own.values(), with_images=with_images)
+        return pq.ParquetWriter(where, layout, compression="zstd", use_dictionary=False)
+
+    def close(self, where: Any = None) -> None:
+        """Finish the file; one without records is written where `where` is given."""
+        if self._writer is None and where is not None:
+            self._writer = self._open(where, with_images=False)
+        if self._writer is not None:
+            self._writer.close()
+
+
+def schema(own: Iterable[ExportColumn] = (), *, with_images: bool = False) -> pa.Schema:
+    """The schema: facts, then one list per column of the table, then those that are not of it."""
     pa = _arrow()
     of_python = {int: pa.int64(), str: pa.string()}
     fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FACTS.items()]
-    fields += [pa.field(column.name, _list_of(column)) for column in TABLE]
+    fields += [pa.field(column.name, _list_of(column)) for column in (*TABLE, *own)]
     if with_images:
         fields.append(pa.field("image_bytes", pa.list_(pa.binary())))
     return pa.schema(fields)
@@ -77,24 +107,18 @@ def records_to_parquet(
     With `images`, column `image_bytes` holds the original bytes of each record's images; larger ones than
     `max_image_bytes`, and those that cannot be read, stay null and keep their hash.
     """
-    import pyarrow.parquet as pq
-
-    layout = schema(with_images=images is not None)
-    count, writer = 0, None
+    count, table = 0, _Table()
     try:
         source = iter(records)
         while group := list(islice(source, records_per_group)):
-            writer = writer or pq.ParquetWriter(path, layout, compression="zstd", use_dictionary=False)
             inline = None if images is None else [_inline(record, images, max_image_bytes) for record in group]
-            writer.write_batch(_batch(group, layout, inline))
+            table.write(path, group, inline)
             count += len(group)
     except BaseException:
-        if writer is not None:
-            writer.close()
+        table.close()
         path.unlink(missing_ok=True)
         raise
-    if writer is not None:
-        writer.close()
+    table.close()
     return count
 
 
@@ -118,7 +142,12 @@ def _arrow() -> Any:
     return pa
 
 
-def _batch(records: list[Record], layout: pa.Schema, inline: list[list[bytes | None]] | None) -> pa.RecordBatch:
+def _batch(
+    records: list[Record],
+    own: dict[str, ExportColumn],
+    layout: pa.Schema,
+    inline: list[list[bytes | None]] | None,
+) -> pa.RecordBatch:
     pa = _arrow()
     arrays: list[Any] = []
     for name in FACTS:
@@ -126,7 +155,7 @@ def _batch(records: list[Record], layout: pa.Schema, inline: list[list[bytes | N
         if name in _TEXT:
             values = [None if value is None else json.dumps(value) for value in values]
         arrays.append(pa.array(values, layout.field(name).type))
-    arrays += [_lists(records, column) for column in TABLE]
+    arrays += [_lists(records, column) for column in (*TABLE, *own.values())]
     if inline is not None:
         arrays.append(pa.array(inline, layout.field("image_bytes").type))
     return pa.record_batch(arrays, schema=layout)
@@ -175,6 +204,9 @@ def _rows(table: pa.Table) -> Iterator[Record]:
         facts[name] = [None if text is None else msgspec.json.decode(text, type=FACTS[name]) for text in facts[name]]
     for row in range(len(table)):
         found = {column.name: _values(typed[column.name][row], column) for column in TABLE if column.name in typed}
+        for name, form in (facts["columns"][row] or {}).items():
+            if name in table.column_names:
+                found[name] = _values(table[name][row], own_column(name, form))
         columns = {name: values for name, values in found.items() if values is not None}
         if not {"token_ids", "loss_mask"} <= set(columns) or len({len(values) for values in columns.values()}) != 1:
             raise ValueError(f"row {row}: token_ids, loss_mask and the other columns must be of one length")

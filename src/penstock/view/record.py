@@ -2,8 +2,8 @@
 
 What went in is the table of `arrays/columns.py`, what came out is the fields of `Terms`. Writers, readers, the
 comparison of runs and the viewer loop over the two together, so a column that is added there is exported, read back,
-shown and compared. Columns marked required are in every record, null where they do not apply; the others are there
-when the batch or the loss has them.
+shown and compared. So are columns of a run's own, which the record describes in its fact `columns`. Columns marked
+required are in every record, null where they do not apply; the others are there when the batch or the loss has them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import COLUMNS as GIVEN
 from penstock.arrays.columns import TOKEN_COLUMNS, Array, Cells, Column
+from penstock.arrays.own_columns import check_name
 from penstock.arrays.ragged import Ragged
 
 SCHEMA_VERSION = 1
@@ -61,7 +62,7 @@ class ExportColumn:
         """The values in the narrowest of the column's dtypes that holds them; ValueError where none does."""
         if self.kind != "int":
             return np.array(values, self.dtypes[0])
-        wide = np.asarray(values, np.int64)
+        wide = np.asarray(values, np.uint64 if self.dtypes == ("<u8",) else np.int64)
         low, high = (int(wide.min()), int(wide.max())) if wide.size else (0, 0)
         for dtype in self.dtypes:
             if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
@@ -85,7 +86,7 @@ def _of_batch() -> Iterator[ExportColumn]:
             trailing=column.trailing,
             ragged=column.ragged,
             required=column.name in _ALWAYS,
-            null="unrecorded" if column.nan == "untrained" else "never",
+            null="unrecorded" if column.nan == "untrained" and not column.trailing else "never",
         )
 
 
@@ -111,6 +112,27 @@ TABLE: tuple[ExportColumn, ...] = (*_of_batch(), *_of_terms())
 """What went in before what came out."""
 COLUMNS = {column.name: column for column in TABLE}
 
+
+def own_column(name: str, form: tuple[str, int, bool]) -> ExportColumn:
+    """A column that is not of the table, from what a record says of it; ValueError for one that cannot be."""
+    dtype, trailing, ragged = form
+    column = Column(check_name(name), dtype=dtype, trailing=trailing, ragged=ragged)
+    return ExportColumn(
+        name=name,
+        source="batch",
+        attribute=name,
+        dtypes=(column.dtype,),
+        trailing=column.trailing,
+        ragged=column.ragged,
+        required=False,
+    )
+
+
+def form_of(cells: Cells) -> tuple[str, int, bool]:
+    """What a record says of a column that is not of the table: dtype, trailing dimensions, and whether it is ragged."""
+    return cells.dtype.str, 0 if isinstance(cells, Ragged) else cells.ndim - 1, isinstance(cells, Ragged)
+
+
 _FACT_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
 OF_SAMPLE = {_FACT_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
 """The columns per sample, by the record's names for them."""
@@ -126,6 +148,7 @@ FACTS: dict[str, Any] = {
     "staleness": int,
     "rule": dict[str, float | str | None],
     "images": list[dict[str, Any]],
+    "columns": dict[str, tuple[str, int, bool]],
 }
 """Fields of a record that are not arrays, and their types; any may be null."""
 
@@ -143,6 +166,11 @@ class Record:
     @property
     def num_tokens(self) -> int:
         return len(self.columns["token_ids"])
+
+    @property
+    def own(self) -> dict[str, ExportColumn]:
+        """The columns that are not of the table, by name, as the record describes them."""
+        return {name: own_column(name, form) for name, form in (self.facts.get("columns") or {}).items()}
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
@@ -177,7 +205,7 @@ def filled(record: Record) -> dict[str, Cells]:
     nothing = np.full(record.num_tokens, np.nan, np.float32)
     return {
         column.name: record.columns.get(column.name, nothing)
-        for column in TABLE
+        for column in (*TABLE, *record.own.values())
         if column.required or column.name in record.columns
     }
 
