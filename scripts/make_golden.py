@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 import penstock as ps
-from penstock.arrays import ImageSpan
+from penstock.arrays import ImageSpan, teacher_topk
 from penstock.encode.codings import Profile
 from penstock.encode.layout import VERSION
+from penstock.testing.own import OWN_COLUMNS, values_of
 from penstock.testing.reference import record
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / f"v{VERSION}"
@@ -184,6 +185,42 @@ def kept_sets_everywhere() -> list[ps.Sample]:
     return sampling_masks()[2:]
 
 
+def own_columns() -> list[ps.Sample]:
+    """Columns that no reader knows, of every shape, in some samples and in others not."""
+    rng = np.random.default_rng(6)
+    made = [ps.Sample(id="without", token_ids=[1, 2, 3])]
+    for i, length in enumerate([1, 6, 70]):
+        own = {column: values_of(rng, column, length) for column in OWN_COLUMNS[i % 2 :: 1 + i % 2]}
+        made.append(ps.Sample(id=f"{i}", token_ids=rng.integers(0, 900, length), columns=own))
+    return made
+
+
+def own_columns_everywhere() -> list[ps.Sample]:
+    """All samples have all of them; two begin alike."""
+    rng = np.random.default_rng(7)
+    prompt = rng.integers(0, 900, 40)
+    made = []
+    for i in range(2):
+        ids = np.concatenate([prompt, rng.integers(0, 900, 5 + i)])
+        own = {column: values_of(rng, column, len(ids)) for column in OWN_COLUMNS}
+        made.append(ps.Sample(id=f"{i}", token_ids=ids, loss_mask=np.arange(len(ids)) > 40, columns=own))
+    return made
+
+
+def top_k_of_a_teacher() -> list[ps.Sample]:
+    """Ids and log-probabilities on trained tokens, and of a second teacher on all of them."""
+    rng = np.random.default_rng(8)
+    ids, logprobs = teacher_topk("other")
+    made = []
+    for i, length in enumerate([9, 30]):
+        mask = np.arange(length) > 4
+        rows: dict[str, Any] = {"teacher_topk_ids": rng.integers(0, 151_936, (length, 5)) * mask[:, None]}
+        rows["teacher_topk_logprobs"] = -rng.exponential(1, (length, 5)) * mask[:, None]
+        other = {ids: rng.integers(0, 151_936, (length, 2)), logprobs: -rng.exponential(1, (length, 2))}
+        made.append(ps.Sample(id=f"{i}", token_ids=range(length), loss_mask=mask, columns=other, **rows))
+    return made
+
+
 def one_token() -> list[ps.Sample]:
     return [ps.Sample(id="a", token_ids=[0])]
 
@@ -202,6 +239,9 @@ BATCHES = (
     prompts_and_unknown_versions,
     sampling_masks,
     kept_sets_everywhere,
+    own_columns,
+    own_columns_everywhere,
+    top_k_of_a_teacher,
     one_token,
     empty,
 )

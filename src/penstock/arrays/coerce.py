@@ -177,7 +177,7 @@ def coerce(column: Column, value: Values, where: str) -> Array:
 
 def _is_ready(column: Column, raw: Array) -> bool:
     """Whether there is nothing to convert, as there should not be."""
-    plain = raw.ndim == 1 and not column.trailing and raw.flags.c_contiguous
+    plain = raw.ndim == 1 and not column.trailing and column.per != "sample" and raw.flags.c_contiguous
     return plain and raw.dtype.str == column.dtypes[0]
 
 

@@ -155,9 +155,7 @@ def _dtype_name(name: str, dtype: str) -> str:
     except (TypeError, ValueError):
         found = np.dtype(object)
     if found.kind not in "buif" or found.itemsize not in (1, 2, 4, 8) or found.subdtype is not None:
-        raise ConfigError(
-            f"column {name!r}: dtype {dtype!r:.60}; must be bool, or an integer or float of up to 64 bits"
-        )
+        raise ConfigError(f"column {name!r}: dtype {dtype!r:.60}; must be bool, or a number of 8 to 64 bits")
     return found.str
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.arrays import Sample, Samples
-from penstock.bench import baselines, data, held, to_tensors
+from penstock.bench import baselines, data, held, lists, to_tensors
 from penstock.bench.report import Row, best, faster, smaller
 from penstock.encode import decode, encode
 
@@ -29,6 +29,7 @@ def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
     rows += _speed(samples, progress, repeats=15 if full else 5)
     packed = baselines.encode_byte_arrays(baselines.as_lists(samples))
     rows += to_tensors.rows(encode(samples), packed, progress, repeats=5 if full else 3)
+    rows += lists.rows(rng, progress, repeats=15 if full else 5)
     progress("holding long rollouts")
     rows += held.rows()
     return rows

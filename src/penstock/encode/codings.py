@@ -16,6 +16,7 @@ reader beside it; readers check sizes against counts before they allocate.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -152,7 +153,7 @@ class Writer:
     def write_rows(self, values: Array, trained: MaskRuns | None = None) -> Block:
         """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`; `trained` as for
         `write`."""
-        flat = values.reshape(len(values), -1)
+        flat = values.reshape(len(values), math.prod(values.shape[1:]))
         if flat.size and not bit_view(flat.reshape(-1)).any():
             return self.plain(CONSTANT, 0, flat[0, :1])
         if is_wide(values.dtype):

@@ -18,6 +18,7 @@ from penstock.keep.facts import check_group
 from penstock.pack import RankPlan, fill, pack
 from penstock.testing.fuzz_mutation import Change, change_tree
 from penstock.testing.groups import named_group
+from penstock.testing.own import OWN_COLUMNS, values_of
 
 LIMITS = Limits(max_samples=1 << 10, max_tokens=1 << 16, max_bytes=6 << 20)
 
@@ -61,7 +62,7 @@ class Frames:
         _check_gathered(data, samples)
         try:
             check_group(data, group=samples.text["group"][0] if len(samples) else "", seq_len=256, limits=LIMITS)
-            step = pack(samples, ranks=2, seq_len=256)
+            step = pack(samples, ranks=2, seq_len=256, columns=tuple(samples.own.values()))
         except PenstockError:
             return True
         for rank in step.ranks:
@@ -78,7 +79,7 @@ class RankPlans:
     def __init__(self, _: Path) -> None:
         samples = [*_odd_samples(), *named_group("g", samples=6, tokens=24)]
         self._all = Samples.of(samples)
-        plans = pack(samples, ranks=2, seq_len=64, pad_to_multiple_of=8).plan.rank_plans
+        plans = pack(samples, ranks=2, seq_len=64, pad_to_multiple_of=8, columns=OWN_COLUMNS).plan.rank_plans
         self._seeds = [plan.to_bytes() for plan in plans]
 
     def seeds(self) -> list[bytes]:
@@ -105,8 +106,9 @@ class RankPlans:
 
 
 def _odd_samples() -> list[Sample]:
-    """One of each kind: with every column, with experts, without log-probabilities, of one token."""
+    """One of each kind: with every column, with experts, without log-probabilities, of one token, with own columns."""
     rng = np.random.default_rng(0)
+    own = {column: values_of(rng, column, 12) for column in OWN_COLUMNS}
     some = rng.random(12).astype(np.float32)
     mask = [0] * 4 + [1] * 8
     return [
@@ -134,6 +136,15 @@ def _odd_samples() -> list[Sample]:
             token_ids=range(12),
             loss_mask=mask,
             sampling_mask=[[] if not on else [*range(0, token, 2), token, 100_000] for token, on in enumerate(mask)],
+        ),
+        Sample(id="own", mode="sft", token_ids=range(12), loss_mask=mask, columns=own),
+        Sample(
+            id="taught",
+            mode="sft",
+            token_ids=range(12),
+            loss_mask=mask,
+            teacher_topk_ids=rng.integers(0, 900, (12, 3)) * np.array(mask)[:, None],
+            teacher_topk_logprobs=-rng.random((12, 3)) * np.array(mask)[:, None],
         ),
         Sample(
             id="experts",
