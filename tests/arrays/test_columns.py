@@ -63,7 +63,7 @@ def test_rounding_above_zero_is_a_logprob_and_nan_is_a_reward() -> None:
     ("given", "words"),
     [
         ({"per": "tokn"}, "column 'x': per 'tokn'; must be one of token, either, sample"),
-        ({"dtype": "object"}, "column 'x': dtype 'object'; must be bool, or an integer or float of up to 64 bits"),
+        ({"dtype": "object"}, "column 'x': dtype 'object'; must be bool, or a number of 8 to 64 bits"),
         ({"dtype": "uint8", "fill": 300}, "column 'x': fill 300; must be a number of uint8"),
         ({"per": "sample", "ragged": True}, "column 'x': ragged per sample; lists are given per token"),
     ],
