@@ -57,7 +57,7 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
     one = sample("s1", 8, group="g", prompt="sum 17", env="math", policy_version=5, **more)
     export(tmp_path, batch_of(one))
     (line,) = lines_of(tmp_path)
-    facts = {name: line[name] for name in list(line)[:17]}
+    facts = {name: line[name] for name in list(line)[:18]}
     assert facts == {
         "schema_version": 1,
         "step": 1,
@@ -76,8 +76,9 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
         "staleness": 2,
         "rule": None,
         "images": [{"hash": "ab" * 32, "offset": 2, "length": 4, "media_type": "", "width": 64, "height": 64}],
+        "columns": None,
     }
-    assert list(line)[17:] == [
+    assert list(line)[18:] == [
         "token_ids",
         "loss_mask",
         "inference_logprobs",
