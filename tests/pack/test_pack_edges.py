@@ -443,3 +443,10 @@ def test_the_cost_decides_what_is_balanced() -> None:
     assert sorted(rank[0].sample_tokens for rank in by_tokens.ranks) == [60, 60]
     by_squares = pack(samples, ranks=2, seq_len=100, cost=Cost(per_token=0.0, per_token_squared=1.0))
     assert sorted(rank[0].sample_tokens for rank in by_squares.ranks) == [40, 80]
+
+
+def test_a_trained_sample_for_distillation_without_the_teachers_k_best_is_refused_beside_others() -> None:
+    base: dict[str, Any] = {"mode": "opd", "token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0, -1]}
+    rows: dict[str, Any] = {"teacher_topk_ids": [[0], [5]], "teacher_topk_logprobs": [[0.0], [-1.0]]}
+    with pytest.raises(InvalidInput, match="samples 'without': no teacher_topk_logprobs, which 1 other samples"):
+        pack([Sample(id="with", **base, **rows), Sample(id="without", **base)], ranks=1, seq_len=8)

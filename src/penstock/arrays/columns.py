@@ -259,7 +259,12 @@ PER_NODE = tuple(name for name, column in TOKEN_COLUMNS.items() if column.per_no
 TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 
 # Filling these with 0.0 would say "probability 1", or "nothing to learn": wrong, and nobody would notice.
-ALL_OR_NONE = {"logprobs": ("rl", "opd"), "advantages": ("rl",), "teacher_logprobs": ("opd",)}
+ALL_OR_NONE = {
+    "logprobs": ("rl", "opd"),
+    "advantages": ("rl",),
+    "teacher_logprobs": ("opd",),
+    "teacher_topk_logprobs": ("opd",),
+}
 """Columns that all trained samples of these modes in a step have, or none of them."""
 
 
