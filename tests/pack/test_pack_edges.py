@@ -249,13 +249,17 @@ def test_advantages_that_only_some_of_the_samples_trained_by_them_have_are_refus
 
 
 @pytest.mark.parametrize(
-    ("column", "other_mode"), [("logprobs", "sft"), ("advantages", "sft"), ("teacher_logprobs", "rl")]
+    ("column", "other_mode"),
+    [("logprobs", "sft"), ("advantages", "sft"), ("teacher_logprobs", "rl"), ("teacher_topk_logprobs", "opd")],
 )
 def test_a_column_that_only_samples_of_other_modes_have_is_not_filled_where_it_is_needed(
     column: str, other_mode: str
 ) -> None:
-    lacking = sample(4, "bare", mode="opd" if column == "teacher_logprobs" else "rl")
-    having = sample(4, "full", mode=other_mode, **{column: -np.ones(4)})
+    lacking = sample(4, "bare", mode="opd" if column.startswith("teacher") else "rl")
+    values: dict[str, Any] = {column: -np.ones(4)}
+    if column == "teacher_topk_logprobs":
+        values = {column: -np.ones((4, 2)), "teacher_topk_ids": np.ones((4, 2), np.uint32)}
+    having = sample(4, "full", mode=other_mode, **values)
     with pytest.raises(InvalidInput, match=f"samples 'bare': no {column}, which 1 other samples of the step have"):
         pack([lacking, having], ranks=1, seq_len=8)
 

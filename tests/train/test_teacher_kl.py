@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock as ps
+from penstock.arrays import teacher_topk
 from penstock.errors import InvalidInput
 from penstock.testing import reference_loss as plain
 
@@ -17,7 +20,8 @@ torch.set_num_threads(1)
 
 from penstock.pack.denominators import Denominators  # noqa: E402
 from penstock.train.modes import ByMode  # noqa: E402
-from penstock.train.teacher_kl import TeacherKl, forward_kl, reverse_kl, topk_kl  # noqa: E402
+from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl  # noqa: E402
+from penstock.train.tensors import to_torch  # noqa: E402
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 directions = pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -206,3 +210,49 @@ def test_a_loss_without_the_divergence_says_what_is_missing() -> None:
         TeacherKl()({"loss_mask": torch.tensor([True])}, torch.zeros(1))
     with pytest.raises(InvalidInput, match=r"teacher_kl: shape \[1, 2\] for a loss_mask \[2\]"):
         TeacherKl()({"loss_mask": torch.ones(2, dtype=torch.bool), "teacher_kl": torch.zeros(1, 2)}, torch.zeros(2))
+
+
+# ------------------------------------------------------------------ from columns to the loss
+
+
+def distilled(name: str, seed: int, *, k: int = 3, teacher: str = "", **more: Any) -> tuple[ps.Sample, Any, Any]:
+    """A sample of five tokens with a teacher's k best ids, two of them context; the ids and log-probabilities."""
+    _, ids, known, _, _ = case(seed, [5], k, vocabulary=11)
+    best, logprobs = ids.numpy().astype(np.uint32), known.numpy().astype(np.float32)
+    suffix = f"_{teacher}" if teacher else ""
+    columns = {f"teacher_topk_ids{suffix}": best, f"teacher_topk_logprobs{suffix}": logprobs}
+    given_columns: dict[str, Any] = {"columns": columns} if teacher else columns
+    base: dict[str, Any] = {"token_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1], "logprobs": -np.ones(5)}
+    return ps.Sample(id=name, **base, **given_columns, **more), ids, torch.from_numpy(logprobs)
+
+
+@pytest.mark.parametrize("teacher", ["", "math"])
+def test_a_teachers_columns_reach_the_loss_through_frames_and_packing(teacher: str) -> None:
+    first, ids, known = distilled("a", 1, teacher=teacher, mode="opd")
+    second = ps.Sample(
+        id="b", token_ids=[6, 7, 8], loss_mask=[0, 1, 1], logprobs=-np.ones(3), advantages=1.0, mode="rl"
+    )
+    packing: dict[str, Any] = {"ranks": 1, "seq_len": 16, "pad_to_multiple_of": 16}
+    if teacher:
+        packing["columns"] = teacher_topk(teacher)
+    (batch,) = ps.pack(ps.decode(ps.encode([first, second])), **packing).ranks[0]
+    tensors = to_torch(batch)
+    logits = torch.randn(16, 11, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    found = kl_to_teacher(logits, tensors, teacher=teacher, divergence=reverse_kl)
+    at = batch.segments.ids.index("a")
+    own = slice(int(batch.segments.offsets[at]), int(batch.segments.offsets[at]) + 5)
+    alone = topk_kl(logits[own], ids, known, torch.tensor([5]), divergence=reverse_kl)
+    assert torch.allclose(found[own][2:], alone[2:])
+    assert int((found != 0).sum()) == 3  # the policy-gradient sample, context and padding have no divergence
+    terms = ByMode(ref_kl=TeacherKl())({**tensors, "teacher_kl": found}, torch.zeros(16))
+    terms.mean(Denominators(loss_tokens=5, rl_tokens=2, ref_kl_tokens=3)).backward()
+    assert torch.allclose(terms.parts["ref_kl"].sum(), alone[2:].sum())
+    assert (logits.grad != 0).any(-1).nonzero()[:, 0].tolist() == [own.start + 1, own.start + 2, own.start + 3]
+
+
+def test_a_teacher_that_is_missing_is_named_where_it_should_train_something() -> None:
+    columns = {"loss_mask": torch.tensor([False, True]), "sequence_lengths": torch.tensor([2])}
+    with pytest.raises(InvalidInput, match="kl_to_teacher: the micro-batch has no column 'teacher_topk_ids_maths'"):
+        kl_to_teacher(torch.zeros(2, 5), columns, teacher="maths")
+    nothing = {**columns, "ref_kl_weights": torch.zeros(2)}
+    assert kl_to_teacher(torch.zeros(2, 5), nothing, teacher="maths").tolist() == [0.0, 0.0]

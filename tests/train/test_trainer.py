@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,6 +149,18 @@ def test_a_kept_id_beyond_the_vocabulary_names_its_sample() -> None:
     check_vocabulary(batch, 41)
     with pytest.raises(InvalidInput, match=r"sample 'b'.sampling_mask: id 40 for a model of 40 tokens"):
         check_vocabulary(batch, 40)
+
+
+def test_an_id_of_a_teacher_beyond_the_vocabulary_names_its_sample() -> None:
+    known: dict[str, Any] = {"teacher_topk_logprobs": -np.ones((2, 3))}
+    samples = [
+        ps.Sample(id=name, token_ids=[1, 2], loss_mask=[0, 1], teacher_topk_ids=[[0, 0, 0], ids], **known)
+        for name, ids in (("a", [1, 2, 3]), ("b", [4, 50, 5]))
+    ]
+    (batch,) = ps.pack(samples, ranks=1, seq_len=8).ranks[0]
+    check_vocabulary(batch, 51)
+    with pytest.raises(InvalidInput, match=r"sample 'b'.teacher_topk_ids: id 50 for a model of 50 tokens"):
+        check_vocabulary(batch, 50)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
     from penstock.train.modes import ByMode
     from penstock.train.mrope import mrope_positions
-    from penstock.train.teacher_kl import TeacherKl, forward_kl, reverse_kl, topk_kl
+    from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl
     from penstock.train.terms import Terms
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "check_image_tokens",
     "forward_kl",
     "kept_of",
+    "kl_to_teacher",
     "mask_segments",
     "mrope_positions",
     "reverse_kl",
@@ -52,6 +53,7 @@ _HOME = {
     "check_image_tokens": "materialize",
     "forward_kl": "teacher_kl",
     "kept_of": "kept_sets",
+    "kl_to_teacher": "teacher_kl",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
     "reverse_kl": "teacher_kl",

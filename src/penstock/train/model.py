@@ -15,14 +15,15 @@ except ImportError as error:
 
     raise missing("penstock.train.model", error) from None
 
+from penstock.arrays.columns import TOPK
 from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.train.attention import NAME, buckets_of, register
 from penstock.train.run_config import ModelConfig
 
-ID_COLUMNS = ("token_ids", "sampling_mask")
-"""Columns that hold ids of the vocabulary."""
+ID_COLUMNS = ("token_ids", "sampling_mask", TOPK[0])
+"""Columns that hold ids of the vocabulary; those of named teachers begin with the last."""
 TOLERANCE = 1e-4
 """Largest difference in log-probability between packed and unpacked rows that is still rounding."""
 
@@ -102,7 +103,7 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
 
 def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
     """Raise where a token id has no embedding: the sampler has another model or tokenizer than the trainer."""
-    for name in [name for name in ID_COLUMNS if name in batch]:
+    for name in [name for name in batch if name in ID_COLUMNS or name.startswith(TOPK[0])]:
         cells = batch[name]
         ids = arrays_in(cells)[0].reshape(-1)
         if int(ids.max(initial=0)) < vocabulary:

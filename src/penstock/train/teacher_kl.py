@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from penstock.arrays.columns import TOPK
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
 from penstock.train.logits import CHUNK, chunks_of, starts_of, widened
@@ -88,6 +89,41 @@ def topk_kl(
 
     values: torch.Tensor = _ByChunk.apply(measure, rows, scale, chunk, topk_ids.long(), known)
     return torch.where(compared, values, 0.0)
+
+
+def kl_to_teacher(
+    logits: torch.Tensor,
+    columns: Mapping[str, torch.Tensor],
+    *,
+    teacher: str = "",
+    temperatures: torch.Tensor | None = None,
+    divergence: Divergence = forward_kl,
+    min_tail: float = MIN_TAIL,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """`topk_kl` with the columns of a micro-batch, on the tokens that `ref_kl_weights` train (without them, on all that
+    are trained): what `TeacherKl` takes as `teacher_kl`.
+
+    `teacher` names one of several teachers, whose columns are `teacher_topk_ids_NAME` and `teacher_topk_logprobs_NAME`.
+    Where nothing is trained by a teacher, as in a step without distillation, the columns may be missing.
+    """
+    mask, names = columns["loss_mask"], [f"{name}_{teacher}" if teacher else name for name in TOPK]
+    if "ref_kl_weights" in columns:
+        mask = mask & (columns["ref_kl_weights"] != 0)
+    if not columns.keys() >= {*names} and not bool(mask.any()):
+        return torch.zeros(mask.shape, dtype=torch.float32, device=logits.device)
+    ids, logprobs = (need(columns, name, "kl_to_teacher") for name in names)
+    return topk_kl(
+        logits,
+        ids,
+        logprobs,
+        columns["sequence_lengths"],
+        temperatures,
+        divergence=divergence,
+        loss_mask=mask,
+        min_tail=min_tail,
+        chunk=chunk,
+    )
 
 
 def _checked(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[int, int, int]:
