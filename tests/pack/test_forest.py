@@ -92,7 +92,9 @@ def test_columns_of_a_forest_are_those_of_its_samples_token_by_token(samples: li
             assert cells[forest.index].tolist() == given, name
             assert not cells[forest.num_tokens - forest.padding :].any() or name in ("token_ids", "position_ids")
         assert set(batch.inputs) == {n for n in plan.columns if TOKEN_COLUMNS[n].per_node} | {"position_ids"}
-        assert "routed_experts" not in batch
+        if "routed_experts" in plan.columns:  # gathered when asked for
+            assert "routed_experts" not in batch.columns and "routed_experts" in batch
+            assert batch["routed_experts"].tolist() == [row["routed_experts"] for row in rows]
         assert [of[name].num_tokens for name in batch.segments.ids] >= batch.segments.lengths.tolist()
 
 
@@ -197,3 +199,12 @@ def test_a_rank_plan_whose_segments_share_more_than_they_have_is_corrupt() -> No
         wrong = replace(plan, shared=np.array(shared, np.int32))
         with pytest.raises(CorruptFrame, match="share more tokens than they have"):
             RankPlan.from_bytes(wrong.to_bytes())
+
+
+def test_samples_that_do_not_share_what_the_plan_says_are_refused() -> None:
+    ids = np.arange(50)
+    samples = [Sample(id=str(i), token_ids=np.append(ids, i), loss_mask=np.arange(51) > 48) for i in range(2)]
+    plan = pack_with(Packing(ranks=1, seq_len=200, trees=True), samples).ranks[0].rank_plan
+    other = [samples[0], samples[1].replace(token_ids=np.append(ids + 1, 1))]
+    with pytest.raises(InvalidInput, match="number 1 of a micro-batch does not begin with the 50 tokens"):
+        fill(Samples.of(other), plan)

@@ -44,15 +44,12 @@ def find_node_prefixes(samples: Samples) -> SharedPrefixes:
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(samples.text["group"]):
         groups.setdefault(name, []).append(i)
-    out = SharedPrefixes.none(len(samples))
-    for rows in groups.values():
-        if len(rows) < 2:
-            continue
-        own = samples.take(rows)
-        found = node_prefixes(own, find_prefixes(own.columns["token_ids"].values, own.offsets))
-        out.parents[rows] = np.where(found.parents < 0, -1, np.array(rows)[found.parents])
-        out.lengths[rows], out.patches[rows], out.parted[rows] = found.lengths, found.patches, found.parted
-    return out
+    parents, shared = np.full(len(samples), -1, np.int64), np.zeros(len(samples), np.int64)
+    for rows in (np.array(rows) for rows in groups.values() if len(rows) > 1):
+        ids = samples.columns["token_ids"].take(rows)
+        found = find_prefixes(ids.values, ids.offsets)
+        parents[rows], shared[rows] = np.where(found.parents < 0, -1, rows[found.parents]), found.shared
+    return node_prefixes(samples, Prefixes(parents, shared))
 
 
 def _agreement(column: Ragged, name: str, i: int, j: int, limit: int) -> int:

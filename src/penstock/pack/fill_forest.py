@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, Samples, offsets_of
 from penstock.arrays.columns import PER_NODE, TOKEN_COLUMNS, Array, Cells
+from penstock.errors import InvalidInput
 from penstock.pack.forest import Forest, grow, positions_of
 
 
@@ -26,6 +27,7 @@ def fill_forest(
     """The forest of the samples `rows`, cut to `lengths`, whose columns stand end to end in `columns`."""
     padding = padded - int((lengths - shared).sum())
     offsets, found = offsets_of(lengths), {}
+    _check_shared(columns["token_ids"], offsets, shared)
     begins, ends = (offsets[:-1] + shared).tolist(), offsets[1:].tolist()
     for name in PER_NODE:
         column = TOKEN_COLUMNS[name]
@@ -40,6 +42,18 @@ def fill_forest(
     found["position_ids"] = positions_of(lengths, shared, padding)
     images = _images(samples, rows, lengths, shared)
     return grow(lengths, shared, columns=found, images=images, padding=padding)
+
+
+def _check_shared(token_ids: Array, offsets: NDArray[np.int64], shared: NDArray[Any]) -> None:
+    """Samples begin with the tokens that the plan says they share; one comparison of memory each."""
+    starts = offsets.tolist()
+    for k in np.flatnonzero(shared).tolist():
+        n, here, before = int(shared[k]), starts[k], starts[k - 1]
+        if not np.array_equal(token_ids[here : here + n], token_ids[before : before + n]):
+            raise InvalidInput(
+                f"samples: number {k} of a micro-batch does not begin with the {n} tokens of the one before it, which "
+                "the rank plan has them share; pass the samples it was planned for"
+            )
 
 
 def _from_samples(

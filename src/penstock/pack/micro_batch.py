@@ -67,16 +67,18 @@ class MicroBatch:
     """True when it only keeps the ranks in step: no sample, no loss."""
     forest: Forest | None = None
     """How its samples share tokens; None where they share none, and where trees are off. With a forest,
-    routed_experts stands there only: it is too large to stand again for every sample."""
+    routed_experts stands there only, and `batch["routed_experts"]` gathers it: for every sample it would be large."""
 
     def __getitem__(self, name: str) -> Cells:
+        if self.forest is not None and name not in self.columns and name in self.forest.columns:
+            return self.forest.columns[name][self.forest.index]
         try:
             return self.columns[name]
         except KeyError:
             raise UnknownKey(f"micro-batch has no column {name!r}; it has {', '.join(self.columns)}") from None
 
     def __contains__(self, name: object) -> bool:
-        return name in self.columns
+        return name in self.columns or (self.forest is not None and name in self.forest.columns)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)

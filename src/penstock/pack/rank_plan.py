@@ -245,7 +245,8 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
 
 def _check_shapes(rank_plan: RankPlan) -> None:
     """What stands where no sample has a column with trailing dimensions: of known dtypes, and no more than fits."""
-    dummies, tokens = (int(part.sum(dtype=np.int64)) for part in (rank_plan.padded[rank_plan.dummy], rank_plan.padded))
+    laid = np.maximum(rank_plan.laid, rank_plan.padded)
+    dummies, tokens = (int(part.sum(dtype=np.int64)) for part in (rank_plan.padded[rank_plan.dummy], laid))
     for name, (dtype, sizes) in rank_plan.shapes.items():
         column = rank_plan.table.get(name)
         sound = name in rank_plan.columns and column is not None and dtype in column.dtypes

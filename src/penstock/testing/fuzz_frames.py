@@ -77,10 +77,13 @@ class RankPlans:
     """`RankPlan.from_bytes` and `fill`: micro-batches of the samples at hand, or our error."""
 
     def __init__(self, _: Path) -> None:
-        samples = [*_odd_samples(), *named_group("g", samples=6, tokens=24)]
+        samples = [*_odd_samples(), *named_group("g", samples=6, tokens=24), *_branches()]
         self._all = Samples.of(samples)
-        plans = pack(samples, ranks=2, seq_len=64, pad_to_multiple_of=8, columns=OWN_COLUMNS).plan.rank_plans
-        self._seeds = [plan.to_bytes() for plan in plans]
+        settings: dict[str, Any] = {"seq_len": 64, "pad_to_multiple_of": 8, "columns": OWN_COLUMNS}
+        plain = pack(samples, ranks=2, **settings)
+        trees = pack(samples, ranks=1, micro_batch_max_tokens=256, long_rows=True, trees=True, **settings)
+        assert trees.accounting.total.shared_tokens
+        self._seeds = [plan.to_bytes() for plan in (*plain.plan.rank_plans, *trees.plan.rank_plans)]
 
     def seeds(self) -> list[bytes]:
         return self._seeds
@@ -103,6 +106,22 @@ class RankPlans:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _branches() -> list[Sample]:
+    """Samples that share their first 40 tokens."""
+    ids = np.arange(48)
+    return [
+        Sample(
+            id=f"t{i}",
+            group="t",
+            token_ids=np.where(ids < 40, ids, ids + i),
+            loss_mask=ids > 40,
+            logprobs=np.full(48, -0.5),
+            advantages=1.0,
+        )
+        for i in range(4)
+    ]
 
 
 def _odd_samples() -> list[Sample]:

@@ -47,8 +47,7 @@ class Snapshot:
             if column.name in omit:
                 continue
             if column.source == "batch":
-                value = batch.columns.get(column.attribute)
-                found = None if value is None else copied(value)
+                found = copied(batch[column.attribute]) if column.attribute in batch else None
             else:
                 found = _to_host(getattr(terms, column.attribute, None), column.kind)
             if found is None:
