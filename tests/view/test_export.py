@@ -474,3 +474,29 @@ def test_a_full_queue_makes_write_wait_and_loses_nothing(tmp_path: Path) -> None
             exporter.write(1, batch, terms_of(rng, batch))
         exporter.close_step(1)
     assert len(lines_of(tmp_path)) == 1000
+
+
+def test_samples_that_share_tokens_are_exported_as_without_trees(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids, experts = rng.integers(0, 99, 60), rng.integers(0, 9, (60, 2, 2), np.uint8)
+    samples = [
+        Sample(
+            id=f"s{i}",
+            token_ids=np.append(ids, rng.integers(0, 99, 5 + i)),
+            loss_mask=np.arange(65 + i) > 50,
+            logprobs=-rng.random(65 + i),
+            advantages=float(i),
+            routed_experts=np.concatenate([experts, rng.integers(0, 9, (5 + i, 2, 2), np.uint8)]),
+        )
+        for i in range(3)
+    ]
+    for trees in (False, True):
+        (batch,) = pack(samples, ranks=1, seq_len=400, trees=trees).ranks[0]
+        assert (batch.forest is not None) == trees
+        export(tmp_path / str(trees), batch)
+    plain, shared = (
+        sorted(lines_of(tmp_path / str(t)), key=lambda line: str(line["sample_id"])) for t in (False, True)
+    )
+    for line in plain + shared:
+        del line["micro_sequence_idx"], line["export_sequence_idx"]
+    assert plain == shared and "routed_experts" in plain[0]
