@@ -39,6 +39,14 @@ class Kept:
             )
         return Kept(values, offsets)
 
+    def of_tokens(self, tokens: torch.Tensor) -> Kept:
+        """The sets of some of the tokens, in their order."""
+        chosen = tokens.cpu()
+        begins, counts = self.offsets[chosen], self.offsets.diff()[chosen]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        at = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
+        return Kept(self.values[at.to(self.values.device)], offsets)
+
     def only(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
         """The logits that predict tokens a to b, with those of ids outside their sets at the lowest there is."""
         start, stop = int(self.offsets[a]), int(self.offsets[b])

@@ -4,6 +4,9 @@ The logits of a token predict the next one. Within a packed row the next token m
 shift is per segment: the first token of every sample has no prediction and takes that of a model that knows nothing,
 log(1/V), with entropy log(V). It is never trained, so the value only fills the place.
 
+In a forest the logits of one place predict the next token of every sample that passes there: `predictions` says which
+row of the logits is whose, and what is the same for several samples is computed once.
+
 Logits are the largest tensor of a training step (8,192 tokens x 151,936 ids in bfloat16 are 2.5 GB; one float32 copy
 is another 5 GB, and a log-softmax keeps a third for its backward pass). Here chunks of tokens are widened one after
 the other, and the backward pass computes the softmax again instead of keeping it.
@@ -24,6 +27,7 @@ except ImportError as error:
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
 from penstock.train.kept_sets import Kept, lowest
+from penstock.train.predictions import Predictions
 
 CHUNK = 1024
 """Tokens widened to float32 at a time."""
@@ -36,6 +40,7 @@ def token_logprobs(
     temperatures: torch.Tensor | None = None,
     *,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    predictions: Predictions | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every token, both of the shape of `token_ids`, in float32.
@@ -47,26 +52,63 @@ def token_logprobs(
     both results are then those of the distribution over these ids, as the sampler's are. `kept_of(tensors)` finds
     them. A token with an empty set was drawn from all ids.
 
+    `predictions` are those of a micro-batch with a forest (`predictions_of(tensors)`): logits are then [R, V], of the
+    places it names, and tokens that are not predicted take what first tokens do.
+
     >>> logits = torch.zeros(1, 4, 8)
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([3, 1, 5, 2]), torch.tensor([2, 2]))
     >>> bool(torch.allclose(logprobs, -torch.full((4,), 8.0).log()))
     True
     """
     count = token_ids.numel()
-    shapes = (logits.shape[:-1], token_ids.shape, token_ids.shape if temperatures is None else temperatures.shape)
-    if any(shape not in ((count,), (1, count)) for shape in shapes):
+    rows_needed = count if predictions is None else len(predictions.places)
+    if not all(_is_row(x, count) for x in (token_ids, temperatures)) or not _is_row(logits[..., 0], rows_needed):
         given = "" if temperatures is None else f" and temperatures {tuple(temperatures.shape)}"
         raise InvalidInput(
             f"logits {tuple(logits.shape)} for token_ids {tuple(token_ids.shape)}{given}; give one row: [T, V] or "
-            "[1, T, V] for [T] or [1, T]"
+            "[1, T, V] for [T] or [1, T]" + ("" if predictions is None else f", with T = {rows_needed} for logits")
         )
     checked_lengths(sequence_lengths, count)
     rows = logits.reshape(-1, logits.shape[-1])
     scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
-    starts = starts_of(sequence_lengths).to(rows.device)
-    sets = Kept.of(kept, count, rows.device)
-    logprobs, entropy = _Chunked.apply(rows, token_ids.reshape(-1), starts, scale, sets, chunk)
+    sets, ids = Kept.of(kept, count, rows.device), token_ids.reshape(-1)
+    if predictions is None:
+        starts = starts_of(sequence_lengths).to(rows.device)
+        logprobs, entropy = _Chunked.apply(rows, ids, starts, scale, sets, None, chunk)
+    else:
+        logprobs, entropy = _of_forest(rows, ids, scale, sets, predictions, chunk)
     return logprobs.view(token_ids.shape), entropy.view(token_ids.shape)
+
+
+def _is_row(values: torch.Tensor | None, count: int) -> bool:
+    return values is None or values.shape in ((count,), (1, count))
+
+
+def _of_forest(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    scale: torch.Tensor | None,
+    kept: Kept | None,
+    predictions: Predictions,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is predicted, each distribution once; then to every token that it is for."""
+    once = predictions.tokens
+    found = _Chunked.apply(
+        logits,
+        ids[once],
+        torch.zeros_like(once, dtype=torch.bool),
+        None if scale is None else scale[once],
+        None if kept is None else kept.of_tokens(once),
+        predictions.rows,
+        chunk,
+    )
+    unknown = math.log(logits.shape[-1])
+    logprobs, entropy = (
+        torch.cat([one, one.new_full((1,), rest)])[predictions.spread]  # -1 is the last
+        for one, rest in zip(found, (-unknown, unknown), strict=True)
+    )
+    return logprobs, entropy
 
 
 def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
@@ -106,7 +148,7 @@ def align_to_tokens(predictions: torch.Tensor, sequence_lengths: torch.Tensor, *
 
 
 class _Chunked(torch.autograd.Function):  # type: ignore[misc]
-    """Row r - 1 of the logits predicts token r, unless r starts a segment; token 0 always does."""
+    """Row r - 1 of the logits predicts token r, unless r starts a segment; token 0 always does. Or `rows` says it."""
 
     @staticmethod
     def forward(
@@ -116,15 +158,16 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         starts: torch.Tensor,
         scale: torch.Tensor | None,
         kept: Kept | None,
+        rows: torch.Tensor | None,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count, vocabulary = logits.shape
+        count, vocabulary = len(token_ids), logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         logprobs = torch.full((count,), -math.log(vocabulary), dtype=wide, device=logits.device)
         entropy = torch.full_like(logprobs, math.log(vocabulary))
         norms = torch.zeros_like(logprobs)
-        for a, b in chunks_of(count, chunk):
-            z = _predictions(logits, scale, kept, a, b, wide)
+        for a, b in chunks_of(count, chunk, rows):
+            z = _predicted(logits, rows, scale, kept, a, b, wide)
             norm = z.logsumexp(-1)
             own = z.gather(-1, token_ids[a:b, None]).squeeze(-1) - norm
             # sum p * z, with the softmax written over z's own memory
@@ -132,37 +175,56 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
             logprobs[a:b] = torch.where(starts[a:b], logprobs[a:b], own)
             entropy[a:b] = torch.where(starts[a:b], entropy[a:b], norm - mean)
             norms[a:b] = norm
-        ctx.save_for_backward(logits, token_ids, starts, scale, norms, entropy)
+        ctx.save_for_backward(logits, token_ids, starts, scale, rows, norms, entropy)
         ctx.kept, ctx.chunk = kept, chunk
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, token_ids, starts, scale, norms, entropy = ctx.saved_tensors
+        logits, token_ids, starts, scale, rows, norms, entropy = ctx.saved_tensors
         to_logprob, to_entropy = (grad.masked_fill(starts, 0.0) for grad in grads)
         out = torch.zeros_like(logits)
-        for a, b in chunks_of(len(logits), ctx.chunk):
-            log_p = _predictions(logits, scale, ctx.kept, a, b, norms.dtype) - norms[a:b, None]
+        for a, b in chunks_of(len(token_ids), ctx.chunk, rows):
+            log_p = _predicted(logits, rows, scale, ctx.kept, a, b, norms.dtype) - norms[a:b, None]
             p = log_p.exp()
             # d logprob = onehot - p ; d entropy = -p * (log p + H)
             grad = -p * (to_logprob[a:b, None] + to_entropy[a:b, None] * (log_p + entropy[a:b, None]))
             grad.scatter_add_(-1, token_ids[a:b, None], to_logprob[a:b, None])
             if scale is not None:
                 grad *= scale[a:b, None]
-            out[a - 1 : b - 1] = grad
-        return out, None, None, None, None, None
+            add_to_rows(out, rows, a, b, grad)
+        return out, None, None, None, None, None, None
 
 
-def chunks_of(count: int, chunk: int) -> list[tuple[int, int]]:
-    """Tokens 1 to `count`, cut into chunks; token 0 has no prediction."""
-    return [(a, min(a + chunk, count)) for a in range(1, count, chunk)]
+def chunks_of(count: int, chunk: int, rows: torch.Tensor | None = None) -> list[tuple[int, int]]:
+    """Tokens cut into chunks; without `rows`, which say what predicts each, token 0 has no prediction."""
+    return [(a, min(a + chunk, count)) for a in range(int(rows is None), count, chunk)]
 
 
-def _predictions(
-    logits: torch.Tensor, scale: torch.Tensor | None, kept: Kept | None, a: int, b: int, wide: torch.dtype
+def rows_of(logits: torch.Tensor, rows: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
+    """The logits that predict tokens a to b: those before them, or those of `rows`."""
+    return logits[a - 1 : b - 1] if rows is None else logits[rows[a:b]]
+
+
+def add_to_rows(out: torch.Tensor, rows: torch.Tensor | None, a: int, b: int, grad: torch.Tensor) -> None:
+    """The gradient of tokens a to b, added where their logits stand; one row may predict several tokens."""
+    if rows is None:
+        out[a - 1 : b - 1] = grad
+    else:
+        out.index_add_(0, rows[a:b], grad.to(out.dtype))
+
+
+def _predicted(
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    kept: Kept | None,
+    a: int,
+    b: int,
+    wide: torch.dtype,
 ) -> torch.Tensor:
     """What tokens a to b were drawn from: logits at their temperature, of the ids that were kept."""
-    z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
+    z = widened(rows_of(logits, rows, a, b), scale, a, b, wide)
     return z if kept is None else kept.only(z, a, b)
 
 

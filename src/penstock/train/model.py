@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from penstock.arrays.columns import TOPK
 from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
-from penstock.train.attention import NAME, buckets_of, register
+from penstock.train.attention import NAME, buckets_of, register, without_masks
 from penstock.train.run_config import ModelConfig
+from penstock.train.tensors import FOREST
+from penstock.train.tree_attention import tree_of
 
 ID_COLUMNS = ("token_ids", "sampling_mask", TOPK[0])
 """Columns that hold ids of the vocabulary; those of named teachers begin with the last."""
@@ -54,21 +57,31 @@ def _config(transformers: Any, config: ModelConfig) -> Any:
         raise ConfigError(f"model: cannot build {config.family!r} from model.config: {error}") from None
 
 
-def forward(model: Any, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None) -> Tensor:
-    """[1, T, vocabulary] logits of a packed row.
+def forward(
+    model: Any, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None, *, places: Tensor | None = None
+) -> Tensor:
+    """[1, T, vocabulary] logits of a packed row; of a forest [1, U, vocabulary], or those of `places` alone.
 
     `use_cache=False` and no attention mask: with either, the model would look across segments.
     """
-    ids, positions = tensors["token_ids"], tensors["position_ids"]
-    out = model(
-        input_ids=ids[None],
-        position_ids=positions.unsqueeze(-2),  # [1, T], or [4, 1, T] of an image model
-        use_cache=False,
-        segments=buckets_of(tensors["sequence_lengths"], len(ids)),
-        **(extra or {}),
-    )
+    tree = f"{FOREST}token_ids" in tensors
+    ids, positions = (tensors[f"{FOREST if tree else ''}{name}"] for name in ("token_ids", "position_ids"))
+    if tree:
+        segments: Any = tree_of(*(tensors[f"{FOREST}{name}"].cpu().numpy() for name in ("lengths", "parents")))
+    else:
+        segments = buckets_of(tensors["sequence_lengths"], len(ids))
+    keeps = places is not None and "logits_to_keep" in signature(getattr(model, "module", model).forward).parameters
+    with without_masks():
+        out = model(
+            input_ids=ids[None],
+            position_ids=positions.unsqueeze(-2),  # [1, T], or [4, 1, T] of an image model
+            use_cache=False,
+            segments=segments,
+            **({"logits_to_keep": places} if keeps else {}),
+            **(extra or {}),
+        )
     logits: Tensor = out.logits
-    return logits
+    return logits if keeps or places is None else logits[:, places]
 
 
 def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5, 1, 9, 3)) -> float:
@@ -79,26 +92,31 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
     """
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        row = {
-            "token_ids": torch.cat(samples),
-            "position_ids": torch.cat([torch.arange(n) for n in lengths]),
-            "sequence_lengths": torch.tensor(lengths),
-        }
-        packed = torch.log_softmax(forward(model, row).float(), -1)[0]
-        alone = torch.cat(
-            [torch.log_softmax(model(input_ids=s[None], use_cache=False).logits.float(), -1)[0] for s in samples]
-        )
-    model.train(was_training)
-    worst = float((packed - alone).abs().max())
+    row = {
+        "token_ids": torch.cat(samples),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]),
+        "sequence_lengths": torch.tensor(lengths),
+    }
+    worst = difference(model, row, samples)
     if not worst <= TOLERANCE:
         raise ConfigError(
             f"model {type(model).__name__}: packed and unpacked log-probabilities differ by {worst:.3g}; its attention "
             "does not keep samples apart, so it cannot be trained on packed rows"
         )
     return worst
+
+
+def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index: Tensor | None = None) -> float:
+    """Between the log-probabilities of a row, at `index` where given, and those of its samples one by one."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        together = torch.log_softmax(forward(model, row).float(), -1)[0]
+        alone = torch.cat(
+            [torch.log_softmax(model(input_ids=s[None], use_cache=False).logits.float(), -1)[0] for s in samples]
+        )
+    model.train(was_training)
+    return float(((together if index is None else together[index]) - alone).abs().max())
 
 
 def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:

@@ -26,8 +26,9 @@ import torch
 from penstock.arrays.columns import TOPK
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
-from penstock.train.logits import CHUNK, chunks_of, starts_of, widened
+from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened
 from penstock.train.loss import need
+from penstock.train.predictions import Predictions
 from penstock.train.terms import Terms
 
 MIN_TAIL = 1e-6
@@ -56,6 +57,7 @@ def topk_kl(
     *,
     divergence: Divergence = forward_kl,
     loss_mask: torch.Tensor | None = None,
+    predictions: Predictions | None = None,
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
@@ -66,6 +68,9 @@ def topk_kl(
     sample. The ids of a row are distinct. First tokens of samples, and tokens that `loss_mask` leaves out, are 0
     whatever stands there.
 
+    With the `predictions` of a micro-batch with a forest, logits are those of the places it names, and tokens that are
+    not predicted are 0.
+
     A teacher's tail below `min_tail` counts as `min_tail`: without that, a model that leaves the ids of a teacher who
     is sure of them would have a reverse divergence of infinity.
 
@@ -74,20 +79,25 @@ def topk_kl(
     >>> [round(value, 4) for value in topk_kl(logits, ids, teacher, torch.tensor([2])).tolist()]
     [0.0, 0.069]
     """
-    count, vocabulary, k = _checked(logits, topk_ids, topk_logprobs)
+    count, vocabulary, k = _checked(logits, topk_ids, topk_logprobs, predictions)
     checked_lengths(sequence_lengths, count)
-    rows = logits.reshape(-1, vocabulary)
-    compared = ~starts_of(sequence_lengths).to(rows.device)
+    given = logits.reshape(-1, vocabulary)
+    compared = ~starts_of(sequence_lengths).to(given.device)
     if loss_mask is not None:
-        compared &= loss_mask.reshape(-1).to(rows.device)
-    scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
+        compared &= loss_mask.reshape(-1).to(given.device)
+    rows = None
+    if predictions is not None:
+        rows = predictions.row_of_token
+        compared &= rows >= 0
+        rows = rows.clamp_min(0)  # some row, for tokens that are not compared
+    scale = None if temperatures is None else temperatures.reshape(-1).to(given.device, torch.float32).reciprocal()
     # What stands where nothing is compared may be NaN: it is replaced before anything is computed from it.
     known = torch.where(compared[:, None], topk_logprobs, -math.log(k + 1))
 
     def measure(z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         return divergence(*_buckets(z, ids, known.to(z.dtype), min_tail))
 
-    values: torch.Tensor = _ByChunk.apply(measure, rows, scale, chunk, topk_ids.long(), known)
+    values: torch.Tensor = _ByChunk.apply(measure, given, rows, scale, chunk, topk_ids.long(), known)
     return torch.where(compared, values, 0.0)
 
 
@@ -98,6 +108,7 @@ def kl_to_teacher(
     teacher: str = "",
     temperatures: torch.Tensor | None = None,
     divergence: Divergence = forward_kl,
+    predictions: Predictions | None = None,
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
@@ -121,15 +132,21 @@ def kl_to_teacher(
         temperatures,
         divergence=divergence,
         loss_mask=mask,
+        predictions=predictions,
         min_tail=min_tail,
         chunk=chunk,
     )
 
 
-def _checked(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[int, int, int]:
+def _checked(
+    logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, predictions: Predictions | None
+) -> tuple[int, int, int]:
     """Tokens, vocabulary and k."""
-    vocabulary, count = logits.shape[-1], math.prod(logits.shape[:-1])
-    one_row = logits.shape[:-1] in ((count,), (1, count))
+    vocabulary, rows = logits.shape[-1], math.prod(logits.shape[:-1])
+    one_row = logits.shape[:-1] in ((rows,), (1, rows))
+    count = rows if predictions is None else len(predictions.spread)
+    if predictions is not None:
+        one_row = one_row and rows == len(predictions.places)
     if not one_row or ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != count:
         raise InvalidInput(
             f"logits {tuple(logits.shape)} for ids {tuple(ids.shape)} and log-probabilities {tuple(logprobs.shape)} of "
@@ -162,30 +179,32 @@ class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any,
         measure: Callable[..., torch.Tensor],
         logits: torch.Tensor,
+        rows: torch.Tensor | None,
         scale: torch.Tensor | None,
         chunk: int,
         *columns: torch.Tensor,
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        out = torch.zeros(len(logits), dtype=wide, device=logits.device)
-        for a, b in chunks_of(len(logits), chunk):
-            z = widened(logits[a - 1 : b - 1], scale, a, b, wide)
+        count = len(columns[0])
+        out = torch.zeros(count, dtype=wide, device=logits.device)
+        for a, b in chunks_of(count, chunk, rows):
+            z = widened(rows_of(logits, rows, a, b), scale, a, b, wide)
             out[a:b] = measure(z, *(column[a:b] for column in columns))
-        ctx.save_for_backward(logits, scale, *columns)
+        ctx.save_for_backward(logits, rows, scale, *columns)
         ctx.measure, ctx.chunk = measure, chunk
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, scale, *columns = ctx.saved_tensors
+        logits, rows, scale, *columns = ctx.saved_tensors
         out = torch.zeros_like(logits)
-        for a, b in chunks_of(len(logits), ctx.chunk):
-            rows = logits[a - 1 : b - 1].detach().requires_grad_()
+        for a, b in chunks_of(len(columns[0]), ctx.chunk, rows):
+            own = rows_of(logits, rows, a, b).detach().requires_grad_()
             with torch.enable_grad():
-                z = widened(rows, scale, a, b, grads[0].dtype)
+                z = widened(own, scale, a, b, grads[0].dtype)
                 values = ctx.measure(z, *(column[a:b] for column in columns))
-            (out[a - 1 : b - 1],) = torch.autograd.grad(values, rows, grads[0][a:b])
-        return None, out, None, None, *(None for _ in columns)
+            add_to_rows(out, rows, a, b, *torch.autograd.grad(values, own, grads[0][a:b]))
+        return None, out, None, None, None, *(None for _ in columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

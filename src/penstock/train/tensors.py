@@ -12,6 +12,15 @@
 
 A column of lists becomes two tensors, so named: token t has `values[offsets[t] : offsets[t + 1]]`.
 
+Of a micro-batch with a forest (`packing.trees`) these are the columns of its samples, end to end: what a loss takes. What
+the model takes comes beside them, each of the U places once:
+
+    forest.token_ids, forest.position_ids          int64    [U]                     and what else the model takes, as
+                                                                                    forest.routed_experts
+    forest.index                                   int64    [T]                     the place of each token
+    forest.sources                                 int64    [U]                     the place before each, or -1
+    forest.lengths, forest.parents                 int32    [segments]              of segments, depth first
+
 The shapes are those of the numpy columns. A model takes a row as `tensor[None]`.
 
 position_ids, masks, floats and experts share the micro-batch's memory: a change in one shows in the other.
@@ -20,6 +29,7 @@ position_ids, masks, floats and experts share the micro-batch's memory: a change
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +38,7 @@ from penstock.arrays.columns import Array, Cells
 from penstock.arrays.ragged import Ragged
 from penstock.extras import require
 from penstock.pack import MicroBatch
+from penstock.pack.forest import Forest
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +46,9 @@ if TYPE_CHECKING:
 # Embedding lookups take int64. Experts are many and only looked up by: they stay as narrow as they are.
 _INDICES = ("token_ids", "mm_token_type_ids", "sampling_mask_values", "teacher_topk_ids")
 CONVERTED = dict.fromkeys(_INDICES, np.int64)
+
+FOREST = "forest."
+"""What the names of tensors in node space begin with."""
 
 
 def to_torch(
@@ -58,7 +72,7 @@ def to_torch(
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, values in _flat(batch.columns):
+    for name, values in chain(_flat(batch.columns), _of_forest(batch.forest)):
         if out is None:
             tensors[name] = torch.from_numpy(_converted(name, values))
         else:
@@ -79,8 +93,18 @@ def _flat(columns: Mapping[str, Cells]) -> Iterator[tuple[str, Array]]:
             yield name, cells
 
 
+def _of_forest(forest: Forest | None) -> Iterator[tuple[str, Array]]:
+    """What the model takes, and how places and tokens belong together."""
+    if forest is None:
+        return
+    for name, values in _flat(forest.columns):
+        yield f"{FOREST}{name}", values
+    for name in ("index", "sources", "lengths", "parents"):
+        yield f"{FOREST}{name}", getattr(forest, name)
+
+
 def _converted(name: str, values: Array) -> Array:
-    dtype = CONVERTED.get(name)
+    dtype = CONVERTED.get(name.removeprefix(FOREST))
     return values if dtype is None else values.astype(dtype)
 
 
@@ -88,7 +112,7 @@ def _into_pool(pool: dict[str, Any], name: str, values: Array) -> torch.Tensor:
     """The values in the pool's tensor of that name, which grows when it is too small."""
     import torch
 
-    dtype = np.dtype(CONVERTED.get(name, values.dtype))
+    dtype = np.dtype(CONVERTED.get(name.removeprefix(FOREST), values.dtype))
     wanted = torch.from_numpy(np.empty(0, dtype)).dtype
     have = pool.get(name)
     if have is None or have.dtype != wanted or have.shape[1:] != values.shape[1:] or len(have) < len(values):

@@ -24,11 +24,13 @@ except ImportError as error:
     raise missing("penstock.train.trainer", error) from None
 
 from penstock.assets import AssetStore
+from penstock.errors import ConfigError
 from penstock.hold import Prioritized
 from penstock.pack import MicroBatch
 from penstock.serve import Source, SourceStep, connect
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
+from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
 from penstock.train.kept_sets import kept_of
 from penstock.train.logits import token_logprobs
@@ -36,10 +38,11 @@ from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.metrics_sinks import Journal
 from penstock.train.model import build_model, check_packing, check_vocabulary, forward
 from penstock.train.modes import ByMode
+from penstock.train.predictions import predictions_of
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums
-from penstock.train.tensors import to_torch
+from penstock.train.tensors import FOREST, to_torch
 from penstock.train.terms import Terms
 from penstock.train.vision import Vision, check_placeholders
 
@@ -111,6 +114,10 @@ class Trainer:
         self.model = build_model(config.model, seed=config.seed)
         self.vocabulary = self.model.get_input_embeddings().num_embeddings
         self.packing_error = check_packing(self.model, vocabulary=self.vocabulary)
+        if config.packing.trees:
+            longest = config.packing.seq_len
+            error = check_trees(self.model, vocabulary=self.vocabulary, longest=longest)
+            self.packing_error = max(self.packing_error, error)
         self._sharded = config.model.sharding == "fsdp" and config.ranks > 1
         if self._sharded:
             _shard(self.model, config.ranks)
@@ -159,6 +166,11 @@ class Trainer:
         self._note(step, sums, time.monotonic() - began, waited)
 
     def _prepare(self, batch: MicroBatch) -> Inputs:
+        if batch.forest is not None and not self.config.packing.trees:
+            raise ConfigError(
+                "packing.trees: false, and the plane sends samples that share tokens; set it to true, so that the model "
+                "is checked for it"
+            )
         check_vocabulary(batch, self.vocabulary)
         check_placeholders(batch, self.model.config)
         tensors = to_torch(batch)
@@ -191,19 +203,33 @@ class Trainer:
     def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
         if extra is not None:
             self.model.model.rope_deltas = None  # the model keeps those of the last call
-        logits = forward(self._wrapped, tensors, extra)
-        if self.config.model.never_sampled:
-            logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
-        lengths = tensors["sequence_lengths"]
-        logprobs, entropy = token_logprobs(
-            logits, tensors["token_ids"], lengths, tensors.get("temperatures"), kept=kept_of(tensors)
-        )
+        logprobs, entropy = self._logprobs(tensors, extra)
         terms = self._loss(tensors, logprobs, entropy)
         bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
         loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus
         # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
         (loss * self.config.ranks).backward()
         return terms
+
+    def _logprobs(
+        self, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of every token; in a forest of the trained ones alone, unless someone observes."""
+        predictions = places = None
+        if f"{FOREST}index" in tensors:
+            predictions = predictions_of(tensors, needed=None if self.observer is not None else tensors["loss_mask"])
+            places = predictions.places
+        logits = forward(self._wrapped, tensors, extra, places=places)
+        if self.config.model.never_sampled:
+            logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
+        return token_logprobs(
+            logits,
+            tensors["token_ids"],
+            tensors["sequence_lengths"],
+            tensors.get("temperatures"),
+            kept=kept_of(tensors),
+            predictions=predictions,
+        )
 
     def _sync_only(self, last: bool) -> AbstractContextManager[Any]:
         """Exchange gradients with the last micro-batch alone."""
@@ -245,6 +271,7 @@ class Trainer:
                 "perf/tokens_per_s": total.tokens / max(seconds, 1e-9),
                 "perf/micro_batches": len(step),
                 "perf/padding_tokens": total.padding_tokens,
+                "perf/shared_tokens": total.shared_tokens,
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
             },

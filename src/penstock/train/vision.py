@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.arrays.images import types_of
@@ -15,9 +17,11 @@ from penstock.assets import AssetStore
 from penstock.assets.layouts import layout_from_config
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
+from penstock.pack.forest import Forest
 from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
 from penstock.train.mrope import mrope_positions
 from penstock.train.run_config import ModelConfig
+from penstock.train.tensors import FOREST
 
 
 def check_placeholders(batch: MicroBatch, config: Any) -> None:
@@ -70,18 +74,35 @@ class Vision:
 
     def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Arguments for the model; positions, and the loss mask where an image is lost, are changed in `tensors`."""
-        pixels = self._materializer.materialize(batch.images, batch.sequence_lengths)
-        check_image_tokens(batch["token_ids"], self._image_token, pixels, self._layout.merge)
+        forest, space = batch.forest, "" if batch.forest is None else FOREST
+        images = batch.images if forest is None else forest.images  # of a forest each image once
+        pixels = self._materializer.materialize(images, batch.sequence_lengths if forest is None else forest.lengths)
+        check_image_tokens(batch.inputs["token_ids"], self._image_token, pixels, self._layout.merge)
         if pixels.masked:
-            mask = mask_segments(batch["loss_mask"], batch.sequence_lengths, pixels.masked)
+            masked = pixels.masked if forest is None else samples_through(forest, pixels.masked)
+            mask = mask_segments(batch["loss_mask"], batch.sequence_lengths, masked)
             tensors["loss_mask"] = torch.from_numpy(np.ascontiguousarray(mask))
         positions = mrope_positions(batch.images, batch.sequence_lengths, types=batch["mm_token_type_ids"])
-        tensors["position_ids"] = torch.from_numpy(positions)  # [4, T]
+        if forest is not None:
+            positions = in_node_space(positions, forest)
+        tensors[f"{space}position_ids"] = torch.from_numpy(positions)  # [4, T]
         return {
             "pixel_values": torch.from_numpy(pixels.pixel_values),
             "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
-            "mm_token_type_ids": tensors["mm_token_type_ids"].int()[None],
+            "mm_token_type_ids": tensors[f"{space}mm_token_type_ids"].int()[None],
         }
 
     def close(self) -> None:
         self._materializer.close()
+
+
+def samples_through(forest: Forest, segments: Sequence[int]) -> tuple[int, ...]:
+    """The samples that have one of these segments on their path."""
+    return tuple(i for i, path in enumerate(forest.paths.tolist()) if not set(path).isdisjoint(segments))
+
+
+def in_node_space(positions: NDArray[np.int64], forest: Forest) -> NDArray[np.int64]:
+    """[4, T] positions of samples as [4, U] of places: samples that share a token agree in its position."""
+    out = np.tile(forest.columns["position_ids"], (len(positions), 1))  # padding keeps its own
+    out[:, forest.index] = positions
+    return out
