@@ -90,8 +90,14 @@ def test_a_forest_gives_the_logprobs_of_its_samples(family: str) -> None:
 
 
 LINEAR = {
-    **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
-    **{"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 
 

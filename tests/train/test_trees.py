@@ -211,7 +211,7 @@ class Routed:
             table = torch.randn(experts, 32, generator=generator, dtype=torch.float64)
             layer.mlp.register_forward_hook(partial(self._add, table, number))
 
-    def _add(self, table: Any, layer: int, module: Any, given: Any, out: Any) -> Any:  # noqa: ARG002 - a hook's
+    def _add(self, table: Any, layer: int, module: Any, given: Any, out: Any) -> Any:
         return out * (1 + table[self.ids[:, layer].long()].sum(1))
 
 

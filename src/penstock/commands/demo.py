@@ -4,6 +4,7 @@
   penstock demo --chaos               the same, while a random process is killed every few seconds
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
+  penstock demo --trees               longer prompts, each computed once for all of its rollouts
   penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
@@ -34,6 +35,8 @@ from penstock.serve import Target
 from penstock.train.run_config import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
+_PREAMBLE = 32
+"""Prompts shorter than that are not worth sharing: see `penstock.encode.prefixes.MIN_SHARED`."""
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
 _CONFIG_NEXT = "  penstock demo --write-config my.toml && penstock train my.toml"
 
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chaos", action="store_true", help="kill a random process every few seconds")
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
+    parser.add_argument("--trees", action="store_true", help="compute a prompt once for all of its rollouts")
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
     )
@@ -63,7 +67,10 @@ def _steps(text: str) -> int:
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """The demo's configuration: the defaults of a run, and what makes a tiny policy learn."""
-    task = TaskConfig(name="color" if args.vision else "reverse", top_p=args.top_p)
+    task = TaskConfig(
+        name="color" if args.vision else "reverse", top_p=args.top_p, preamble=_PREAMBLE if args.trees else 0
+    )
+    packing = Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True, packed_images=PACKED_IMAGES)
     groups = 16 if args.vision else 32
     folder = args.folder or Path("runs") / time.strftime("demo-%H%M%S")
     return TrainConfig(
@@ -76,7 +83,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         export_every=min(10, args.steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
-        packing=Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True, packed_images=PACKED_IMAGES),
+        packing=replace(packing, trees=args.trees),
         target=Target(groups=groups),
         replay=_reuse(groups, args.seed)
         if args.replay
@@ -161,10 +168,16 @@ def summary(config: TrainConfig, status: dict[str, Any], seconds: float, goal: f
         "reward_last": round(last, 4),
         "steps": len(rows),
         "seconds": round(seconds, 1),
+        "tokens": _summed(rows, "perf/tokens"),
+        "shared_tokens": _summed(rows, "perf/shared_tokens"),
         "on_policy_gap": rows[0].get("train/on_policy_gap") if rows else None,
         "ledger": status.get("ledger", {}),
         "folder": config.folder,
     }
+
+
+def _summed(rows: list[dict[str, float]], name: str) -> int:
+    return int(sum(row.get(name) or 0 for row in rows))
 
 
 def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, ...]) -> str:
@@ -184,6 +197,11 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
         )
     if gap is not None:
         lines.append(f"Trainer and sampler agree on the first step to {gap:.1e} in log-probability.")
+    if report["shared_tokens"]:
+        lines.append(
+            f"{report['shared_tokens']:,} of {report['tokens']:,} tokens were not computed again: samples of a "
+            "micro-batch share them."
+        )
     if report.get("kills"):
         lines.append(f"Meanwhile {killed(report['kills'])} were killed, and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]

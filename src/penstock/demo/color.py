@@ -103,15 +103,16 @@ class ColorTask:
     max_new_tokens = 3
     advantage = staticmethod(standardized)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, preamble: int = 0) -> None:
+        self._opening = [_ID["<bos>"], *([_ID["what"]] * preamble)]
         self._store = AssetStore(folder / "assets")
         self._materializer = Materializer(self._store, LAYOUT, workers=1)
 
     def prompt(self, rng: random.Random) -> Prompt:
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
         ref = self._store.put(draw(color, shape, rng))
-        image = span(ref, LAYOUT, offset=2)
-        ids = [_ID["<bos>"], _ID["<vision_start>"], *[_ID["<image>"]] * image.length, _ID["<vision_end>"]]
+        image = span(ref, LAYOUT, offset=len(self._opening) + 1)
+        ids = [*self._opening, _ID["<vision_start>"], *[_ID["<image>"]] * image.length, _ID["<vision_end>"]]
         return Prompt([*ids, *(_ID[word] for word in ("what", "color", "is", "the", shape, "?"))], color, image)
 
     def reward(self, prompt: Prompt, completion: list[int]) -> float:

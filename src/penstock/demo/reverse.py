@@ -35,8 +35,9 @@ class Reverse:
     eos = EOS
     banned: tuple[int, ...] = ()
 
-    def __init__(self, letters: int) -> None:
+    def __init__(self, letters: int, preamble: int = 0) -> None:
         self.letters = letters
+        self._opening = [BOS] * (1 + preamble)
 
     @property
     def max_new_tokens(self) -> int:
@@ -44,7 +45,7 @@ class Reverse:
 
     def prompt(self, rng: random.Random) -> Prompt:
         word = "".join(rng.choice(ALPHABET) for _ in range(self.letters))
-        return Prompt(word, [BOS, *(_ID[c] for c in word), _ID["="]])
+        return Prompt(word, [*self._opening, *(_ID[c] for c in word), _ID["="]])
 
     def reward(self, prompt: Prompt, completion: list[int]) -> float:
         want = [*(_ID[c] for c in reversed(prompt.word)), EOS]

@@ -65,10 +65,10 @@ class TextTask(reverse.Reverse):
 def make_task(config: TaskConfig, folder: Path) -> Task:
     """The task of a run; image tasks keep their images in the run's folder."""
     if config.name == "reverse":
-        return TextTask(config.letters)
+        return TextTask(config.letters, config.preamble)
     from penstock.demo.color import ColorTask
 
-    return ColorTask(folder)
+    return ColorTask(folder, config.preamble)
 
 
 def model_of(name: str) -> ModelConfig:

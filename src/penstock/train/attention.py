@@ -100,7 +100,7 @@ def _refuse(more: dict[str, Any], longest: int) -> None:
 
 @contextmanager
 def without_masks() -> Iterator[None]:
-    """Within this no mask is made: attention is given `segments`, and a mask would be T x T values that nobody reads."""
+    """Here no mask is made: attention is given `segments`, and a mask would be T x T values that nobody reads."""
     token = _WITHOUT_MASKS.set(True)
     try:
         yield

@@ -104,6 +104,7 @@ class TaskConfig(Checked):
         Literal["reverse", "color"], Meta(description="reverse letters, or name the colour in an image")
     ] = "reverse"
     letters: Annotated[int, Meta(ge=1, le=8, description="reverse: length of the word")] = 3
+    preamble: Annotated[int, Meta(ge=0, description="tokens before every prompt, the same in all of them")] = 0
     group_size: Annotated[int, Meta(ge=2, description="rollouts per prompt")] = 8
     top_p: Annotated[
         float, Meta(gt=0, le=1, description="sample from the likeliest tokens that together reach this probability")

@@ -12,8 +12,8 @@
 
 A column of lists becomes two tensors, so named: token t has `values[offsets[t] : offsets[t + 1]]`.
 
-Of a micro-batch with a forest (`packing.trees`) these are the columns of its samples, end to end: what a loss takes. What
-the model takes comes beside them, each of the U places once:
+Of a micro-batch with a forest (`packing.trees`) these are the columns of its samples, end to end: what a loss takes.
+What the model takes comes beside them, each of the U places once:
 
     forest.token_ids, forest.position_ids          int64    [U]                     and what else the model takes, as
                                                                                     forest.routed_experts

@@ -168,8 +168,8 @@ class Trainer:
     def _prepare(self, batch: MicroBatch) -> Inputs:
         if batch.forest is not None and not self.config.packing.trees:
             raise ConfigError(
-                "packing.trees: false, and the plane sends samples that share tokens; set it to true, so that the model "
-                "is checked for it"
+                "packing.trees: false, and the plane sends samples that share tokens; set it to true, so that the "
+                "model is checked for it"
             )
         check_vocabulary(batch, self.vocabulary)
         check_placeholders(batch, self.model.config)
@@ -214,7 +214,7 @@ class Trainer:
     def _logprobs(
         self, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of every token; in a forest of the trained ones alone, unless someone observes."""
+        """Log-probability and entropy of every token; in a forest of trained ones alone, unless someone observes."""
         predictions = places = None
         if f"{FOREST}index" in tensors:
             predictions = predictions_of(tensors, needed=None if self.observer is not None else tensors["loss_mask"])
@@ -268,6 +268,7 @@ class Trainer:
                 "train/samples": step.denominators.samples,
                 "perf/step_s": seconds,
                 "perf/wait_s": waited,
+                "perf/tokens": total.tokens,
                 "perf/tokens_per_s": total.tokens / max(seconds, 1e-9),
                 "perf/micro_batches": len(step),
                 "perf/padding_tokens": total.padding_tokens,
