@@ -58,6 +58,20 @@ def test_a_vision_run_with_replay_trains_on_images_by_reference(
     assert any((folder / "assets").rglob("*.png"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("more", [[], ["--vision"]], ids=["text", "vision"])
+def test_a_run_with_trees_says_how_many_tokens_were_not_computed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    code = main(["demo", "--trees", "--steps", "3", "--folder", str(tmp_path / "run"), "--json", *more])
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert code == 0 and report["steps"] == 3 and report["ledger"]["balanced"]
+    assert report["on_policy_gap"] < 1e-4
+    # Eight rollouts share all of a prompt, which is most of each.
+    assert report["shared_tokens"] > report["tokens"] / 2
+
+
 def test_the_configuration_is_written_once_and_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my.toml"
     assert main(["demo", "--write-config", str(path)]) == 0

@@ -52,28 +52,32 @@ def test_results_and_gradients_are_those_under_the_mask(forest: Forest, groups: 
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 2**31))
 def test_the_fused_kernel_gives_what_plain_torch_gives(keys: int, more: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    query, grad, *kv = (
+    query, grad, key, value = (
         torch.randn(1, 2, n, 4, generator=generator, dtype=torch.float64)
         for n in (keys + more, keys + more, keys, keys)
     )
     block, fast.BLOCK = fast.BLOCK, 7
     try:
-        plain = fast.attend_plain(query, *kv, 0.5)
-        backward = fast.attend_backward_plain(grad, query, *kv, *plain, 0.5)
+        plain = fast.attend_plain(query, key, value, 0.5)
+        backward = fast.attend_backward_plain(grad, query, key, value, plain[0], plain[1], 0.5)
     finally:
         fast.BLOCK = block
-    fused = fast.attend(query, *kv, 0.5)
-    for a, b in zip((*fused, *fast.attend_backward(grad, query, *kv, *fused, 0.5)), (*plain, *backward), strict=True):
+    fused = fast.attend(query, key, value, 0.5)
+    for a, b in zip(
+        (*fused, *fast.attend_backward(grad, query, key, value, fused[0], fused[1], 0.5)),
+        (*plain, *backward),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_bfloat16_is_merged_in_float32() -> None:
     forest = grow(np.array([40, 40, 30]), np.array([0, 32, 20]), columns={})
     tree = fast.tree_of(forest.lengths, forest.parents)
-    wide = [heads(forest, 2, seed).detach() for seed in range(3)]
-    narrow = fast.tree_attention(*(x.bfloat16() for x in wide), tree)
+    query, key, value = (heads(forest, 2, seed).detach() for seed in range(3))
+    narrow = fast.tree_attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), tree)
     assert narrow.dtype == torch.bfloat16
-    torch.testing.assert_close(narrow.double(), fast.tree_attention(*wide, tree), rtol=0, atol=0.03)
+    torch.testing.assert_close(narrow.double(), fast.tree_attention(query, key, value, tree), rtol=0, atol=0.03)
 
 
 def test_a_tree_of_other_tokens_than_the_row_is_an_error() -> None:

@@ -225,7 +225,11 @@ def test_routed_experts_stand_once_per_place_and_train_as_in_plain_rows() -> Non
         routed = np.concatenate([experts, rng.integers(0, 4, (5, 2, 2), np.uint8)])
         if i == 3:  # routed otherwise from here: the tree parts, though the ids agree
             routed[36:] = (routed[36:] + 1) % 4
-        columns = {"logprobs": -rng.random(45), "advantages": float(rng.normal()), "routed_experts": routed}
+        columns: dict[str, Any] = {
+            "logprobs": -rng.random(45),
+            "advantages": float(rng.normal()),
+            "routed_experts": routed,
+        }
         ids, mask = np.concatenate([prompt, own]), np.arange(45) >= 38
         samples.append(Sample(id=str(i), group="g", token_ids=ids, loss_mask=mask, **columns))
     found = []

@@ -76,7 +76,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig(
         run=folder.name if folder.name.replace("-", "").replace("_", "").isalnum() else "demo",
         folder=str(folder),
-        max_steps=args.steps or (600 if args.replay else 400),
+        max_steps=args.steps or (600 if args.replay or args.trees else 400),
         target_reward=None if args.steps else 0.85,
         seed=args.seed,
         checkpoint_every=5 if args.chaos else 10,

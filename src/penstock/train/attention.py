@@ -75,7 +75,7 @@ def _longest(query: Tensor, segments: list[Bucket] | Tree | None) -> int:
     """Tokens of the longest sample in a row."""
     if isinstance(segments, Tree):
         return segments.longest
-    return query.shape[2] if segments is None else max(bucket.gather.shape[1] for bucket in segments)
+    return int(query.shape[2]) if segments is None else max(bucket.gather.shape[1] for bucket in segments)
 
 
 def _check_covered(query: Tensor, segments: list[Bucket] | Tree) -> None:
