@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
     from penstock.train.modes import ByMode
     from penstock.train.mrope import mrope_positions
+    from penstock.train.predictions import predictions_of
     from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl
     from penstock.train.terms import Terms
 
@@ -36,6 +37,7 @@ __all__ = [
     "kl_to_teacher",
     "mask_segments",
     "mrope_positions",
+    "predictions_of",
     "reverse_kl",
     "to_torch",
     "token_logprobs",
@@ -56,6 +58,7 @@ _HOME = {
     "kl_to_teacher": "teacher_kl",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
+    "predictions_of": "predictions",
     "reverse_kl": "teacher_kl",
     "token_logprobs": "logits",
     "topk_kl": "teacher_kl",
