@@ -325,8 +325,8 @@ def test_dark_and_light_change_the_paper(opened: Any) -> None:
 # ---------------------------------------------------------------- special exports
 
 
-def one_sample_export(folder: Path, sample: Sample) -> Export:
-    batch = pack([sample], ranks=1, seq_len=1 << 20).ranks[0][0]
+def one_sample_export(folder: Path, sample: Sample, **settings: Any) -> Export:
+    batch = pack([sample], ranks=1, seq_len=1 << 20, **settings).ranks[0][0]
     with TokenExporter(folder) as exporter:
         exporter.write(1, batch, terms_of(np.random.default_rng(0), batch), policy_version=1)
         exporter.close_step(1)
@@ -354,6 +354,21 @@ def test_a_token_that_was_not_sampled_shows_no_numbers_of_the_sampler(page: Any,
         page.hover('[data-i="2"]')
         assert cell(page, "inference_logprobs") == "−0.5" and cell(page, "mismatch_kl") != "–"
         assert cell(page, "routed_experts") == "[[8,9],[10,11]]"
+    assert page.errors == []
+
+
+def test_a_column_of_the_runs_own_can_be_coloured_by(page: Any, tmp_path: Path) -> None:
+    mine = ps.Column("turn_weights", dtype="float32")
+    own = {mine: [0, 0, 2.0, -1.0]}
+    sample = Sample(
+        id="x", token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], logprobs=[0, 0, -1, -1], advantages=1.0, columns=own
+    )
+    with serving(Library(exports={"x": one_sample_export(tmp_path, sample, columns=[mine])})) as (url, _, _):
+        page.goto(url)
+        page.wait_for_selector("#counts table")
+        page.select_option("#colour", "turn_weights")
+        shades = [page.locator(f'[data-i="{i}"]').evaluate("node => node.style.backgroundColor") for i in range(4)]
+        assert shades[:2] == ["", ""] and "--warm" in shades[2] and "--cool" in shades[3]
     assert page.errors == []
 
 

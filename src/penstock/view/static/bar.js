@@ -9,15 +9,15 @@
   function draw(number) {
     const facts = sample.facts;
     legend = ps.el("span", { class: "legend", id: "legend" });
-    const known = ps.columns.filter((column) => sample.columns[column.key]);
-    if (!known.includes(look.column)) look.column = known[0];
+    const known = ps.columnsOf(sample);
+    look.column = known.find((column) => column.key === look.column.key) || known[0];
     const colour = ps.select(
       "colour",
       "Colour by",
       known.map((column) => [column.key, column.label]),
       look.column.key,
       (key) => {
-        look.column = ps.columns.find((column) => column.key === key);
+        look.column = known.find((column) => column.key === key);
         look.typed = NaN;
         typed.value = "";
         repaint();
@@ -132,8 +132,9 @@
   }
 
   function cycle() {
-    const known = ps.columns.filter((column) => sample.columns[column.key]);
-    look.column = known[(known.indexOf(look.column) + 1) % known.length];
+    const known = ps.columnsOf(sample);
+    const at = known.findIndex((column) => column.key === look.column.key);
+    look.column = known[(at + 1) % known.length];
     look.typed = NaN;
     box.value = "";
     document.getElementById("colour").value = look.column.key;

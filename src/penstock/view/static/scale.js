@@ -30,6 +30,14 @@
     weight_versions: "weight version",
   });
 
+  // What a sample can be coloured by: columns as above, and those of the run's own that have one number per token.
+  ps.columnsOf = function (sample) {
+    const own = Object.entries(sample.facts.columns || {})
+      .filter(([name, [, trailing, ragged]]) => !trailing && !ragged && sample.columns[name])
+      .map(([name]) => ({ key: name, label: name, centre: 0, twoSided: true }));
+    return ps.columns.filter((column) => sample.columns[column.key]).concat(own);
+  };
+
   ps.percentile = function (values, percent) {
     const sorted = Float64Array.from(values).sort();
     if (!sorted.length) return NaN;
