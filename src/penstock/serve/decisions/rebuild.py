@@ -27,20 +27,15 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int) -> PlaneState:
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
     rows |= {row.op: row for row in log.groups(after=since)}
-    try:
-        for op in sorted([*(op for op in rows if op > since), *records, *steps]):
-            if op in rows and rows[op].state is State.EVALUATION:
-                state.take_evaluation(rows[op], None)
-            elif op in rows:
-                state.take_in(replace(rows[op], state=State.HELD, reason=""))
-            elif op in records:
-                state.redo(op, records[op])
-            else:
-                _draw_again(state, op, *steps[op])
-    except WaitTimeout:
-        raise ConfigError(
-            f"capacity: {replay.capacity}, and more groups are held than that ({len(state.rows)} and others); raise it"
-        ) from None
+    for op in sorted([*(op for op in rows if op > since), *records, *steps]):
+        if op in rows and rows[op].state is State.EVALUATION:
+            state.take_evaluation(rows[op], None)
+        elif op in rows:
+            state.take_in(replace(rows[op], state=State.HELD, reason=""))
+        elif op in records:
+            state.redo(op, records[op])
+        else:
+            _draw_again(state, op, *steps[op])
     state.evaluations = Evaluations((row, _eval_facts(log, row.op)) for row in log.groups_in(State.EVALUATION))
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 
 from penstock.errors import ConfigError, CorruptFile, PenstockError
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.log import Log, State
 from penstock.serve.settings import PlaneSettings
 
 
@@ -22,6 +23,8 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"replay settings: the run began with {began}, now {replay}; a run's draws follow from them: open it with "
             "the same sampler, remover, limiter, capacity, max_times_sampled, max_staleness and seed"
         )
+    if began and began != replay and settings.replay.remover is None:
+        _check_capacity(settings.replay.capacity, log)
     if planned != ranks and log.steps_from(log.meta("next_step", 1)):
         raise ConfigError(
             f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "
@@ -31,6 +34,12 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
         with log.transaction():
             log.set_meta("replay", replay)
             log.set_meta("ranks", ranks)
+
+
+def _check_capacity(capacity: int, log: Log) -> None:
+    held = max(Counter(row.run for row in log.groups_in(State.HELD)).values(), default=0)
+    if held > capacity:
+        raise ConfigError(f"capacity: {capacity}, and more groups are held than that ({held}); raise it")
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 A plane that was given no shares has one table for everything. With shares, the groups of each run wait in a table of
 their own; a step takes tokens from every run that has groups waiting, in proportion to the shares, and whatever one
 run leaves free goes to the others. A run that is evicted loses what it has waiting and is refused from then on.
+
+A step that is undone puts its groups back, and others may have taken their room since. Those stand in line before their
+table until there is room; nothing is put while anybody stands there.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from penstock.errors import Evicted, InvalidInput, UnknownKey
+from penstock.errors import Evicted, InvalidInput, UnknownKey, WaitTimeout
 from penstock.hold import Key, Replay, Table
 from penstock.hold.core import OnEvict
 from penstock.serve.decisions.fair_share import FairShare
@@ -22,6 +26,16 @@ from penstock.serve.settings import Target
 
 Look = Callable[[Key], GroupRow]
 """The group that waits under a key."""
+
+
+class Waiting(NamedTuple):
+    """A group that stands in line before its table."""
+
+    key: str
+    op: int
+    num_bytes: int
+    num_tokens: int
+    policy_version: int
 
 
 class RunTables:
@@ -37,6 +51,8 @@ class RunTables:
         self.taken: Counter[str] = Counter()
         """Tokens that steps took of each run."""
         self.tables: dict[str, Table] = {}
+        self.lines: dict[str, list[Waiting]] = {}
+        """Table -> the groups that are held and for which it has no room."""
         self._replay, self._on_evict = replay, on_evict
         self._policy_version = 0
         self.table("")  # settings that cannot hold together are found now
@@ -56,6 +72,8 @@ class RunTables:
         self.evicted[run] = reason
         if run in self.tables:
             self.tables[run].clear()
+        for waiting in self.lines.pop(run, []):
+            self._on_evict(waiting.key, "cleared")
 
     def table_for(self, run: str) -> str:
         """Where the groups of a run wait; raises Evicted, UnknownKey or InvalidInput."""
@@ -92,8 +110,43 @@ class RunTables:
             found.advance(self._policy_version)
         return found
 
+    def insert(self, row: GroupRow, policy_version: int) -> bool:
+        """Hold a group, in line if its table has no room; False if it is too old ever to be sampled."""
+        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version)
+        table = self.table(row.run)
+        if row.run not in self.lines and table.may_insert():
+            with suppress(WaitTimeout):
+                return _insert(table, waiting)
+        self.lines.setdefault(row.run, []).append(waiting)
+        return True
+
+    def let_in(self) -> list[Key]:
+        """Groups that stand in line enter their tables while there is room; those that are too old by now."""
+        stale: list[Key] = []
+        for name in sorted(self.lines):
+            line, table = self.lines[name], self.table(name)
+            while line and table.may_insert():
+                try:
+                    if not _insert(table, line[0]):
+                        stale.append(line[0].key)
+                except WaitTimeout:
+                    break
+                line.pop(0)
+            if not line:
+                del self.lines[name]
+        return stale
+
+    def remove(self, row: GroupRow) -> None:
+        """Let go of one group, wherever it waits."""
+        line = self.lines.pop(row.run, [])
+        others = [waiting for waiting in line if waiting.op != row.op]
+        if others:
+            self.lines[row.run] = others
+        if len(others) == len(line):
+            self.table(row.run).remove([row.id])
+
     def __len__(self) -> int:
-        return sum(map(len, self.tables.values()))
+        return sum(map(len, self.tables.values())) + sum(map(len, self.lines.values()))
 
     def __contains__(self, key: object) -> bool:
         return any(key in table for table in self.tables.values())
@@ -101,6 +154,8 @@ class RunTables:
     def __iter__(self) -> Iterator[Key]:
         for _, table in sorted(self.tables.items()):
             yield from table.keys()
+        for _, line in sorted(self.lines.items()):
+            yield from (waiting.key for waiting in line)
 
     def advance(self, policy_version: int) -> None:
         self._policy_version = policy_version
@@ -162,6 +217,7 @@ class RunTables:
             owed=self.shares.owed,
             evicted=self.evicted,
             taken=dict(self.taken),
+            lines={name: [*line] for name, line in self.lines.items()},
         )
 
     def load(self, saved: SavedTables) -> None:
@@ -173,6 +229,7 @@ class RunTables:
         self._policy_version = saved.policy_version
         self.members, self.evicted, self.taken = saved.members, saved.evicted, Counter(saved.taken)
         self.shares.weights, self.shares.owed = saved.weights, saved.owed
+        self.lines = {name: [Waiting(*waiting) for waiting in line] for name, line in saved.lines.items()}
 
     # -------------------------------------------------------------- looking
 
@@ -194,6 +251,11 @@ class RunTables:
                 "evicted": self.evicted.get(run),
             }
         return found
+
+
+def _insert(table: Table, group: Waiting) -> bool:
+    sizes = {"num_bytes": group.num_bytes, "num_tokens": group.num_tokens}
+    return table.insert(group.key, group.op, **sizes, policy_version=group.policy_version, timeout=0) is not None
 
 
 def _op_to_bytes(op: int) -> bytes:

@@ -24,6 +24,8 @@ class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     owed: dict[str, float]
     evicted: dict[str, str]
     taken: dict[str, int]
+    lines: dict[str, list[tuple[str, int, int, int, int]]] = {}
+    """Table -> key, op, bytes, tokens and policy version of the groups that stand in line before it."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -134,11 +134,10 @@ class PlaneState:
             self.forgotten.append(row.location)
 
     def _insert(self, row: GroupRow) -> bool:
-        table, sizes = self.run_tables.table(row.run), {"num_bytes": row.size, "num_tokens": row.tokens}
         # A group that does not say which policy made it counts as of the present one; where staleness is limited it is
         # not accepted at all.
         version = self.policy_version if row.policy_version is None else row.policy_version
-        kept = table.insert(row.id, row.op, **sizes, policy_version=version, timeout=0) is not None
+        kept = self.run_tables.insert(row, version)
         if not kept:
             self._left.append((row.id, "stale"))
         return kept
@@ -207,7 +206,7 @@ class PlaneState:
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
             row = self.rows[op]
-            self.run_tables.table(row.run).remove([row.id])
+            self.run_tables.remove(row)
             self._left.clear()
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
@@ -308,7 +307,8 @@ class PlaneState:
         self.slim.clear()
 
     def _settle(self) -> None:
-        """Groups the table let go of end as the last step that used them, or are dropped."""
+        """Groups the table let go of end as the last step that used them, or are dropped; others take their place."""
+        self._left += [(str(key), "stale") for key in self.run_tables.let_in()]
         if not self._left:
             return
         left, self._left = self._left, []
