@@ -127,6 +127,7 @@ def _own_rows(case: Case, ours: Score, others: Mapping[str, Score]) -> list[Row]
     whole, plain = others["families never split"], others["today's rows"]
     allows = whole.cost <= BALANCED
     return [
+        Row(name=f"{case.name}: the bound", ours=_unique(case).bound / COST.per_token, unit="tokens' cost"),
         Row(
             name=f"{case.name}: forwarded over unique tokens",
             ours=ours.forwarded,

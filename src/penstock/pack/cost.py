@@ -2,6 +2,8 @@
 
     cost = overhead + per_token * tokens + per_token_squared * sum(n_i ** 2) + per_patch * patches
 
+With trees a token that samples share counts once, and of a sample that shares its first s of n tokens n ** 2 - s ** 2.
+
 Attention is quadratic in the length of a sample, not of the micro-batch, so two micro-batches of equal tokens may
 differ much in cost. A wrong constant is cheap (planned with half or twice the right one, 1 to 7 % is lost);
 ignoring attention is not (4 to 41 %).
