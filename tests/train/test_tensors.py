@@ -101,3 +101,33 @@ def test_a_pool_reuses_its_memory_and_grows_when_it_must() -> None:
     assert len(empty["token_ids"]) == 5
     to_torch(large, out=empty)
     assert len(empty["token_ids"]) == 40
+
+
+def test_a_forest_comes_beside_the_columns_of_its_samples_with_and_without_a_pool() -> None:
+    prompt = sample(40)
+    samples = [
+        prompt.replace(
+            id=str(i),
+            group="g",
+            token_ids=np.append(prompt["token_ids"][:-1], np.uint32(i)),
+            loss_mask=np.arange(40) > 9,
+        )
+        for i in range(3)
+    ]
+    (batch,) = pack(samples, ranks=1, seq_len=256, trees=True, pad_to_multiple_of=8).ranks[0]
+    assert batch.forest is not None and batch.forest.padding == 6
+    pool: dict[str, Any] = {}
+    for tensors in (to_torch(batch), to_torch(batch, out=pool), to_torch(batch, out=pool)):
+        own = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items() if name.startswith("forest.")}
+        assert own == {
+            "forest.token_ids": (torch.int64, (48,)),
+            "forest.position_ids": (torch.int64, (48,)),
+            "forest.mm_token_type_ids": (torch.int64, (48,)),
+            "forest.routed_experts": (torch.uint16, (48, 3, 2)),
+            "forest.index": (torch.int64, (120,)),
+            "forest.sources": (torch.int64, (48,)),
+            "forest.lengths": (torch.int32, (5,)),
+            "forest.parents": (torch.int32, (5,)),
+        }
+        assert torch.equal(tensors["forest.token_ids"][tensors["forest.index"]], tensors["token_ids"])
+        assert "routed_experts" not in tensors and tensors["sequence_lengths"].tolist() == [40, 40, 40]

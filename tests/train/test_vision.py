@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.arrays import ImageSpan, Sample
@@ -15,8 +16,10 @@ from penstock.demo.color import MODEL
 from penstock.demo.tasks import model_of
 from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch, Packing, pack
+from penstock.pack.forest import grow
 from penstock.train.run_config import TrainConfig
 from penstock.train.trainer import Trainer
+from penstock.train.vision import samples_through
 
 ONE_RANK = Packing(ranks=1, seq_len=64)
 IMAGE, VIDEO = MODEL["image_token_id"], MODEL["video_token_id"]
@@ -60,3 +63,10 @@ def test_a_model_without_eyes_refuses_images(tmp_path: Path) -> None:
     refused = pytest.raises(InvalidInput, match=r"sample 'i': has an image, and the model \(qwen3\) takes none")
     with closing(Trainer(config, rank=0)) as blind, refused:
         blind._prepare(batch_of(sample))
+
+
+def test_a_lost_image_masks_every_sample_on_whose_path_it_is() -> None:
+    forest = grow(np.array([5, 5, 3]), np.array([0, 3, 2]), columns={})  # (a b)(c)(d e)(x y)(z)
+    assert samples_through(forest, [1]) == (0, 1)
+    assert samples_through(forest, [0]) == (0, 1, 2)
+    assert samples_through(forest, [3, 4]) == (1, 2)
