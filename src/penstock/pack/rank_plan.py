@@ -23,8 +23,8 @@ from penstock.pack.accounting import Accounting
 from penstock.pack.denominators import Totals
 
 VERSION = 1
-MAX_SHAPED_BYTES = 4 << 30
-"""Of a column with trailing dimensions where no sample has it: as `encode.Limits` has it."""
+MAX_BYTES = 4 << 30
+"""Of a column with trailing dimensions where no sample has it, unless a reader says otherwise."""
 MAX_TOKENS = 1 << 28
 """Of all micro-batches of a rank plan, padding included, unless a reader says otherwise: as `encode.Limits` has it."""
 
@@ -129,9 +129,9 @@ class RankPlan:
         )
 
     @staticmethod
-    def from_bytes(data: bytes | memoryview, *, max_tokens: int = MAX_TOKENS) -> RankPlan:
+    def from_bytes(data: bytes | memoryview, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> RankPlan:
         """A rank plan from bytes; nothing larger than the bytes themselves is allocated, and `fill` will not make more
-        than `max_tokens` of it."""
+        than `max_tokens` of it, nor more than `max_bytes` of a column where no sample has it."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
             rank_plan = RankPlan(
@@ -155,6 +155,7 @@ class RankPlan:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
         _check(rank_plan, wire.version)
         _check_facts(rank_plan, max_tokens)
+        _check_shapes(rank_plan, max_bytes)
         return rank_plan
 
 
@@ -240,10 +241,9 @@ def _check_facts(rank_plan: RankPlan, max_tokens: int) -> None:
         )
     if tokens > max_tokens:
         raise CorruptFrame(f"rank plan: {tokens} tokens with padding; this reader takes {max_tokens}")
-    _check_shapes(rank_plan)
 
 
-def _check_shapes(rank_plan: RankPlan) -> None:
+def _check_shapes(rank_plan: RankPlan, max_bytes: int) -> None:
     """What stands where no sample has a column with trailing dimensions: of known dtypes, and no more than fits."""
     laid = np.maximum(rank_plan.laid, rank_plan.padded)
     dummies, tokens = (int(part.sum(dtype=np.int64)) for part in (rank_plan.padded[rank_plan.dummy], laid))
@@ -254,5 +254,5 @@ def _check_shapes(rank_plan: RankPlan) -> None:
         if not sound or not all(0 < n < MAX_EXTENT for n in sizes):
             raise CorruptFrame(f"rank plan: {name!r:.80} of {dtype!r:.20} and {sizes!r:.80}; no column looks like that")
         needed = (dummies if name == APART else tokens) * math.prod(sizes) * np.dtype(dtype).itemsize
-        if needed > MAX_SHAPED_BYTES:
-            raise CorruptFrame(f"rank plan: {needed} bytes of {name}; this reader takes {MAX_SHAPED_BYTES}")
+        if needed > max_bytes:
+            raise CorruptFrame(f"rank plan: {needed} bytes of {name}; this reader takes {max_bytes}")

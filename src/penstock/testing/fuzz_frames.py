@@ -93,7 +93,7 @@ class RankPlans:
 
     def run(self, data: bytes) -> bool:
         try:
-            rank_plan = RankPlan.from_bytes(data, max_tokens=LIMITS.max_tokens)
+            rank_plan = RankPlan.from_bytes(data, max_tokens=LIMITS.max_tokens, max_bytes=LIMITS.max_bytes)
             batches = fill(self._all, rank_plan)
         except (CorruptFrame, InvalidInput):
             return False
