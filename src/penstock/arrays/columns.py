@@ -140,10 +140,11 @@ def _exact(value: object, dtype: np.dtype[Any]) -> Scalar | None:
             exact = np.asarray(value).astype(dtype) if dtype.kind == "f" else np.array(value, dtype)
     except (ValueError, TypeError, OverflowError):
         return None
-    if exact.ndim or (bool(np.isinf(exact)) if dtype.kind == "f" else bool(exact != value)):
+    if exact.ndim:
         return None
     scalar: Scalar = exact.item()
-    return scalar
+    changed = math.isinf(scalar) if isinstance(scalar, float) else scalar != value
+    return None if changed else scalar
 
 
 def _dtype_name(name: str, dtype: str) -> str:
