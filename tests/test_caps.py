@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ ROOT = Path(__file__).parent.parent
 MODULE_LINES, FUNCTION_LINES = 400, 50
 ALLOWED: dict[str, str] = {}
 """`path` or `path::function` -> why it may be longer. Splitting is almost always better."""
+REPEATING = ("commands", "bench", "demo", "testing", "config")
+"""Packages whose modules may be named as what they show or serve."""
 
 
 def sources() -> list[Path]:
@@ -49,3 +52,9 @@ def test_what_is_allowed_still_needs_it() -> None:
         path, _, function = name.partition("::")
         lines = dict(functions(ROOT / path))[function] if function else len((ROOT / path).read_text().splitlines())
         assert lines > (FUNCTION_LINES if function else MODULE_LINES), f"{name} is within the cap; take it off the list"
+
+
+def test_no_two_modules_of_the_core_have_one_name() -> None:
+    core = [p for p in (ROOT / "src" / "penstock").rglob("*.py") if p.relative_to(ROOT).parts[2] not in REPEATING]
+    names = Counter(path.name for path in core if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]

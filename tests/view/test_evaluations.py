@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.exports import make_export
-from penstock.view.evaluations import EVALUATION
+from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.reader import Export
 from penstock.view.skipped import Skipped
 from penstock.view.web import Library

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.view.evaluations import EVALUATION
+from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.reader import Export, Step
 from penstock.view.skipped import Skipped
 from penstock.view.tally import tally

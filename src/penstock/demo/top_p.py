@@ -20,7 +20,7 @@ from penstock.demo.sampler import sample
 from penstock.demo.tasks import Task, make_task, model_of
 from penstock.demo.worker import said
 from penstock.pack import Step, pack
-from penstock.train.kept_sets import kept_of
+from penstock.train.kept_ids import kept_of
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import measure_gap
 from penstock.train.model import build_model, forward

@@ -21,9 +21,9 @@ from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
 from penstock.pack.fill_forest import fill_forest
 from penstock.pack.forest import Forest
-from penstock.pack.layout import Layout
 from penstock.pack.micro_batch import MicroBatch, Segments
 from penstock.pack.rank_plan import RankPlan
+from penstock.pack.row_layout import Layout
 from penstock.pack.shaped import in_order, lists_of, rows_of
 
 LONG_ENOUGH = 128

@@ -11,8 +11,8 @@ import numpy as np
 from penstock.arrays.columns import APART, Array, Cells, Column
 from penstock.arrays.ragged import Ragged, copied, joined
 from penstock.errors import InvalidInput
-from penstock.pack.layout import PADDING, Layout
 from penstock.pack.rank_plan import RankPlan
+from penstock.pack.row_layout import PADDING, Layout
 
 
 def in_order(rank_plan: RankPlan, *parts: dict[str, Cells]) -> dict[str, Cells]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import zmq
 
 from penstock.errors import ConfigError
-from penstock.send import fork
+from penstock.send import forked_sockets
 from penstock.send.carrier import Envelope, Peer
 from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
@@ -83,7 +83,7 @@ class SocketPlane:
             raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
-        fork.close_in_children(self._url)
+        forked_sockets.close_in_children(self._url)
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
         if keys and self._guard:
@@ -131,7 +131,7 @@ class SocketPlane:
 
     def close(self) -> None:
         if self._url:
-            fork.forget(self._url)
+            forked_sockets.forget(self._url)
         if self._guard is not None:
             self._guard.stop()
         self._socket.close(linger=200)

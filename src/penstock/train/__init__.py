@@ -13,7 +13,7 @@ from penstock.train.tensors import to_torch
 if TYPE_CHECKING:
     from penstock.train.agreement import agree
     from penstock.train.image_policies import MaskSample
-    from penstock.train.kept_sets import kept_of
+    from penstock.train.kept_ids import kept_of
     from penstock.train.logits import token_logprobs
     from penstock.train.loss import Dppo
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments

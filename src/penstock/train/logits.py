@@ -26,7 +26,7 @@ except ImportError as error:
 
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
-from penstock.train.kept_sets import Kept, lowest
+from penstock.train.kept_ids import Kept, lowest
 from penstock.train.predictions import Predictions
 
 CHUNK = 1024

@@ -32,7 +32,7 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
-from penstock.train.kept_sets import kept_of
+from penstock.train.kept_ids import kept_of
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.metrics_sinks import Journal

@@ -1,6 +1,6 @@
 """Every token can be looked at: what the trainer did with it is exported, read back, shown and compared."""
 
-from penstock.view.evaluations import EVALUATION
+from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.export import NoExport, TokenExporter
 from penstock.view.keep_rules import EveryKth, Everything, First, Keep, Worst
 from penstock.view.reader import Export, StepFolder

@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol, TypeAlias
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
-from penstock.view.evaluations import EVALUATION, evaluation_steps
+from penstock.view.evaluation_runs import EVALUATION, evaluation_steps
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.record import Record
