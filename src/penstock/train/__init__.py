@@ -54,7 +54,7 @@ _HOME = {
     "agree": "agreement",
     "check_image_tokens": "materialize",
     "forward_kl": "teacher_kl",
-    "kept_of": "kept_sets",
+    "kept_of": "kept_ids",
     "kl_to_teacher": "teacher_kl",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
