@@ -17,6 +17,7 @@ PROCESS = {
     "demo/test_memory.py",
     "demo/test_refusals.py",
     "demo/test_train_command.py",
+    "serve/test_allocation.py",
     "serve/test_faults.py",
     "serve/test_full_volume.py",
     "serve/test_kill_points.py",
