@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from penstock.train.logits import align_to_tokens, next_token_labels, token_logprobs  # noqa: E402
+from tests.train.watching import LargestFloat32  # noqa: E402
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -93,24 +94,12 @@ def test_a_vocabulary_cut_down_with_minus_infinity_has_finite_entropy_and_gradie
 
 def test_widens_one_chunk_at_a_time() -> None:
     """No float32 tensor is larger than a chunk, forward and backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     logits, ids, sizes, _ = case(3, [512], vocabulary=1000, dtype=torch.bfloat16)
     logits.requires_grad_()
-    largest = 0
-
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-                largest = max(largest, out.numel())
-            return out
-
-    with Watch():
+    with LargestFloat32() as largest:
         logprobs, _ = token_logprobs(logits, ids, sizes, chunk=16)
         logprobs.sum().backward()
-    assert largest <= 16 * 1000
+    assert largest.numel <= 16 * 1000
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -22,6 +22,7 @@ from penstock.pack.denominators import Denominators  # noqa: E402
 from penstock.train.modes import ByMode  # noqa: E402
 from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl  # noqa: E402
 from penstock.train.tensors import to_torch  # noqa: E402
+from tests.train.watching import LargestFloat32  # noqa: E402
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 directions = pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -151,25 +152,13 @@ def test_what_stands_on_tokens_that_are_not_trained_is_never_looked_at() -> None
 
 
 def test_widens_one_chunk_at_a_time() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 256, 1000, generator=generator).to(torch.bfloat16).requires_grad_()
     known, ids = torch.randn(256, 1000, generator=generator).log_softmax(-1).topk(8)
-    largest = 0
-
-    class Watch(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-                largest = max(largest, out.numel())
-            return out
-
-    with Watch():
+    with LargestFloat32() as largest:
         values = topk_kl(logits, ids, known, torch.tensor([256]), chunk=16)
         values.sum().backward()
-    assert largest <= 16 * 1000 and values.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
+    assert largest.numel <= 16 * 1000 and values.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
