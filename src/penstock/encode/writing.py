@@ -146,7 +146,7 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
-    """`_text` where all samples have the same, as nearly always: the same bytes in a tenth of the time."""
+    """`_text` where all samples have the same, as nearly always: the same bytes, without an array for each number."""
     encoded = values[0].encode()
     lengths = head.write_number(len(encoded))
     head.add(encoded)
