@@ -82,7 +82,7 @@ def test_a_damaged_frame_is_one_line_on_stderr_and_exit_code_1(
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "none.frame")]) == 1
-    assert "none.frame: not a file" in capsys.readouterr().err
+    assert "none.frame: not a file or folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

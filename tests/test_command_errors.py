@@ -6,16 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.commands import view
-from penstock.errors import ConfigError, InvalidInput
+from penstock.commands import doctor_checks, view, which_run
+from penstock.errors import ConfigError
 from penstock.send.sockets import check_url
-from penstock.serve.decisions.read_log import read_run
 from penstock.testing.exports import make_export
 from tests.serve.processes import SMALL
 
@@ -92,9 +92,9 @@ def test_a_folder_or_file_that_is_not_there_is_said_to_be_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = str(tmp_path / "gone")
-    for command in ("view", "tokens"):
-        assert said(capsys, command, gone) == f"{gone}: not a folder; give the folder that TokenExporter was given"
-    assert said(capsys, "top", gone, "--once") == f"{gone}: not a folder; give the folder of a run"
+    here = f"{gone}: no such folder; give the folder of a run, or its plane's address"
+    for words in (["view"], ["tokens"], ["top", "--once"]):
+        assert said(capsys, *words, gone) == here
     assert said(capsys, "train", gone) == f"{gone}: not a file; write one with `penstock demo --write-config {gone}`"
 
 
@@ -114,12 +114,80 @@ def test_doctor_says_that_it_tried_another_folder(tmp_path: Path, capsys: pytest
     assert "file: not a folder" in capsys.readouterr().out
 
 
-def test_top_and_inspect_take_the_folder_of_a_run_with_its_plane_inside(tmp_path: Path) -> None:
-    with ps.open(tmp_path / "run" / "plane", ranks=1, seq_len=8, groups_per_step=1):
-        pass
-    assert read_run(tmp_path / "run")["folder"] == str(tmp_path / "run" / "plane")
-    with pytest.raises(InvalidInput, match=r"no log\.sqlite in it"):
-        read_run(tmp_path)
+def test_doctor_tries_the_packages_of_every_extra_that_is_installed() -> None:
+    assert doctor_checks.import_failures(["json", "orjson"]) == {}
+    assert doctor_checks.import_failures(["no_such_module_here"])["no_such_module_here"].startswith("ModuleNotFound")
+
+
+def test_doctor_names_the_package_whose_import_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_here.py").write_text("import os; os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failed = doctor_checks.import_failures(["ends_here", "json", "aaa_not_there"])
+    assert failed["ends_here"] == "the process that imported it ended with code 7"
+    assert failed.keys() == {"ends_here", "aaa_not_there"}
+
+
+# ------------------------------------------------------------------ which run
+
+COMMANDS = ("view", "inspect", "top", "tokens", "doctor", "diff", "quarantine")
+
+
+@pytest.fixture
+def laid_out(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A run as `penstock demo` lays it out, with its plane at work, and the plane's address."""
+    folder = tmp_path / "run"
+    make_export(folder, steps=1)
+    with ps.open(folder / "plane", ranks=1, seq_len=8, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
+        server = plane._server
+        assert server is not None
+        yield folder, server.urls[1]
+
+
+def words_for(command: str, where: str) -> list[str]:
+    more = {"view": ["--html", "page.html"], "top": ["--once"], "diff": [where]}
+    return [command, where, *more.get(command, [])]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_a_runs_folder_its_planes_folder_and_its_address(
+    command: str,
+    laid_out: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, url = laid_out
+    said = []
+    for where in (str(folder), str(folder / "plane"), url):
+        assert main(words_for(command, where)) == 0, where
+        said.append(capsys.readouterr().out)
+    if command not in ("top", "doctor"):  # which ask the plane itself, where it was named
+        assert said[0].replace(str(folder), "") == said[1].replace(str(folder), "") == said[2].replace(str(folder), "")
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor"}))
+def test_a_folder_that_is_not_there_is_named_by_every_command(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(tmp_path / "nothing")
+    assert said(capsys, *words_for(command, where)).startswith(f"{where}: no")
+
+
+def test_a_plane_without_a_folder_has_no_run_to_inspect(capsys: pytest.CaptureFixture[str]) -> None:
+    with ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
+        assert plane._server is not None
+        assert "keeps nothing in a folder" in said(capsys, "inspect", plane._server.urls[1])
+
+
+def test_a_run_of_a_plane_on_another_host_is_not_looked_for_here(
+    laid_out: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(which_run, "gethostname", lambda: "elsewhere")
+    folder, url = laid_out
+    assert f"its run is in {folder / 'plane'} on host" in said(capsys, "tokens", url)
 
 
 # ------------------------------------------------------------------ words of serve and top

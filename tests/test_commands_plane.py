@@ -209,7 +209,7 @@ def test_top_redraws_its_page_on_a_terminal(plane: PlaneProcess, hide_rich: bool
 
 def test_top_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(tmp_path), "--once"]) == 1
-    assert "no log.sqlite in it" in capsys.readouterr().err
+    assert "no plane's log.sqlite in it" in capsys.readouterr().err
     assert main(["top", str(tmp_path), "--interval", "0"]) == 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,13 @@ def test_the_configuration_is_written_once_and_can_be_read(tmp_path: Path, capsy
     assert load(path).task is not None
     assert main(["demo", "--write-config", str(path)]) == 1
     assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fast_demo_trains_a_few_steps_and_ends_well(tmp_path: Path) -> None:
+    """Also that `python -m penstock` is the command line."""
+    command = [sys.executable, "-m", "penstock", "demo", "--fast", "--folder", str(tmp_path / "run"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["steps"] == 5 and report["learned"] is None and report["ledger"]["balanced"]
+    assert Export(tmp_path / "run").steps()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from penstock.arrays import Samples
 from penstock.capture import Trajectory, Turn
@@ -95,7 +98,7 @@ def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) 
     rows: Any = [{"step": step, "train/reward": None} for step in range(1, 30)]
     progress = Progress(rows=rows, status={}, kills={}, seconds=1.0)
     assert "reward" in str(page(progress).renderable.columns[0]._cells)
-    with screen(quiet=False) as show:
+    with screen("penstock demo", quiet=False) as show:
         show(progress)
     assert "step   29  reward 0.000" in capsys.readouterr().out
 
@@ -106,7 +109,7 @@ def test_numbers_that_are_none_are_dashes_on_the_page_and_in_the_lines(capsys: p
     rows: Any = [{"step": 20, "perf/tokens_per_s": 5.0, **dict.fromkeys(names)}]
     progress = Progress(rows=rows, status={}, kills={}, seconds=1.0)
     assert "entropy -   mismatch KL -   clipped -" in str(page(progress).renderable.columns[1]._cells)
-    with screen(quiet=False) as show:
+    with screen("penstock demo", quiet=False) as show:
         show(progress)
     assert "staleness -  5 tokens/s  padding -" in capsys.readouterr().out
 
@@ -121,3 +124,29 @@ def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
     task = make_task(TaskConfig(), Path("unused"))
     first, again = task.prompt(random.Random(3)), task.prompt(random.Random(3))
     assert first.name == again.name == first.word
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_page_fits_terminals_of_every_width_with_nothing_cut_off(width: int) -> None:
+    ledger = dict.fromkeys(("accepted", "held", "scheduled", "delivered", "committed"), 45960)
+    status = {"ledger": ledger | {"dropped": {"stale": 5_368}, "balanced": True}, "waiting_for": "generation: 3 of 32"}
+    names = ("train/entropy", "train/mismatch_kl", "train/masked", "buffer/staleness", "perf/waste", "train/reward")
+    rows: Any = [{"step": step, "perf/tokens_per_s": 12_804.0, **dict.fromkeys(names, 0.3)} for step in range(1, 300)]
+    progress = Progress(rows=rows, status=status, kills={"plane": 3, "rank": 6, "worker": 7}, seconds=82.0)
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(page(progress, width=width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in text.splitlines()) and len(text.splitlines()) < 24
+    assert "…" not in text
+    for label in ("reward", "step", "learning", "buffer", "waits for", "ledger", "killed"):
+        assert re.search(rf"│ +{label} ", text), label
+    assert re.search(r"reward +0\.300  [▁▂▃▄▅▆▇█]+ +│", text)
+
+
+def test_the_page_says_what_it_does_before_there_is_a_plane(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(rows=[], status={}, kills={}, seconds=0.0, doing="starting: torch is loaded")
+    assert "starting: torch is loaded" in str(page(progress).renderable.columns[1]._cells)
+    with screen("penstock demo", quiet=False) as show:
+        show(progress)
+        show(progress)
+    assert capsys.readouterr().out == "starting: torch is loaded\n"

@@ -2,6 +2,7 @@
 
   penstock demo                       reverse three letters, about a minute on two cores
   penstock demo --chaos               the same, while a random process is killed every few seconds
+  penstock demo --fast                a few steps only: does all of it work on this machine?
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
   penstock demo --trees               longer prompts, each computed once for all of its rollouts
@@ -35,6 +36,7 @@ from penstock.serve import Target
 from penstock.train.run_config import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
+_FAST_STEPS = 5
 _PREAMBLE = 32
 """Prompts shorter than that are not worth sharing: see `penstock.encode.prefixes.MIN_SHARED`."""
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_steps, metavar="N", help="train this many steps instead of until it has learned"
     )
+    parser.add_argument("--fast", action="store_true", help=f"{_FAST_STEPS} small steps, one worker: a smoke test")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
     parser.add_argument("--chaos", action="store_true", help="kill a random process every few seconds")
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
@@ -68,19 +71,23 @@ def _steps(text: str) -> int:
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """The demo's configuration: the defaults of a run, and what makes a tiny policy learn."""
     task = TaskConfig(
-        name="color" if args.vision else "reverse", top_p=args.top_p, preamble=_PREAMBLE if args.trees else 0
+        name="color" if args.vision else "reverse",
+        top_p=args.top_p,
+        preamble=_PREAMBLE if args.trees else 0,
+        workers=1 if args.fast else TaskConfig().workers,
     )
     packing = Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True, packed_images=PACKED_IMAGES)
-    groups = 16 if args.vision else 32
+    groups = 8 if args.fast else 16 if args.vision else 32
+    steps = args.steps or (_FAST_STEPS if args.fast else None)
     folder = args.folder or Path("runs") / time.strftime("demo-%H%M%S")
     return TrainConfig(
         run=folder.name if folder.name.replace("-", "").replace("_", "").isalnum() else "demo",
         folder=str(folder),
-        max_steps=args.steps or (600 if args.replay or args.trees else 400),
-        target_reward=None if args.steps else 0.85,
+        max_steps=steps or (600 if args.replay or args.trees else 400),
+        target_reward=None if steps else 0.85,
         seed=args.seed,
         checkpoint_every=5 if args.chaos else 10,
-        export_every=min(10, args.steps or 10),  # also the last step of a short run, so that there is one to look at
+        export_every=min(10, steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
         packing=replace(packing, trees=args.trees),
@@ -113,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
     chaos = Chaos(seed=args.seed) if args.chaos else None
-    goal = LEARNED if args.steps is None else None
+    goal = None if config.target_reward is None else LEARNED
     following = (_CONFIG_NEXT,) if args.chaos else (_CHAOS_NEXT, _CONFIG_NEXT)
     return run_config(config, goal=goal, chaos=chaos, following=following, as_json=args.json)
 
@@ -121,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def run_config(
     config: TrainConfig,
     *,
+    name: str = "demo",
     goal: float | None,
     chaos: Chaos | None = None,
     following: tuple[str, ...] = (),
@@ -129,7 +137,8 @@ def run_config(
 ) -> int:
     """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
 
-    `following` are commands to show as what to try next; `announce` is said when nothing stands in the run's way.
+    `name` is that of the command; `following` are commands to show as what to try next; `announce` is said when
+    nothing stands in the run's way.
     """
     began = time.monotonic()
     absent = [module for module in EXTRAS["demo"].modules if find_spec(module) is None]
@@ -141,7 +150,7 @@ def run_config(
     if announce and not as_json:
         print(announce, flush=True)
     try:
-        with screen(quiet=as_json) as show:
+        with screen(f"penstock {name}", quiet=as_json) as show:
             status = launcher.run(show)
     except KeyboardInterrupt:
         print(
@@ -195,6 +204,8 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
             f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}; "
             + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
         )
+    if (distinct := _trained_once(ledger)) and ledger["uses"] > distinct:
+        lines.append(f"Replay: a sample that was trained was used {ledger['uses'] / distinct:.2f} times on average.")
     if gap is not None:
         lines.append(f"Trainer and sampler agree on the first step to {gap:.1e} in log-probability.")
     if report["shared_tokens"]:
@@ -207,6 +218,11 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
     todo = [f"  penstock view {config.folder}          look at the tokens", *following]
     return "\n".join([*lines, *(line.replace("penstock ", f"{command()} ") for line in todo)])
+
+
+def _trained_once(ledger: dict[str, Any]) -> int:
+    """How many samples are or were in steps, each counted once."""
+    return sum(ledger.get(name, 0) for name in ("scheduled", "delivered", "committed"))
 
 
 def command() -> str:

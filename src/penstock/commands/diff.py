@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.view import open_library, port, serve
+from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view.diff import Parting, compare
 from penstock.view.reader import Export
 from penstock.view.web import Library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", type=Path, metavar="RUN_A", help="a folder with token exports")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="another")
+    parser.add_argument("a", metavar="RUN_A", help=RUN_HELP)
+    parser.add_argument("b", metavar="RUN_B", help="another")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for planes that need one")
     parser.add_argument("--step", type=int, help="compare this step only")
     parser.add_argument("--run", dest="of_run", help="the run, where the folders hold several")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -35,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    parting = compare(Export(args.a), Export(args.b), run=args.of_run, step=args.step)
+    a, b = export_folder(args.a, args.keys), export_folder(args.b, args.keys)
+    parting = compare(Export(a), Export(b), run=args.of_run, step=args.step)
     print(json.dumps(asdict(parting), indent=1) if args.json else parting.sentence)
     if args.view:
-        library = open_library({"A": args.a, "B": args.b}, args)
+        library = open_library({"A": a, "B": b}, args)
         library.parting = place(library, parting, args.of_run)
         return serve(library, args)
     return 0 if parting.what == "same" else 1

@@ -9,10 +9,11 @@ import resource
 import shutil
 import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +32,16 @@ Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
 _SYNCS = 30
 _MIN_SHM = 1 << 30
+_TRY_IMPORTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    print("tried", name, said.replace(chr(10), " ")[:300], flush=True)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +106,33 @@ def _sqlite() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    there = [name for name, extra in EXTRAS.items() if extra.installed]
-    text = f"installed: {', '.join(there) or 'none'}"
+    there = {name: extra for name, extra in EXTRAS.items() if extra.installed}
+    broken = import_failures({module for extra in there.values() for module in extra.modules})
+    works = [name for name, extra in there.items() if broken.keys().isdisjoint(extra.modules)]
+    text = f"imported: {', '.join(works) or 'none'}"
     absent = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in there]
     if absent:
         text += f"; not installed: {', '.join(absent)}; {install('NAME')} adds one"
     yield Finding(name="extras", verdict="ok", text=text)
+    for name, extra in there.items():
+        for module in broken.keys() & set(extra.modules):
+            text = f"{name}: installed, but {module} cannot be imported: {broken[module]}; {install(name)} again"
+            yield Finding(name="extras", verdict="warning", text=text)
+
+
+def import_failures(modules: Iterable[str]) -> dict[str, str]:
+    """Which of these cannot be imported, and why: tried in another process, which an import may even end."""
+    failed: dict[str, str] = {}
+    todo = sorted(modules)
+    while todo:
+        command = [sys.executable, "-c", _TRY_IMPORTS, *todo]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own program
+        tried = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("tried ")]
+        failed |= {name: said for name, said in tried if said}
+        todo = todo[len(tried) :]
+        if todo:
+            failed[todo.pop(0)] = f"the process that imported it ended with code {done.returncode}"
+    return failed
 
 
 def _loopback() -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.arrays.versions import known
 from penstock.commands.tables import aligned
+from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.encode.codings import NAMES
 from penstock.encode.head import Head
 from penstock.encode.layout import Block
@@ -28,7 +29,8 @@ _NUMBERS = ("tokens", "loss_tokens", "policy_version")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="a frame, as written by penstock.encode, or a run's folder")
+    parser.add_argument("what", metavar="FRAME|RUN", help=f"a frame, as written by penstock.encode, or {RUN_HELP}")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a packed step to an .svg or .png file")
     parser.add_argument("--step", type=int, help="of a run: the step to draw; the last one unless given")
@@ -38,24 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.file.exists():
-        raise InvalidInput(f"{args.file}: not a file; give a frame, as written by penstock.encode, or a run's folder")
-    if args.plot is not None:
-        from penstock.commands import inspect_plot
-
-        if args.file.is_dir():
-            print(inspect_plot.plot_run(args.file, args.plot, step=args.step))
-        else:
-            print(inspect_plot.plot_frame(args.file, args.plot, ranks=args.ranks, cap=args.cap, trees=args.trees))
-        return 0
-    if args.file.is_dir():
-        from penstock.commands import inspect_run  # frames are looked at without loading the plane
-
-        print(inspect_run.report(args.file, as_json=args.json))
-        return 0
-    report = inspect_frame(args.file.read_bytes())
-    print(json.dumps(report, indent=1) if args.json else _text(report))
+    frame = Path(args.what)
+    if not is_address(args.what) and not frame.exists():
+        raise InvalidInput(
+            f"{frame}: not a file or folder; give a frame, as written by penstock.encode, or a run's folder"
+        )
+    if frame.is_file():
+        print(_of_frame(frame, args))
+    else:
+        print(_of_run(plane_folder(args.what, args.keys), args))
     return 0
+
+
+def _of_frame(frame: Path, args: argparse.Namespace) -> str:
+    if args.plot is not None:
+        from penstock.commands.inspect_plot import plot_frame
+
+        return plot_frame(frame, args.plot, ranks=args.ranks, cap=args.cap, trees=args.trees)
+    report = inspect_frame(frame.read_bytes())
+    return json.dumps(report, indent=1) if args.json else _text(report)
+
+
+def _of_run(folder: Path, args: argparse.Namespace) -> str:
+    if args.plot is not None:
+        from penstock.commands.inspect_plot import plot_run
+
+        return plot_run(folder, args.plot, step=args.step)
+    from penstock.commands import inspect_run  # frames are looked at without loading the plane
+
+    return inspect_run.report(folder, as_json=args.json)
 
 
 def inspect_frame(data: bytes) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.tables import aligned
-from penstock.errors import InvalidInput
+from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.serve.process.log_format import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN", help="a run's folder, or a plane's address")
+    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--release", metavar="ID", help="let this group wait for training again")
     choice.add_argument("--drop", metavar="ID", help="give this group up; it is counted as dropped")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = _at_work(args) if "://" in args.where else _in_folder(args)
+    found = _at_work(args) if is_address(args.where) else _in_folder(args)
     if args.json:
         print(json.dumps({"quarantine": found}, indent=1))
     else:
@@ -51,11 +51,9 @@ def _at_work(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _in_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
     from penstock.serve.decisions.offline import settle_offline
-    from penstock.serve.decisions.read_log import is_run, quarantine_of
+    from penstock.serve.decisions.read_log import quarantine_of
 
-    folder = next((path for path in (Path(args.where), Path(args.where) / "plane") if is_run(path)), None)
-    if folder is None:
-        raise InvalidInput(f"{args.where}: no run is there; give the folder a plane was opened on, or its address")
+    folder = plane_folder(args.where)
     if args.release or args.drop:
         settle_offline(folder, args.release or args.drop, drop=bool(args.drop))
     return quarantine_of(folder)

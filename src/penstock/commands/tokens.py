@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.reader import Export, Step
 from penstock.view.skipped import Skipped
@@ -24,7 +25,8 @@ from penstock.view.tally import tally
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
+    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or what TokenExporter was given")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--step", type=int, help="this step only")
     parser.add_argument("--run", dest="of_run", help="this run only, where the folder holds several")
     parser.add_argument("--evaluation", action="store_true", help="evaluation groups only, by policy version")
@@ -33,10 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     of_run = EVALUATION if args.evaluation else args.of_run
-    reports = [summarize(step) for step in _shown(_chosen(Export(args.folder), of_run, args.step))]
+    folder = export_folder(args.folder, args.keys)
+    reports = [summarize(step) for step in _shown(_chosen(Export(folder), of_run, args.step))]
     for report in reports:
         _warn(report)
-    print(json.dumps({"folder": str(args.folder), "steps": reports}, indent=1) if args.json else _table(reports))
+    print(json.dumps({"folder": str(folder), "steps": reports}, indent=1) if args.json else _table(reports))
     return 0
 
 

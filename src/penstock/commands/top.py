@@ -21,6 +21,7 @@ from typing import Any
 
 from penstock.commands import runs
 from penstock.commands.tables import ledger_line, reasons_line, size
+from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.serve.process.log_format import printable
 
@@ -30,7 +31,7 @@ _RATES = (("groups", "groups/s"), ("samples", "samples/s"), ("tokens", "tokens/s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="URL|FOLDER", help="a plane's address, or a run's folder")
+    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--once", action="store_true", help="look once and print text")
     parser.add_argument("--json", action="store_true", help="look once and print one JSON object")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
-    if "://" in where:
+    if is_address(where):
         from penstock.send.timeouts import Timeouts
         from penstock.serve.clients.api import client_carrier
         from penstock.serve.clients.api import open as open_plane
@@ -65,7 +66,8 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     else:
         from penstock.serve.decisions.read_log import read_run
 
-        yield lambda: _from_folder(read_run(where, steps=1, groups=0))
+        folder = plane_folder(where)
+        yield lambda: _from_folder(read_run(folder, steps=1, groups=0))
 
 
 def _from_plane(status: dict[str, Any]) -> dict[str, Any]:

@@ -43,4 +43,6 @@ def run(args: argparse.Namespace) -> int:
         keys = ', keys="FOLDER"' if config.keys else ""
         announce = f'Groups are taken at {", ".join(config.listen)}: ps.open("{config.listen[0]}"{keys}).put(group)'
     again = f"  penstock train {args.config}          with a higher max_steps, to continue"
-    return run_config(config, goal=config.target_reward, following=(again,), announce=announce, as_json=args.json)
+    return run_config(
+        config, name="train", goal=config.target_reward, following=(again,), announce=announce, as_json=args.json
+    )

@@ -16,6 +16,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.errors import ConfigError
 from penstock.send.sockets import MAX_PORT
 from penstock.view.access import new_token
@@ -26,7 +27,8 @@ from penstock.view.web import Library, listening, make_app, make_server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="what TokenExporter was given, or a run's folder in it")
+    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or what TokenExporter was given")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; by default the run's own")
     parser.add_argument(
         "--assets", type=Path, help="the asset store with the samples' images; by default the run's own"
@@ -48,7 +50,8 @@ def port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    library = open_library({args.folder.name or "run": args.folder}, args)
+    folder = export_folder(args.folder, args.keys)
+    library = open_library({folder.name or "run": folder}, args)
     if args.html is None:
         return serve(library, args)
     size = write_page(args.html, library, run=args.of_run, step=args.step, sample=args.sample)

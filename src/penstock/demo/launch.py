@@ -34,6 +34,7 @@ _MOST_FAILURES = 3
 _LAST_LINES = 3
 _GLANCE = Timeouts(plane_s=3.0)
 """A plane that does not answer a look soon is looked at again; what died meanwhile must not wait for it."""
+_LOADING = "starting: torch and the model are loaded once, for all processes; this takes seconds"
 _SHOWN_ROWS = 100
 """Steps of which the screen may show more than the reward."""
 
@@ -57,6 +58,8 @@ class Progress:
     """Of the plane, as `penstock top` sees it; empty while it cannot be asked."""
     kills: dict[str, int]
     seconds: float
+    doing: str = ""
+    """What the launcher does before there is a plane to ask."""
 
 
 class RunFailed(PenstockError):
@@ -80,7 +83,7 @@ class Launcher:
         """Run it to the end; returns the plane's last status."""
         began = time.monotonic()
         self.prepare()
-        show(Progress(rows=[], status={}, kills={}, seconds=0.0))
+        show(Progress(rows=[], status={}, kills={}, seconds=0.0, doing=_LOADING))
         self._nursery = Nursery(self.folder / "config.toml", self.folder / "logs" / "nursery.log")
         try:
             self._nursery.wait_ready()

@@ -11,6 +11,8 @@ from typing import Any
 from penstock.demo.launch import Progress
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_BESIDE_CURVE = 26
+"""Columns beside the reward's curve: border, label and number."""
 
 
 def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
@@ -29,7 +31,7 @@ def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float 
 
 
 @contextmanager
-def screen(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+def screen(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """A function to call with each progress."""
     if quiet:
         yield lambda _: None
@@ -40,7 +42,7 @@ def screen(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
             yield _Lines()
             return
         with Live(refresh_per_second=8, transient=False) as live:
-            yield lambda progress: live.update(page(progress))
+            yield lambda progress: live.update(page(progress, title=title, width=live.console.width))
     else:
         yield _Lines()
 
@@ -54,7 +56,7 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if not self._began:
             self._began = True
-            print("starting: the first step comes when every process has loaded the model", flush=True)
+            print(progress.doing or "starting", flush=True)
         if not progress.rows or progress.rows[-1]["step"] < self._next:
             return
         row = progress.rows[-1]
@@ -92,8 +94,8 @@ def killed(kills: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in sorted(kills.items()))
 
 
-def page(progress: Progress) -> Any:
-    """The page, for rich."""
+def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -> Any:
+    """The page, for rich, on a terminal so many columns wide."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -104,7 +106,13 @@ def page(progress: Progress) -> Any:
     rewards = _known(progress.rows, "train/reward")
     last = progress.rows[-1] if progress.rows else {}
     status, ledger = progress.status, progress.status.get("ledger", {})
-    table.add_row("reward", Text(f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, 40)}", style="green"))
+    table.add_row(
+        "reward",
+        Text(
+            f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, min(40, width - _BESIDE_CURVE))}",
+            style="green",
+        ),
+    )
     table.add_row(
         "step",
         f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {_shown(last, 'perf/tokens_per_s', ',.0f')} tokens/s",
@@ -119,11 +127,11 @@ def page(progress: Progress) -> Any:
         f"{status.get('held_groups', 0)} groups held   staleness {_shown(last, 'buffer/staleness', '.1f')} versions   "
         f"padding {_shown(last, 'perf/waste', '.1%')}",
     )
-    table.add_row("waits for", str(status.get("waiting_for", "the plane")))
+    table.add_row("waits for", progress.doing or str(status.get("waiting_for", "the plane")))
     parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
     dropped = sum(ledger.get("dropped", {}).values())
     mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
     table.add_row("ledger", f"{'  '.join(parts)}  dropped {dropped:,}  ({mark})")
     if progress.kills:
         table.add_row("killed", Text(killed(progress.kills), style="red"))
-    return Panel(table, title="penstock demo", border_style="dim")
+    return Panel(table, title=title, border_style="dim")

@@ -35,8 +35,6 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     None lists all of them.
     """
     root = Path(folder)
-    if is_run(root / "plane"):  # as `penstock train` and `penstock demo` lay a run out
-        root /= "plane"
     if not root.is_dir():
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
     if not is_run(root):
@@ -63,7 +61,6 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
 def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tuple[bytes, ...]]:
     """The number of a step, the last one unless given, and each rank's part of its plan, while that is kept."""
     root = Path(folder)
-    root = root / "plane" if is_run(root / "plane") else root
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
     with _reading(root / LOG) as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
     return {
         "run": settings.run,
         "run_id": engine.log.run_id,
+        "folder": None if engine.log.folder is None else str(engine.log.folder.resolve()),
+        "host": socket.gethostname(),
         "ranks": settings.packing.ranks,
         "columns": {name: column.described() for name, column in settings.packing.own.items()},
         "epoch": coordinator.epoch,
