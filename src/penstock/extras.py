@@ -30,6 +30,7 @@ EXTRAS = {
     "torch": Extra(modules=("torch",), purpose="ps.to_torch, losses, the reference trainer"),
     "images": Extra(modules=("PIL", "obstore"), purpose="images, object stores"),
     "view": Extra(modules=("orjson", "starlette", "uvicorn"), purpose="token export and viewer"),
+    "http": Extra(modules=("starlette", "uvicorn"), purpose="penstock serve --http"),
     "parquet": Extra(modules=("pyarrow",), purpose="token export to Parquet"),
     "top": Extra(modules=("rich",), purpose="pages of top and demo that redraw in place"),
     "metrics": Extra(modules=("prometheus_client",), purpose="pages for Prometheus"),
@@ -73,8 +74,13 @@ def missing(what: str, error: ImportError) -> ImportError:
     return MissingExtra(f"{what}: needs {error.name}; {install(extra)}")
 
 
-def require(what: str, *modules: str) -> None:
-    """Raise MissingExtra unless these modules can be imported; costs nothing once they are."""
+def require(what: str, *modules: str, extra: str | None = None) -> None:
+    """Raise MissingExtra unless these modules can be imported; costs nothing once they are.
+
+    `extra` names the one that helps, where another brings the module too.
+    """
     for module in modules:
         if sys.modules.get(module) is None and find_spec(module) is None:
+            if extra is not None:
+                raise MissingExtra(f"{what}: needs {module}; {install(extra)}")
             raise missing(what, ModuleNotFoundError(name=module))

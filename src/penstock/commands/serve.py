@@ -89,8 +89,14 @@ def _say(ready: Ready) -> None:
     lines = [f"penstock: run {ready.run!r} in {ready.folder}, process {ready.pid}, next step {ready.next_step}"]
     lines += [f"  listening   {url}" for url in ready.urls]
     lines += [f"  metrics     {ready.metrics}"] if ready.metrics else []
+    lines += _http_lines(ready) if ready.http else []
     lines += [f"  a rank      {_rank_line(ready)}", f"  a worker    {_worker_line(ready)}"]
     print("\n".join(lines), flush=True)
+
+
+def _http_lines(ready: Ready) -> list[str]:
+    lines = [f"  http        {ready.http}/v1/groups, described in {ready.http}/openapi.json"]
+    return lines + ([f"  its token   {ready.http_token}"] if ready.http_token else [])
 
 
 def _say_json(ready: Ready) -> None:

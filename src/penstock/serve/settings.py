@@ -214,6 +214,21 @@ class ServerSettings(PlaneSettings):
         str | None,
         Meta(description="HOST:PORT of a Prometheus page, on a loopback address; port 0 picks a free one; none: off"),
     ] = None
+    http: Annotated[
+        str | None,
+        Meta(
+            description="ADDRESS:PORT of the HTTP door, where groups are put as JSON or frames; port 0 picks a free "
+            "one; beyond loopback it needs `http_token`; none: off"
+        ),
+    ] = None
+    http_token: Annotated[
+        str | None,
+        Meta(
+            description="file with the token that every HTTP request must carry; none: one is made, and kept in the "
+            "run's folder as http-token",
+            extra={"path": True},
+        ),
+    ] = None
     log_file: Annotated[
         str | None, Meta(description="write log lines there instead of to stderr", extra={"path": True})
     ] = None

@@ -26,10 +26,13 @@ from types import FrameType
 from typing import IO, Any
 
 from penstock.errors import ConfigError, Fenced, PenstockError
+from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
+from penstock.serve.clients.plane import Plane
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.allocation import settle_memory
+from penstock.serve.process.http_door import HttpDoor, find_token
 from penstock.serve.process.log_format import LineFormatter
 from penstock.serve.process.prometheus import MetricsPage, Snapshot, parse_address
 from penstock.serve.process.server import Server
@@ -38,6 +41,8 @@ from penstock.serve.settings import ServerSettings
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
+IN_PROCESS = "memory:"
+"""The address of what runs in this process: nobody else can use it."""
 
 
 class Exit(IntEnum):
@@ -72,6 +77,10 @@ class Ready:
     next_step: int
     metrics: str | None
     """Address of the Prometheus page."""
+    http: str | None
+    """Address of the HTTP door."""
+    http_token: str | None
+    """Its token, if it was made here; None if it was given."""
     secured: bool
     """Whether clients need keys."""
 
@@ -114,6 +123,8 @@ class LoopHooks:
         self.log: Log
         self.watchdog: Watchdog | None = None
         self.page: MetricsPage | None = None
+        self.door: HttpDoor | None = None
+        self.made_token: str | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
         self._seen: tuple[int, ...] = ()
@@ -157,11 +168,13 @@ class LoopHooks:
             watchdog=None if self.watchdog is None else self.watchdog.pid,
             run=self.config.run,
             folder=self.config.folder,
-            urls=tuple(self.server.urls),
+            urls=tuple(url for url in self.server.urls if url != IN_PROCESS),
             ranks=self.config.packing.ranks,
             replicas=self.config.replicas,
             next_step=self.server.engine.next_step,
             metrics=None if self.page is None else self.page.url,
+            http=None if self.door is None else self.door.url,
+            http_token=self.made_token,
             secured=self.config.keys is not None,
         )
 
@@ -171,6 +184,8 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     turns = LoopHooks(config)
     if config.metrics is not None:
         parse_address(config.metrics)  # before an address is bound
+    if config.http is None and config.http_token is not None:
+        raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP door too")
     with contextlib.ExitStack() as opened:
         log = _open_log(config)
         opened.callback(log.close)
@@ -180,7 +195,12 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
             carriers.append(plane_carrier(url, config.keys))
             opened.callback(carriers[-1].close)
             stack.callback(_remove_socket, carriers[-1].url, _inode(carriers[-1].url))
-        turns.server = Server(config, log, carriers, on_turn=turns)
+        memory = MemoryPlane()
+        turns.server = Server(config, log, [*carriers, memory] if config.http else carriers, on_turn=turns)
+        if config.http is not None:
+            memory.last_words = turns.server.last_words
+            turns.door, turns.made_token = _open_door(config, config.http, memory)
+            opened.callback(turns.door.close)
         if config.metrics is not None:
             turns.page = MetricsPage(config.metrics, turns.snapshot.ask)
             opened.callback(turns.page.close)
@@ -191,6 +211,17 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
         opened.pop_all()
     _keep(turns, stack)
     return turns
+
+
+def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpDoor, str | None]:
+    """The door, a client of the plane in this process; and its token, if it was made here."""
+    token, is_made = find_token(address, config.http_token, config.folder)
+    line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts)
+    try:
+        return HttpDoor(address, line, token=token), token if is_made else None
+    except BaseException:
+        line.close()
+        raise
 
 
 def _open_log(config: ServerSettings) -> Log:
@@ -211,6 +242,8 @@ def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:
         stack.callback(signal.set_wakeup_fd, -1)
     if turns.page is not None:
         stack.callback(turns.page.close)
+    if turns.door is not None:
+        stack.callback(turns.door.close)
     for number in (signal.SIGTERM, signal.SIGINT):
         stack.callback(signal.signal, number, signal.signal(number, turns.on_signal))
     turns()  # the first beat: from here on the watchdog knows what it watches

@@ -1,0 +1,174 @@
+"""A group as JSON, for producers that have no Python: read into the trajectories that a Python producer would add.
+
+    {"prompt": "17", "rollouts": [{"reward": 1.0, "turns": [{"token_ids": [5, 6]},
+                                                            {"token_ids": [7], "logprobs": [-0.5]}]}, ...]}
+
+Fields are named and mean what they do in `Trajectory` and `Turn`; docs/integrations/http.md lists them. One that nobody
+knows is an error. What is wrong is named by its place: `rollouts[3].turns[1].token_ids[0]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from penstock.arrays.own_columns import NO_COLUMNS, Own
+from penstock.capture import Trajectory, Turn
+from penstock.capture.turn import TURN_COLUMNS
+from penstock.convert.advantages import Advantage, grpo, leave_one_out, max_rl, raw_rewards
+from penstock.convert.groups import Group, make_group, unique_id
+from penstock.errors import InvalidInput
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
+    "raw_rewards": raw_rewards,
+}
+Record = dict[str, Any]
+
+
+class JsonTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tokens that one message added to the context."""
+
+    token_ids: list[int]
+    logprobs: Annotated[
+        list[float] | None, Meta(description="of the sampled tokens, or of all; a turn that has them was sampled")
+    ] = None
+    sampled: Annotated[bool | None, Meta(description="for a sampled turn without log-probabilities")] = None
+    mask: Annotated[
+        list[bool | int] | None, Meta(description="which tokens the model sampled; by default all of a sampled turn")
+    ] = None
+    role: str = ""
+    columns: Annotated[
+        Record,
+        Meta(description="other columns by name, as one value per token or one number: temperatures, weight_versions"),
+    ] = {}
+
+
+class JsonRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One rollout: its turns and what became of it."""
+
+    turns: list[JsonTurn]
+    parents: Annotated[
+        list[int] | None, Meta(description="the turn that each one continues, -1 for none; by default the previous one")
+    ] = None
+    keeps: Annotated[
+        list[int | None] | None, Meta(description="how many of its parent's tokens each turn continues from; null: all")
+    ] = None
+    reward: Annotated[float | None, Meta(description="null: not scored")] = None
+    id: str = ""
+    env: str = ""
+    run: str = ""
+    mode: str = "rl"
+    agent: str = ""
+    policy_version: int | None = None
+    error: Annotated[str | None, Meta(description="why it failed; its tokens are kept and train nothing")] = None
+    truncated: bool = False
+    stop_condition: str = ""
+    metrics: dict[str, float] = {}
+    info: Record = {}
+
+
+class _Head(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    prompt: Annotated[str, Meta(description="the prompt's name, which comes back as often as it is sampled")]
+    id: Annotated[
+        str | None, Meta(description="the group's own; give it, so that a group sent twice is recognised")
+    ] = None
+    policy_version: Annotated[int | None, Meta(description="of every rollout that does not say its own")] = None
+    advantage: Annotated[
+        Literal["grpo", "leave_one_out", "max_rl", "raw_rewards"] | None,
+        Meta(description="how rewards become advantages; null: the turns have a column advantages, or need none"),
+    ] = "grpo"
+    evaluation: Annotated[bool, Meta(description="recorded and shown, never trained")] = False
+
+
+class JsonGroup(_Head, kw_only=True, forbid_unknown_fields=True):
+    """The rollouts of one prompt."""
+
+    rollouts: Annotated[list[JsonRollout], Meta(min_length=1)]
+
+
+class _Sealed(_Head, kw_only=True, forbid_unknown_fields=True):
+    """The same, its rollouts not read yet: each is read by itself, so that other threads get their turn in between."""
+
+    rollouts: Annotated[list[msgspec.Raw], Meta(min_length=1)]
+
+
+_HEADS, _ROLLOUTS = msgspec.json.Decoder(_Sealed), msgspec.json.Decoder(JsonRollout)
+
+
+def read_json_group(text: bytes, columns: Callable[[], Own] = lambda: NO_COLUMNS) -> tuple[Group, bool]:
+    """The group, and whether it is for evaluation. `columns` gives those that the plane was told of; asked if needed.
+
+    >>> group, evaluation = read_json_group(b'{"prompt": "17", "id": "17#a", "advantage": null, "rollouts": '
+    ...                                     b'[{"turns": [{"token_ids": [5]}, {"token_ids": [6], "sampled": true}]}]}')
+    >>> group.id, len(group), evaluation
+    ('17#a', 1, False)
+    """
+    head = _decode(_HEADS, text, "")
+    rollouts = [
+        _trajectory(_decode(_ROLLOUTS, rollout, f"rollouts[{i}]"), f"rollouts[{i}]")
+        for i, rollout in enumerate(head.rollouts)
+    ]
+    name = unique_id(head.prompt) if head.id is None else head.id
+    rule = None if head.advantage is None or head.evaluation else ADVANTAGES[head.advantage]
+    own = columns() if any(turn.own for rollout in rollouts for turn in rollout.turns) else NO_COLUMNS
+    group = make_group(
+        rollouts, id=name, prompt=head.prompt, policy_version=head.policy_version, advantage=rule, columns=own
+    )
+    return group, head.evaluation
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], text: bytes | msgspec.Raw, where: str) -> Any:
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        place = f"{where}{path.rstrip('`')}".lstrip(".") or "group"
+        raise InvalidInput(f"{place}: {_plain(what)}") from None
+    except RecursionError:
+        raise InvalidInput(f"{where or 'group'}: lists or objects inside one another too deep") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{where or 'group'}: not JSON: {error}") from None
+
+
+def _plain(what: str) -> str:
+    """msgspec's words in ours.
+
+    >>> _plain("Expected `int`, got `str`"), _plain("Object contains unknown field `rewrad`")
+    ('str; must be int', "unknown field 'rewrad'")
+    """
+    expected = re.fullmatch(r"Expected `(.+)`, got `(.+)`", what)
+    if expected:
+        return f"{expected[2]}; must be {expected[1].replace('|', 'or')}"
+    unknown = re.fullmatch(r"Object contains unknown field `(.+)`", what)
+    return f"unknown field {unknown[1]!r}" if unknown else what[0].lower() + what[1:].replace("`", "'")
+
+
+def _trajectory(rollout: JsonRollout, where: str) -> Trajectory:
+    turns = [_turn(turn, f"{where}.turns[{i}]") for i, turn in enumerate(rollout.turns)]
+    fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__ if name != "turns"}
+    try:
+        return Trajectory(turns=turns, **fields)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from None
+
+
+def _turn(turn: JsonTurn, where: str) -> Turn:
+    known = {name: values for name, values in turn.columns.items() if name in TURN_COLUMNS}
+    own = {name: values for name, values in turn.columns.items() if name not in TURN_COLUMNS}
+    return Turn(
+        turn.token_ids,
+        logprobs=turn.logprobs,
+        sampled=turn.sampled,
+        mask=turn.mask,
+        role=turn.role,
+        where=where,
+        columns=own,
+        **known,
+    )

@@ -1,0 +1,322 @@
+"""The HTTP door: producers in other languages, and in sandboxes, put groups and look at the ledger.
+
+    POST /v1/groups     a group as JSON, or a frame: 201 it is new and durable, 200 it was there already
+    GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
+    GET  /openapi.json  the description of all this, which needs no token
+
+The server runs in a thread of its own and is a client of the plane like any other: bodies are read and parsed beside
+the plane's loop, and a group is answered when it is durable. It keeps a bounded number of bytes in hand. Errors are
+those of `penstock.errors`, in the same words, with the status that `STATUS` gives them; where there is no room the
+answer is 429 with Retry-After, and the producer sends the group again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock import errors
+from penstock.convert.json_group import read_json_group
+from penstock.encode import read_head
+from penstock.errors import ConfigError, InvalidInput, PenstockError
+from penstock.extras import require
+from penstock.serve.clients.plane import Plane
+from penstock.serve.process.openapi import FRAME, describe
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+STATUS: dict[type[PenstockError], int] = {
+    errors.Conflict: 409,
+    errors.Evicted: 403,
+    errors.UnknownKey: 404,
+    errors.CallerError: 400,
+    errors.CorruptFrame: 400,
+    errors.Overloaded: 429,
+    errors.DiskFull: 507,
+    errors.FlowError: 503,
+    errors.PeerError: 503,
+    errors.PenstockError: 500,
+}
+"""The status of an error: of the first class here that it is."""
+MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
+MAX_BYTES_IN_HAND = 512 << 20
+"""Of all requests together, from the first byte of a body until its group is answered."""
+MIN_TOKEN = 22
+"""Characters, which hold 128 bits."""
+_BODY_S = 60.0
+_THREADS = 8
+_LATER_S = 1.0
+Answer = Callable[["Request"], Awaitable["Response"]]
+
+
+class HttpDoor:
+    """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one."""
+
+    def __init__(self, address: str, plane: Plane, *, token: str) -> None:
+        require("the HTTP door", "starlette", "uvicorn", extra="http")
+        import uvicorn
+
+        host, port = parse_address(address)
+        try:
+            self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
+        except OSError as error:
+            raise ConfigError(f"http: {address!r}: {error.strerror}; use another port, or 0 for a free one") from None
+        self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
+        app = make_app(plane, self._pool, token=token)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=1024,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="penstock-http", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+    def close(self) -> None:
+        """No more requests; those that wait for the plane fail with it."""
+        self._server.should_exit = True
+        self._plane.close()
+        self._thread.join(3)
+        self._socket.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
+    """The routes, behind the token."""
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    in_hand = BytesInHand(MAX_BYTES_IN_HAND)
+
+    async def put(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in ("application/json", FRAME):
+            return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
+        size, refusal = _length(request, MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES)
+        if refusal is not None:
+            return refusal
+        with in_hand.taking(size) as fits:
+            if not fits:
+                return _later(f"the HTTP door: {MAX_BYTES_IN_HAND} bytes of groups are on their way; send it again")
+            body = await _body(request, size)
+            if body is None:
+                return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+            if kind == FRAME:
+                evaluation = request.query_params.get("evaluation") == "true"
+                found, status = await _beside(pool, _put_frame, plane, body, evaluation)
+            else:
+                found, status = await _beside(pool, _put_json, plane, body)
+        return _json(found, status)
+
+    async def status(_: Request) -> Response:
+        return _json(await _beside(pool, plane.status))
+
+    async def ledger(_: Request) -> Response:
+        return _json((await _beside(pool, plane.status))["ledger"])
+
+    async def openapi(_: Request) -> Response:
+        return _json(describe(STATUS))
+
+    guarded = {"/v1/groups": ("POST", put), "/v1/status": ("GET", status), "/v1/ledger": ("GET", ledger)}
+    routes = [Route(path, _safely(_guard(answer, token)), methods=[verb]) for path, (verb, answer) in guarded.items()]
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+def _put_json(plane: Plane, body: bytes) -> tuple[dict[str, Any], int]:
+    group, evaluation = read_json_group(body, lambda: plane.columns)
+    is_new = plane.put(group, evaluation=evaluation, timeout=0)
+    return {"group": group.id, "samples": len(group), "new": is_new}, 201 if is_new else 200
+
+
+def _put_frame(plane: Plane, body: bytes, evaluation: bool) -> tuple[dict[str, Any], int]:
+    head = read_head(body)
+    groups = sorted(set(head.text.get("group", ())))
+    if len(groups) != 1 or not groups[0]:
+        raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
+    is_new = plane.put_frame(groups[0], body, evaluation=evaluation, timeout=0)
+    return {"group": groups[0], "samples": len(head.ids), "new": is_new}, 201 if is_new else 200
+
+
+async def _beside(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+
+
+# ------------------------------------------------------------------ requests
+
+
+class BytesInHand:
+    """Counts the bytes of requests at work; used by one thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self.num_bytes = limit, 0
+
+    @contextmanager
+    def taking(self, size: int) -> Iterator[bool]:
+        """Whether so many more fit, while the block runs."""
+        fits = self.num_bytes + size <= self._limit
+        self.num_bytes += size * fits
+        try:
+            yield fits
+        finally:
+            self.num_bytes -= size * fits
+
+
+def _length(request: Request, limit: int) -> tuple[int, Response | None]:
+    text = request.headers.get("content-length", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        return 0, _problem(411, "InvalidInput", "content-length: missing; send a body of known length")
+    if int(text) > limit:
+        hint = "smaller groups, or a frame" if limit == MAX_JSON_BYTES else "smaller groups"
+        return 0, _problem(413, "InvalidInput", f"body: {text} bytes; at most {limit}; send {hint}")
+    return int(text), None
+
+
+async def _body(request: Request, size: int) -> bytes | None:
+    """The body; None if it is too slow. The server ends a connection whose body is longer than it said."""
+    body = bytearray()
+
+    async def read() -> None:
+        async for chunk in request.stream():
+            body.extend(chunk)
+
+    try:
+        await asyncio.wait_for(read(), _BODY_S)
+    except TimeoutError:
+        return None
+    assert len(body) <= size
+    return bytes(body)
+
+
+def _guard(answer: Answer, token: str) -> Answer:
+    """Only to those who have the token."""
+
+    async def guarded(request: Request) -> Response:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
+            said = "authorization: no token, or another; send the header Authorization: Bearer TOKEN"
+            return _problem(401, "InvalidInput", said, {"www-authenticate": "Bearer"})
+        return await answer(request)
+
+    return guarded
+
+
+def _safely(answer: Answer) -> Answer:
+    """Our errors as answers; what else goes wrong is the server's to report."""
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import Response
+
+    async def answering(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except errors.Overloaded as error:
+            return _later(str(error), error.retry_after_s)
+        except PenstockError as error:
+            return _problem(status_of(error), type(error).__name__, str(error))
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody hears it
+
+    return answering
+
+
+def status_of(error: PenstockError) -> int:
+    """The HTTP status that says whose fault it is."""
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
+
+
+def _later(message: str, seconds: float = _LATER_S) -> Response:
+    wait = max(seconds, _LATER_S)
+    headers = {"retry-after": str(-int(-wait // 1))}
+    return _json({"error": "Overloaded", "message": message, "retry_after_s": wait}, 429, headers)
+
+
+def _problem(status: int, error: str, message: str, headers: dict[str, str] | None = None) -> Response:
+    return _json({"error": error, "message": message}, status, headers)
+
+
+def _json(found: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    from starlette.responses import Response
+
+    more = {"x-content-type-options": "nosniff", "cache-control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(found), status, more, "application/json")
+
+
+# ------------------------------------------------------------------ address and token
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        ipaddress.ip_address(host)
+        good = port.isdigit() and int(port) <= 65535
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"http: {address!r}; must be ADDRESS:PORT, such as 127.0.0.1:7441")
+    return host, int(port)
+
+
+def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
+    """The token, and whether it was made here: one that is made is kept in the run's folder, for the next start."""
+    host, _ = parse_address(address)
+    if file is not None:
+        return _read_token(Path(file)), False
+    if not ipaddress.ip_address(host).is_loopback:
+        raise ConfigError(
+            f"http: {address!r} can be reached by other hosts; give http_token, a file with a token of your own, and "
+            "let a proxy with TLS stand in front"
+        )
+    if folder == "memory:":
+        return secrets.token_urlsafe(32), True
+    kept = Path(folder) / "http-token"
+    if not kept.exists():
+        kept.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
+        kept.chmod(0o600)
+    return _read_token(kept), True
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+        mode = path.stat().st_mode & 0o777
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"http_token: {path}: {getattr(error, 'strerror', error)}; give a file with a token"
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(f"http_token: {path}: others may read it (mode {mode:o}); chmod 600 {path}")
+    if len(token) < MIN_TOKEN or not token.isprintable() or " " in token:
+        raise ConfigError(f"http_token: {path}: {len(token)} characters; give at least {MIN_TOKEN}, without spaces")
+    return token
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
