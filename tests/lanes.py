@@ -20,6 +20,8 @@ PROCESS = {
     "serve/test_allocation.py",
     "serve/test_faults.py",
     "serve/test_full_volume.py",
+    "serve/test_http.py",
+    "serve/test_http_page.py",
     "serve/test_kill_points.py",
     "serve/test_metrics.py",
     "serve/test_network.py",

@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named_in_the_words_of_the_python_error(plane: PlanePro
     for text, words in (
         (b'{"prompt": "a', "not JSON"),
         (b'{"prompt": "a", "rollouts": [{"turns": [{"token_ids": [1, "x"]}]}]}', "token_ids[1]: str; must be int"),
-        (b'{"prompt": "a", "rollouts": [], "grop": 1}', "unknown field"),
+        (b'{"prompt": "a", "rollouts": [{}], "grop": 1}', "unknown field 'grop'"),
         (b'{"prompt": "a", "rollouts": [{"turns": [], "info": ' + b"[" * 9999 + b"]" * 9999 + b"}]}", "too deep"),
     ):
         code, refused = client.ask("POST", "/v1/groups", text)
