@@ -38,6 +38,7 @@ PROCESS = {
     "test_security.py",
     "test_state_diagram.py",
     "train/test_ranks.py",
+    "train/test_trainer_kit_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_browser.py",
     "view/test_columns.py::test_a_column_added_in_one_line_travels_all_the_way",

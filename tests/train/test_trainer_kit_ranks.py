@@ -1,0 +1,71 @@
+"""The reference trainer passes the conformance kit, on two real ranks that exchange gradients over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from penstock.demo.reverse import TOKENS
+from penstock.demo.tasks import model_of
+from penstock.pack import Packing, Step
+from penstock.serve import SourceStep
+from penstock.testing.trainer import BUGS, check
+from penstock.train.run_config import OptimizerConfig, TrainConfig
+from penstock.train.trainer import Trainer
+from tests.train.ranks import run_ranks
+
+
+class Looks:
+    """In place of the optimizer: keeps the gradients it is given, and moves nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def step(self) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+def trainer_of(folder: Path, rank: int, ranks: int) -> Trainer:
+    config = TrainConfig(
+        folder=str(folder),
+        packing=Packing(ranks=ranks, seq_len=64, micro_batch_max_tokens=128, long_rows=True),
+        model=model_of("reverse"),
+        optimizer=OptimizerConfig(max_grad_norm=1e9),  # no clipping
+    )
+    trainer = Trainer(config, rank)
+    trainer.optimizer = Looks(trainer.model)
+    return trainer
+
+
+def checked(rank: int, note: Callable[[Any], Any], folder: str) -> None:
+    """Every rank runs the same check; a step of one rank is trained alone by each, one of two ranks together."""
+    distributed.init_process_group("gloo")
+    alone = trainer_of(Path(folder) / f"alone-{rank}", 0, 1)
+    together = trainer_of(Path(folder) / "together", rank, 2)
+
+    def step_fn(step: Step) -> tuple[float, dict[str, torch.Tensor]]:
+        trainer, own = (alone, 0) if len(step.ranks) == 1 else (together, rank)
+        part = step.ranks[own]
+        received = SourceStep(1, "", part.rank_plan, list(part))
+        sums = trainer.train_step(received, [trainer._prepare(batch) for batch in received])
+        return sums.metrics()["train/loss"], trainer.optimizer.gradients
+
+    report = check(step_fn, vocabulary=len(TOKENS))
+    note([str(report), report.ok, report.judged])
+    alone.close()
+    together.close()
+    distributed.destroy_process_group()
+
+
+def test_the_reference_trainer_passes_on_two_ranks(tmp_path: Path) -> None:
+    for text, ok, judged in run_ranks(checked, tmp_path, str(tmp_path)):
+        assert ok, text
+        assert tuple(judged) == BUGS
