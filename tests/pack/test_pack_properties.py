@@ -264,3 +264,22 @@ def test_samples_of_one_micro_batch_keep_their_input_order() -> None:
     for batch in batches_of(step):
         assert list(batch.segments.ids) == sorted(batch.segments.ids)
         assert [k for k, _ in groupby(batch.segments.source_offsets.tolist())] == [0]
+
+
+@steps
+def test_samples_cut_out_of_a_step_are_those_that_were_packed(samples: list[Sample], packing: Packing) -> None:
+    """Every column as far as it is trained; what was one number is one per token."""
+    step = try_pack(packing, samples)
+    if step is None:
+        return
+    lengths, given_ = kept(samples, packing), {sample.id: sample for sample in samples}
+    found = [cut for rank in step.ranks for cut in rank.samples()]
+    assert sorted(cut.id for cut in found) == sorted(lengths)
+    for cut in found:
+        sample, length = given_[cut.id], lengths[cut.id]
+        for name in ("group", "prompt", "env", "run", "mode", "policy_version"):
+            assert getattr(cut, name) == getattr(sample, name)
+        assert cut.images == tuple(span for span in sample.images if span.end <= length)
+        for name, cells in sample.columns.items():
+            whole = cells if isinstance(cells, Ragged) or cells.ndim else np.full(sample.num_tokens, cells)
+            assert same_bits(cut[name], whole[:length]), name

@@ -73,6 +73,13 @@ class AssetStore:
         self._known: OrderedDict[str, ImageRef] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, object]:
+        """For frameworks that ship objects between processes: it arrives as the same folder, seen by the same run."""
+        return {name: value for name, value in vars(self).items() if name not in ("_known", "_lock")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _known=OrderedDict(), _lock=threading.Lock())
+
     def __repr__(self) -> str:
         return f"AssetStore({self.blobs!r}, run={self.run!r})"
 

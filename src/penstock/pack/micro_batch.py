@@ -18,11 +18,39 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import PER_NODE, Cells
+from penstock.arrays import Sample
+from penstock.arrays.columns import PER_NODE, TEXT_COLUMNS, TOKEN_COLUMNS, Cells
 from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import NO_COLUMNS, read_own, table_with
 from penstock.arrays.ragged import arrays_in
+from penstock.arrays.versions import known
 from penstock.errors import UnknownKey
 from penstock.pack.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One sample's place in a micro-batch."""
+
+    id: str
+    group: str
+    prompt: str
+    """The prompt's name; empty where not given."""
+    env: str
+    mode: str
+    policy_version: int | None
+    """None = not known."""
+    source_offset: int
+    """First token taken from the sample."""
+    offset: int
+    """Where it stands in the micro-batch."""
+    length: int
+    """How many tokens were taken."""
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in a column of the micro-batch: `batch["logprobs"][segment.tokens]`."""
+        return slice(self.offset, self.offset + self.length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +74,25 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __iter__(self) -> Iterator[Segment]:
+        """One `Segment` per sample, in the order of their tokens."""
+        text = (self.ids, self.groups, self.prompts, self.envs, self.modes)
+        numbers = (self.policy_versions, self.source_offsets, self.offsets, self.lengths)
+        for words, counts in zip(
+            zip(*text, strict=True), zip(*(n.tolist() for n in numbers), strict=True), strict=True
+        ):
+            yield Segment(
+                id=words[0],
+                group=words[1],
+                prompt=words[2],
+                env=words[3],
+                mode=words[4],
+                policy_version=known(counts[0]),
+                source_offset=counts[1],
+                offset=counts[2],
+                length=counts[3],
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,6 +155,27 @@ class MicroBatch:
     def sample_tokens(self) -> int:
         """Tokens of samples: the first ones of the micro-batch."""
         return int(self.segments.lengths.sum())
+
+    def samples(self) -> Iterator[Sample]:
+        """The samples in it, as they are trained: cut to `seq_len`, every column with one value per token.
+
+        Their arrays are views of the micro-batch's.
+
+        >>> from penstock.pack import pack
+        >>> step = pack([Sample(id="a", token_ids=[4, 5, 6], advantages=0.5)], ranks=1, seq_len=2)
+        >>> [(s.id, s.token_ids.tolist(), s["advantages"].tolist()) for s in step.ranks[0][0].samples()]
+        [('a', [4, 5], [0.5, 0.5])]
+        """
+        shared = () if self.forest is None else (name for name in self.forest.columns if name not in self.columns)
+        rows = {name: self[name] for name in (*self.columns, *shared) if name != "position_ids"}
+        _, own = read_own({n: cells for n, cells in rows.items() if n not in TOKEN_COLUMNS}, NO_COLUMNS, "micro-batch")
+        names = [name for name in table_with(own) if name in rows]
+        for segment in self.segments:
+            text = {name: getattr(segment, name) for name in TEXT_COLUMNS if name != "run"} | {"run": self.run}
+            at = segment.tokens
+            spans = (i.shifted(-at.start) for i in self.images if at.start <= i.offset < at.stop)
+            columns = {name: rows[name][at] for name in names}
+            yield Sample.trusted(columns, text, segment.policy_version, tuple(spans), own)
 
     def sample_at(self, token: int) -> str:
         """The id of the sample that a token of the row belongs to; empty for padding and dummies."""

@@ -6,6 +6,7 @@ for sixty-four ranks on one host copies nothing until each of them iterates.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack, overload
@@ -24,8 +25,12 @@ from penstock.pack.plan import plan
 from penstock.pack.rank_plan import Plan, RankPlan
 
 
-class StepOfRank(Sequence[MicroBatch]):
-    """One rank's micro-batches of a step, in order, with the denominators of the whole step."""
+class StepOfRank(ABC):
+    """One rank's micro-batches of a step, in order, with the denominators of the whole step.
+
+    It is indexed and iterated like a sequence, and is none: a data loader would take a sequence apart into a list, and
+    the denominators would be lost.
+    """
 
     def __init__(self, rank_plan: RankPlan) -> None:
         self.rank_plan = rank_plan
@@ -55,17 +60,25 @@ class StepOfRank(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self.rank_plan)
 
+    @abstractmethod
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def samples(self) -> Iterator[Sample]:
+        """The samples of this rank as they are trained: see `MicroBatch.samples`."""
+        for batch in self:
+            yield from batch.samples()
+
 
 class RankStep(StepOfRank):
     """A rank's part of a step that was packed here; a micro-batch is filled when it is asked for."""
 
     def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
         super().__init__(rank_plan)
-        self.samples = samples
-        """All samples of the step."""
+        self.all_samples = samples
+        """Of the step, for any rank."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(fill(self.samples, self.rank_plan))
+        return iter(fill(self.all_samples, self.rank_plan))
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -74,7 +87,7 @@ class RankStep(StepOfRank):
     def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        return fill(self.samples, self.rank_plan.only(range(len(self))[index]))[0]
+        return fill(self.all_samples, self.rank_plan.only(range(len(self))[index]))[0]
 
     def __repr__(self) -> str:
         return f"RankStep(rank {self.rank}, {len(self)} micro-batches)"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.train.agreement import agree
     from penstock.train.image_policies import MaskSample
     from penstock.train.kept_ids import kept_of
+    from penstock.train.loader import step_loader
     from penstock.train.logits import token_logprobs
     from penstock.train.loss import Dppo
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
@@ -39,6 +40,7 @@ __all__ = [
     "mrope_positions",
     "predictions_of",
     "reverse_kl",
+    "step_loader",
     "to_torch",
     "token_logprobs",
     "topk_kl",
@@ -60,6 +62,7 @@ _HOME = {
     "mrope_positions": "mrope",
     "predictions_of": "predictions",
     "reverse_kl": "teacher_kl",
+    "step_loader": "loader",
     "token_logprobs": "logits",
     "topk_kl": "teacher_kl",
 }

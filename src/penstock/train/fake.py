@@ -38,7 +38,7 @@ class FakeSource:
             long_rows=True,
         )
         rank_plan: RankPlan = step.ranks[self._rank].rank_plan
-        return SourceStep(self._number, "", rank_plan, fill(step.ranks[self._rank].samples, rank_plan))
+        return SourceStep(self._number, "", rank_plan, fill(step.ranks[self._rank].all_samples, rank_plan))
 
     def _sample(self, rng: np.random.Generator, name: str, length: int) -> Sample:
         mask = np.arange(length) >= max(1, length // 4)

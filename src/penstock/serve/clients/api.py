@@ -24,6 +24,7 @@ from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import SharedClient, SharedPlane
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
+from penstock.serve.clients.handles import Handle, usable_url
 from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
@@ -89,7 +90,9 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
         raise
     thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
-    return Plane(memory.connect, url=where, timeouts=settings.timeouts, server=server, thread=thread)
+    url = usable_url(others[0].url) if others else where
+    handle = Handle.of(url, settings.run, settings.keys, settings.timeouts) if others else None
+    return Plane(memory.connect, url=url, timeouts=settings.timeouts, handle=handle, server=server, thread=thread)
 
 
 def _line_to(address: str, given: dict[str, Any]) -> Plane:
@@ -100,7 +103,8 @@ def _line_to(address: str, given: dict[str, Any]) -> Plane:
         raise ConfigError(f"{address}: {', '.join(theirs)}: the plane there has its own settings; leave them out")
     keys = given.get("keys")
     timeouts, run = given.get("timeouts"), given.get("run", "")
-    return Plane(lambda: client_carrier(address, keys), url=address, run=run, timeouts=timeouts)
+    handle = Handle.of(address, run, keys, timeouts)
+    return Plane(lambda: client_carrier(address, keys), url=address, run=run, timeouts=timeouts, handle=handle)
 
 
 def _run(server: Server) -> None:
@@ -138,6 +142,7 @@ def connect(
         resume_step=resume_step,
         prefetch=prefetch,
         timeouts=timeouts,
+        handle=Handle.of(url, run, keys, timeouts),
     )
 
 

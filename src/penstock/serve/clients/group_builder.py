@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,27 +16,43 @@ if TYPE_CHECKING:
     from penstock.serve.clients.plane import Plane
 
 
-class GroupBuilder:
-    """Collects the rollouts of one prompt: all of them become the group, or none."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class CollectedRollouts:
+    """The rollouts of one prompt: all of them become the group, or none."""
 
-    def __init__(
-        self,
-        plane: Plane,
-        prompt: str,
-        id: str,  # noqa: A002
-        policy_version: int | None,
-        advantage: Advantage | None,
-        filters: tuple[Filter, ...],
-        timeout: float | None,
-        evaluation: bool,
-    ) -> None:
-        self.prompt, self.id = prompt, id
-        self._plane, self._version, self._timeout, self._evaluation = plane, policy_version, timeout, evaluation
-        self._advantage, self._filters = advantage, filters
-        self._rollouts: list[Trajectory] = []
+    plane: Plane
+    prompt: str
+    id: str
+    """The group's own."""
+    policy_version: int | None
+    advantage: Advantage | None
+    filters: tuple[Filter, ...]
+    timeout: float | None
+    evaluation: bool
+    rollouts: list[Trajectory] = field(default_factory=list)
 
     def add(self, trajectory: Trajectory) -> None:
-        self._rollouts.append(trajectory)
+        self.rollouts.append(trajectory)
+
+    def make(self) -> Group:
+        """The group, without putting it."""
+        return make_group(
+            self.rollouts,
+            id=self.id,
+            prompt=self.prompt,
+            policy_version=self.policy_version,
+            advantage=self.advantage,
+            filters=self.filters,
+            columns=self.plane.columns if any(t.own for r in self.rollouts for t in r.turns) else NO_COLUMNS,
+        )
+
+    def discards(self, group: Group) -> list[tuple[str, int, str]]:
+        """(reason, samples, key) of what filters dropped; counted once by its key, however often a put is tried."""
+        return [(reason, count, f"{self.id}: {reason}") for reason, count in group.dropped.items()]
+
+
+class GroupBuilder(CollectedRollouts):
+    """Collects the rollouts of one prompt in a `with` block."""
 
     def __enter__(self) -> Self:
         return self
@@ -48,17 +65,31 @@ class GroupBuilder:
 
     def put(self) -> Group:
         """Make the group and hand it over; what filters dropped is counted at the plane."""
-        group = make_group(
-            self._rollouts,
-            id=self.id,
-            prompt=self.prompt,
-            policy_version=self._version,
-            advantage=self._advantage,
-            filters=self._filters,
-            columns=self._plane.columns if any(t.own for r in self._rollouts for t in r.turns) else NO_COLUMNS,
-        )
-        for reason, count in group.dropped.items():
-            self._plane.discard(reason, count, key=f"{self.id}: {reason}")  # once, however often the put is tried
+        group = self.make()
+        for reason, count, key in self.discards(group):
+            self.plane.discard(reason, count, key=key)
         if len(group):
-            self._plane.put(group, evaluation=self._evaluation, timeout=self._timeout)
+            self.plane.put(group, evaluation=self.evaluation, timeout=self.timeout)
+        return group
+
+
+class AsyncGroupBuilder(CollectedRollouts):
+    """Collects the rollouts of one prompt in an `async with` block; tasks may add to it as they finish."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.put()
+
+    async def put(self) -> Group:
+        """Make the group and hand it over; what filters dropped is counted at the plane."""
+        group = await self.plane.acompute(self.make)
+        for reason, count, key in self.discards(group):
+            await self.plane.adiscard(reason, count, key=key)
+        if len(group):
+            await self.plane.aput(group, evaluation=self.evaluation, timeout=self.timeout)
         return group

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
-import xxhash
 
 from penstock import errors
 from penstock.arrays import Sample
@@ -24,9 +21,7 @@ from penstock.arrays.own_columns import Own, own_of
 from penstock.convert import Group, grpo, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
-from penstock.encode import read_head
 from penstock.encode.layout import Buffer
-from penstock.encode.writing import encode_to_send
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import (
@@ -34,27 +29,26 @@ from penstock.send.messages import (
     Ask,
     Attach,
     Discard,
-    Frames,
     FromClient,
-    FromPlane,
     Rejected,
     SettleGroup,
     SetWeight,
     Status,
 )
-from penstock.send.producer import Answer, Answered, Event, ProducerSession
-from penstock.send.retry import Out
+from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
-from penstock.serve.clients.client_loop import ClientLoop
-from penstock.serve.clients.group_builder import GroupBuilder
+from penstock.serve.clients.async_puts import AsyncPuts
+from penstock.serve.clients.encoded_group import EncodedGroup
+from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
+from penstock.serve.clients.handles import Handle, nowhere
+from penstock.serve.clients.producer_line import ProducerLine, Question
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.process.server import Server
 
+T = TypeVar("T")
 Connect = Callable[[], ClientCarrier]
-_LOOK_S = 1.0
-"""How often a call that waits looks whether anybody could still answer it."""
 
 
 class Plane:
@@ -67,30 +61,26 @@ class Plane:
         url: str,
         run: str = "",
         timeouts: Timeouts | None = None,
+        handle: Handle | None = None,
         server: Server | None = None,
         thread: threading.Thread | None = None,
     ) -> None:
         self.url = url
-        """Where it is."""
+        """Where it is: the address that other processes use, or the folder (or "memory:") of one that listens
+        nowhere."""
         self.timeouts = timeouts or Timeouts()
-        self._connect, self._server, self._thread = connect, server, thread
-        self._session = ProducerSession(run=run, where=url, timeouts=self.timeouts)
-        self._futures: dict[int, Future[Answer]] = {}
-        self._lock = threading.Lock()
-        self._closed: BaseException | None = None
+        self._connect, self._handle, self._server, self._thread = connect, handle, server, thread
         self._columns: Own | None = None
         self.counts = PutCounts()
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
-        self._loop = ClientLoop(
-            connect(),
-            on_message=self._on_message,
-            on_tick=self._on_tick,
-            on_end=self._on_end,
-            # Well below what counts as standing still (`ProducerSession`), or silence would never add up.
-            tick_s=min(self.timeouts.resend_s / 2, self.timeouts.plane_s / 8, 0.5),
-            name="plane-line",
-        )
-        self._loop.start()
+        self._async = AsyncPuts()
+        self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
+
+    def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
+        """For frameworks that ship objects between processes: it arrives as a line to this plane."""
+        if self._handle is None:
+            raise nowhere(self.url)
+        return self._handle.plane, ()
 
     # -------------------------------------------------------------- producers
 
@@ -111,11 +101,47 @@ class Plane:
         unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
         `evaluation`: it is recorded and shown, and never trained; so it gets no advantages, and no filter may drop any.
         """
-        dropping = tuple(filters)
-        if evaluation and dropping:
-            raise InvalidInput(f"group of {prompt!r}: {len(dropping)} filters; leave them out, evaluation keeps all")
-        name, rule = unique_id(prompt) if id is None else id, None if evaluation else advantage
-        return GroupBuilder(self, prompt, name, policy_version, rule, dropping, timeout, evaluation)
+        return GroupBuilder(
+            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+        )
+
+    def agroup(
+        self,
+        prompt: str,
+        *,
+        id: str | None = None,  # noqa: A002 - the field's own name
+        policy_version: int | None = None,
+        advantage: Advantage | None = grpo,
+        filters: Iterable[Filter] = (),
+        evaluation: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncGroupBuilder:
+        """`group` for asyncio: `async with plane.agroup("prompt-1") as group`."""
+        return AsyncGroupBuilder(
+            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+        )
+
+    def _group(
+        self,
+        prompt: str,
+        given: str | None,
+        policy_version: int | None,
+        advantage: Advantage | None,
+        filters: tuple[Filter, ...],
+        evaluation: bool,
+    ) -> dict[str, Any]:
+        """What a builder is made of."""
+        if evaluation and filters:
+            raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
+        return {
+            "plane": self,
+            "prompt": prompt,
+            "id": unique_id(prompt) if given is None else given,
+            "policy_version": policy_version,
+            "advantage": None if evaluation else advantage,
+            "filters": filters,
+            "evaluation": evaluation,
+        }
 
     def put(self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
@@ -123,34 +149,57 @@ class Plane:
         When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
         all) and then raises `Overloaded`.
         """
-        samples: Sequence[Sample] = group.samples if isinstance(group, Group) else group
-        if not samples:
-            raise InvalidInput("put: no samples; a group has at least one")
-        if any(sample.own for sample in samples):
-            samples = [sample.conformed(self.columns) for sample in samples]
-        name = group.id if isinstance(group, Group) else samples[0].group
-        run = samples[0].run
-        is_new = self._put(name, encode_to_send(samples), lambda: run, timeout, evaluation)
-        if is_new and isinstance(group, Group):
-            self.counts.on_put(group)
-        return is_new
+        encoded = EncodedGroup.of(group, evaluation=evaluation, columns=lambda: self.columns)
+        return self._put(encoded, timeout)
 
     def put_frame(self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None) -> bool:
         """`put` for a group that is encoded already."""
-        return self._put(group, frame, partial(_run_of, frame), timeout, evaluation)
+        return self._put(EncodedGroup.of_frame(group, frame, evaluation=evaluation), timeout)
 
-    def _put(self, group: str, frame: Buffer, run: Callable[[], str], timeout: float | None, evaluation: bool) -> bool:
-        digest = xxhash.xxh3_128_digest(frame)
-        waits = timeout is None or timeout > 0
-        answer = self._ask(
-            lambda now: self._session.put(group, frame, digest, now, run=run, waits=waits, evaluation=evaluation),
-            math.inf if timeout is None else timeout,
-        )
+    async def aput(
+        self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None
+    ) -> bool:
+        """`put` for asyncio, from any number of tasks at once.
+
+        Up to 64 groups of a run are under way, the other tasks wait for their turn. A task that is cancelled leaves
+        nothing waiting; its group may be at the plane or not, and putting it again says which.
+        """
+        samples = group.samples if isinstance(group, Group) else group
+        async with self._async.place(samples[0].run if samples else "", timeout):
+            encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
+            return await self._aput(await self.acompute(encode), timeout)
+
+    async def aput_frame(
+        self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None
+    ) -> bool:
+        """`aput` for a group that is encoded already."""
+        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation)
+        async with self._async.place(encoded.run(), timeout):
+            return await self._aput(encoded, timeout)
+
+    async def acompute(self, act: Callable[[], T]) -> T:
+        """What a function returns, from one of the two threads that encode groups of tasks."""
+        self._raise_ended()
+        return await self._async.compute(act)
+
+    def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
+        question = group.question(self._line.session, timeout)
+        return self._taken(group, self._ask(question, math.inf if timeout is None else timeout))
+
+    async def _aput(self, group: EncodedGroup, timeout: float | None) -> bool:
+        self._raise_ended()
+        question = group.question(self._line.session, timeout)
+        return self._taken(group, await self._line.aask(question, math.inf if timeout is None else timeout))
+
+    def _taken(self, group: EncodedGroup, answer: Answer) -> bool:
+        """Whether the group is new there; raises what the plane refused it with."""
         if isinstance(answer, Rejected):
             raise _error_of(answer)
         assert isinstance(answer, Accepted)
         if answer.stale:
-            self.counts.on_stale(group, answer.policy_version)
+            self.counts.on_stale(group.name, answer.policy_version)
+        if not answer.duplicate and group.group is not None:
+            self.counts.on_put(group.group)
         return not answer.duplicate
 
     @property
@@ -161,6 +210,15 @@ class Plane:
     def discard(self, reason: str, samples: int, *, key: str = "") -> None:
         """Count samples that were generated and filtered out before they became a group; what has a key, once."""
         self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+
+    async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
+        """`discard` for asyncio."""
+        self._raise_ended()
+        answer = await self._line.aask(
+            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+        )
+        if isinstance(answer, Rejected):
+            raise _error_of(answer)
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Decide on a group in quarantine: give it up, or let it wait for training again."""
@@ -201,12 +259,13 @@ class Plane:
     ) -> Source:
         """The steps of one rank. `resume_step` is one above the last step of the checkpoint that is loaded; by
         default the first step that is not committed."""
-        self._loop.check_process()
+        self._line.check_process()
         return Source(
             self._connect(),
             rank=rank,
             world=int(self.status()["ranks"]) if world is None else world,
-            run=self._session.run,
+            run=self._line.session.run,
+            handle=self._handle,
             replica=replica,
             replicas=replicas,
             resume_step=resume_step,
@@ -233,8 +292,8 @@ class Plane:
     @property
     def policy_version(self) -> int | None:
         """The version of the weights that the trainer published last; None while it has published none."""
-        self._call(lambda ticket: Attach(ticket=ticket, run=self._session.run))
-        return self._session.policy_version
+        self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
+        return self._line.session.policy_version
 
     @property
     def ledger(self) -> Ledger:
@@ -243,12 +302,10 @@ class Plane:
 
     def close(self) -> None:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
-        if not self._loop.is_mine:
+        if not self._line.is_mine:
             return  # in a forked process there is nothing to close
-        with self._lock:
-            self._closed = self._closed or Closed("this plane was closed")
-            self._give_up(self._closed)
-        self._loop.stop()
+        self._line.close()
+        self._async.close()
         if self._server is not None and self._thread is not None:
             self._server.stop()
             self._thread.join(10)
@@ -263,87 +320,21 @@ class Plane:
 
     # -------------------------------------------------------------- questions and answers
 
+    def _question(self, make: Callable[[int], FromClient]) -> Question:
+        return lambda now: self._line.session.ask(make, now)
+
     def _call(self, make: Callable[[int], FromClient]) -> Answer:
         """Ask something small, until there is an answer or the plane has been silent too long."""
-        return self._ask(lambda now: self._session.ask(make, now), math.inf)
+        return self._ask(self._question(make))
 
-    def _ask(self, ask: Callable[[float], tuple[int, list[Event]]], timeout: float) -> Answer:
-        self._loop.check_process()
-        with self._lock:
-            self._raise_closed()
-            ticket, events = ask(time.monotonic())
-            future = self._futures[ticket] = Future()
-            self._handle(events)
-        try:
-            return self._wait(ticket, future, time.monotonic() + timeout)
-        finally:
-            with self._lock:
-                self._session.drop(ticket)
-                self._futures.pop(ticket, None)
+    def _ask(self, question: Question, timeout: float = math.inf) -> Answer:
+        self._raise_ended()
+        return self._line.ask(question, timeout)
 
-    def _wait(self, ticket: int, future: Future[Answer], deadline: float) -> Answer:
-        """The answer. After the deadline it no longer waits for room; for the answer itself it waits while the plane
-        gives signs of life."""
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return future.result(min(max(left, 0.0), _LOOK_S))
-            except TimeoutError:
-                if future.done():
-                    continue
-            self._loop.check_process()
-            if not self._loop.is_alive:
-                raise Closed(f"{self.url}: nobody listens for answers any more")
-            if left <= 0:
-                deadline = math.inf
-                with self._lock:
-                    refused, events = self._session.stop_waiting(ticket)
-                    self._handle(events)
-                if refused is not None:
-                    return refused
-
-    def _on_message(self, message: FromPlane, _frames: Frames, now: float) -> None:
-        with self._lock:
-            self._handle(self._session.on_message(message, now))
-
-    def _on_tick(self, now: float) -> None:
-        with self._lock:
-            self._handle(self._session.on_tick(now))
-
-    def _handle(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Out):
-                self._loop.send(event.message, event.frames, self._session.run_id)
-            elif isinstance(event, Answered):
-                future = self._futures.pop(event.ticket, None)
-                if future is not None:
-                    future.set_result(event.answer)
-            else:
-                self._give_up(event.error)
-
-    def _on_end(self, error: BaseException) -> None:
-        with self._lock:
-            self._closed = self._closed or error
-            self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        lost, self._futures = self._futures, {}
-        for future in lost.values():
-            future.set_exception(error)
-
-    def _raise_closed(self) -> None:
-        if self._server is not None and self._server.failure is not None:
+    def _raise_ended(self) -> None:
+        if self._server is not None and self._server.failure is not None and self._line.is_mine:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
-        if self._closed is not None:
-            raise Closed(str(self._closed))
-
-
-def _run_of(frame: Buffer) -> str:
-    """The run a group's samples belong to, as its frame says."""
-    try:
-        return read_head(frame).text.get("run", ("",))[0]
-    except PenstockError:
-        return ""  # the plane will say what is wrong with it
+        self._line.check_open()
 
 
 def _error_of(answer: Rejected) -> PenstockError:

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, overload
@@ -22,6 +23,7 @@ from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Relea
 from penstock.send.retry import Failed, Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
+from penstock.serve.clients.handles import Handle, nowhere
 
 logger = logging.getLogger("penstock.source")
 _MAX_STEP = 2**53
@@ -82,6 +84,7 @@ class Source:
         resume_step: int | None = None,
         prefetch: int = 1,
         timeouts: Timeouts | None = None,
+        handle: Handle | None = None,
     ) -> None:
         """`resume_step` is one above the last step of the checkpoint that is loaded; None goes on at the first step
         that is not committed."""
@@ -98,6 +101,7 @@ class Source:
         """The step to give out next; 0 until the plane has said where it is."""
         self._first = self._next
         self._prefetch = prefetch
+        self._handle_of_plane, self._replica, self._replicas = handle, replica, replicas
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._session = RankSession(
@@ -130,6 +134,15 @@ class Source:
             if resume_step is not None:
                 self._ask_ahead(resume_step)
         self._loop.start()
+
+    def __reduce__(self) -> tuple[Callable[[], Source], tuple[()]]:
+        """For frameworks that ship objects between processes: it arrives as a source of the same rank, which goes on
+        after the last step committed here. A rank is one process; close this one."""
+        if self._handle_of_plane is None:
+            raise nowhere("source")
+        of_rank = {"rank": self.rank, "world": self.world, "replica": self._replica, "replicas": self._replicas}
+        resume = self._committed + 1 if self._next else None
+        return partial(self._handle_of_plane.source, **of_rank, prefetch=self._prefetch, resume_step=resume), ()
 
     # -------------------------------------------------------------- the rank's side
 
