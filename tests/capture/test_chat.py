@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.capture import from_arrays, from_chat_completions
+from penstock.capture import from_arrays, from_chat_completions, from_choices
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
 
@@ -158,3 +158,32 @@ def test_plain_arrays_of_different_lengths_are_refused() -> None:
         from_arrays([1, 2, 3], [0, 0, 1], logprobs=[-1, -1], id="x")
     with pytest.raises(InvalidInput, match=r"trajectory.token_ids: empty"):
         from_arrays(np.zeros(0, np.uint32), np.zeros(0, np.bool_))
+
+
+def test_every_choice_of_a_reply_is_a_rollout_of_its_group() -> None:
+    reply = response([1, 2], [3, 4])
+    reply["choices"] *= 3
+    rollouts = from_choices(reply, rewards=[0.0, 0.5, 1.0], temperature=0.7, env="math")
+    assert all(as_expected(rollout) for rollout in rollouts)
+    assert [(r.reward, r.env) for r in rollouts] == [(0.0, "math"), (0.5, "math"), (1.0, "math")]
+    [alone] = from_choices(response([1, 2], [3, 4]))
+    assert alone.reward is None
+
+
+def test_choices_of_a_reply_object_share_its_prompt_and_versions() -> None:
+    content = [SimpleNamespace(**entry) for entry in entries([3, 4])]
+    choice = SimpleNamespace(token_ids=[3, 4], finish_reason="stop", logprobs=SimpleNamespace(content=content))
+    spans = [SimpleNamespace(version=1, start=0, end=1), SimpleNamespace(version=2, start=1, end=2)]
+    reply = SimpleNamespace(prompt_token_ids=[1, 2], choices=[choice, choice], weight_versions=spans)
+    for rollout in from_choices(reply):
+        assert as_expected(rollout)
+        assert [int(v) for v in to_samples(rollout)[0]["weight_versions"][2:]] == [1, 2]
+
+
+def test_prompts_and_rewards_of_choices_are_checked() -> None:
+    generate = {"choices": [{"token_ids": [3, 4], "logprobs": {"content": entries([3, 4])}}] * 2}
+    assert all(as_expected(rollout) for rollout in from_choices(generate, prompt=[1, 2]))
+    with pytest.raises(InvalidInput, match="return_token_ids=True"):
+        from_choices(generate)
+    with pytest.raises(InvalidInput, match="rewards: 1 for 2 choices"):
+        from_choices(generate, prompt=[1, 2], rewards=[1.0])

@@ -193,7 +193,7 @@ def test_settings_of_a_plane_are_refused_for_a_line_to_one(tmp_path: Path) -> No
 
 def test_a_producer_hears_which_version_was_published(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, groups_per_step=1)
-    assert plane.policy_version is None
+    assert plane.policy_version == 0
     plane.put(named_group("a"))
     train(plane, 1, policy_version=7)
     plane.put(named_group("b"))

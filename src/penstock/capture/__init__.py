@@ -1,6 +1,6 @@
 """What rollouts recorded, as trajectories: each token once, exactly, whatever the producer's format."""
 
-from penstock.capture.chat import from_chat_completions
+from penstock.capture.chat import from_chat_completions, from_choices
 from penstock.capture.cumulative import from_rollout, from_steps
 from penstock.capture.plain import from_arrays
 from penstock.capture.sampling_masks import read_sampling_mask
@@ -14,6 +14,7 @@ __all__ = [
     "Turn",
     "from_arrays",
     "from_chat_completions",
+    "from_choices",
     "from_rollout",
     "from_steps",
     "from_verifiers",

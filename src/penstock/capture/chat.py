@@ -66,6 +66,41 @@ def from_chat_completions(
     )
 
 
+def from_choices(
+    response: Any,
+    *,
+    rewards: Sequence[float] | None = None,
+    prompt: Values | None = None,
+    temperature: float | None = None,
+    **fields: Any,
+) -> list[Trajectory]:
+    """One trajectory per choice of one response, as a request with `n` above 1 is answered: the rollouts of a group.
+
+    `rewards` gives one to each choice, in order; `prompt` is for servers that do not return its ids; `fields` are those
+    of `Trajectory`, the same for all.
+
+    >>> reply = {"prompt_token_ids": [1, 2], "choices": [
+    ...     {"token_ids": [3], "logprobs": {"token_logprobs": [-0.5]}},
+    ...     {"token_ids": [4, 5], "logprobs": {"token_logprobs": [-1.0, -0.25]}}]}
+    >>> [(t.turns[-1].token_ids.tolist(), t.reward) for t in from_choices(reply, rewards=[1.0, 0.0])]
+    [([3], 1.0), ([4, 5], 0.0)]
+    """
+    choices = list_of(response, "choices", "response")
+    if rewards is not None and len(rewards) != len(choices):
+        raise InvalidInput(f"rewards: {len(rewards)} for {len(choices)} choices; give one per choice")
+    shared = {name: field_of(response, name, None) for name in ("prompt_token_ids", "weight_versions")}
+    return [
+        from_chat_completions(
+            [{**shared, "choices": [choice]}],
+            prompts=None if prompt is None else [prompt],
+            temperature=temperature,
+            **({} if rewards is None else {"reward": rewards[i]}),
+            **fields,
+        )
+        for i, choice in enumerate(choices)
+    ]
+
+
 def _steps(
     answers: list[Any], prompts: Sequence[Values] | None, temperature: float | None, name: str
 ) -> Iterator[Step]:
@@ -97,7 +132,9 @@ def _steps(
 def _choice(answer: Any, where: str) -> Any:
     choices = list_of(answer, "choices", where)
     if len(choices) != 1:
-        raise InvalidInput(f"{where}.choices: {len(choices)}; a trajectory follows one, pass each choice on its own")
+        raise InvalidInput(
+            f"{where}.choices: {len(choices)}; a trajectory follows one; `from_choices` makes one of each"
+        )
     return choices[0]
 
 
@@ -113,7 +150,8 @@ def _prompt_ids(answer: Any, choice: Any, given: Values | None, where: str) -> N
         if field_of(record, "prompt_token_ids", None) is not None:
             return ids_of(record, "prompt_token_ids", where)
     if given is None:
-        raise InvalidInput(f"{where}.prompt_token_ids: missing; ask the server for token ids, or pass `prompts`")
+        ask = "ask the server for token ids (vLLM: return_token_ids=True)"
+        raise InvalidInput(f"{where}.prompt_token_ids: missing; {ask}, or pass `prompts`")
     return coerce(COLUMNS["token_ids"], given, f"{where}.prompt_token_ids")
 
 
@@ -130,7 +168,7 @@ def _completion_ids(choice: Any, content: Sequence[Any] | None, where: str) -> N
         return ids_of(choice, "token_ids", where)
     named = [_token_id(entry, f"{where}.logprobs.content[{i}]") for i, entry in enumerate(content or ())]
     if not named or None in named:
-        raise InvalidInput(f"{where}.token_ids: missing; ask the server to return token ids")
+        raise InvalidInput(f"{where}.token_ids: missing; ask the server for token ids (vLLM: return_token_ids=True)")
     return coerce(COLUMNS["token_ids"], [n for n in named if n is not None], f"{where}.token_ids")
 
 

@@ -12,12 +12,14 @@ from penstock.train.tensors import to_torch
 
 if TYPE_CHECKING:
     from penstock.train.agreement import agree
+    from penstock.train.attention import register_attention
     from penstock.train.image_policies import MaskSample
     from penstock.train.kept_ids import kept_of
     from penstock.train.loader import step_loader
     from penstock.train.logits import token_logprobs
     from penstock.train.loss import Dppo
     from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
+    from penstock.train.model import check_packing, forward
     from penstock.train.modes import ByMode
     from penstock.train.mrope import mrope_positions
     from penstock.train.predictions import predictions_of
@@ -33,12 +35,15 @@ __all__ = [
     "Terms",
     "agree",
     "check_image_tokens",
+    "check_packing",
+    "forward",
     "forward_kl",
     "kept_of",
     "kl_to_teacher",
     "mask_segments",
     "mrope_positions",
     "predictions_of",
+    "register_attention",
     "reverse_kl",
     "step_loader",
     "to_torch",
@@ -55,12 +60,15 @@ _HOME = {
     "Terms": "terms",
     "agree": "agreement",
     "check_image_tokens": "materialize",
+    "check_packing": "model",
+    "forward": "model",
     "forward_kl": "teacher_kl",
     "kept_of": "kept_ids",
     "kl_to_teacher": "teacher_kl",
     "mask_segments": "materialize",
     "mrope_positions": "mrope",
     "predictions_of": "predictions",
+    "register_attention": "attention",
     "reverse_kl": "teacher_kl",
     "step_loader": "loader",
     "token_logprobs": "logits",

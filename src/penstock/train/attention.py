@@ -108,8 +108,10 @@ def without_masks() -> Iterator[None]:
         _WITHOUT_MASKS.reset(token)
 
 
-def register() -> None:
-    """Make the attention known to Hugging Face under NAME; for calls without segments its masks are those of sdpa."""
+def register_attention() -> str:
+    """Make the attention known to Hugging Face; its name, for `attn_implementation`.
+
+    For calls without segments its masks are those of sdpa."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -120,3 +122,4 @@ def register() -> None:
 
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, mask)
+    return NAME

@@ -20,7 +20,7 @@ from penstock.arrays.columns import TOPK
 from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
-from penstock.train.attention import NAME, buckets_of, register, without_masks
+from penstock.train.attention import buckets_of, register_attention, without_masks
 from penstock.train.run_config import ModelConfig
 from penstock.train.tensors import FOREST
 from penstock.train.tree_attention import tree_of
@@ -35,7 +35,7 @@ def build_model(config: ModelConfig, *, seed: int = 0) -> Any:
     """A causal language model (or an image-text one) from a folder or from scratch, with attention for packed rows."""
     import transformers
 
-    register()
+    name = register_attention()
     torch.manual_seed(seed)
     if config.path:
         if not (Path(config.path) / "config.json").is_file():
@@ -46,8 +46,8 @@ def build_model(config: ModelConfig, *, seed: int = 0) -> Any:
     kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     auto = kinds[hasattr(found, "vision_config")]
     if config.path:
-        return auto.from_pretrained(config.path, local_files_only=True, attn_implementation=NAME)
-    return auto.from_config(found, attn_implementation=NAME)
+        return auto.from_pretrained(config.path, local_files_only=True, attn_implementation=name)
+    return auto.from_config(found, attn_implementation=name)
 
 
 def _config(transformers: Any, config: ModelConfig) -> Any:

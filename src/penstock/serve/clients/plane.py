@@ -290,10 +290,10 @@ class Plane:
         return self._columns
 
     @property
-    def policy_version(self) -> int | None:
-        """The version of the weights that the trainer published last; None while it has published none."""
+    def policy_version(self) -> int:
+        """The version of the weights that the trainer published last; 0, its first, while it has published none."""
         self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
-        return self._line.session.policy_version
+        return self._line.session.policy_version or 0
 
     @property
     def ledger(self) -> Ledger:

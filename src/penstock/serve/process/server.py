@@ -212,7 +212,7 @@ class Server:
 
     def _tell_version(self) -> None:
         """Ranks and producers hear of the newest weights with every answer."""
-        self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version or None
+        self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
         self.coordinator.remark = self.story.stale_words(self.engine)
 
     def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
