@@ -7,6 +7,9 @@ one that became slow makes the fast lane slow, which is how it is noticed.
 from __future__ import annotations
 
 PROCESS = {
+    "archive/test_archive_process.py",
+    "archive/test_archiving.py::test_an_object_store_is_an_archive",
+    "archive/test_replay.py::test_the_command_feeds_a_plane_from_an_object_store",
     "bench/test_path.py",
     "assets/test_asset_store.py::test_killed_writers_leave_whole_images_or_none",
     "assets/test_asset_store.py::test_the_store_works_the_same_on_s3",

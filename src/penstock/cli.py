@@ -22,6 +22,7 @@ COMMANDS = {
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs first differ: step, sample, token and column",
+    "replay": "put an archived run into a plane again, or compare its steps with the record",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "inspect": "show what a frame or a run's folder holds",
     "assets": "look after the images of a run: list, verify, sweep",

@@ -35,6 +35,9 @@ class Blobs(Protocol):
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """The bytes; `MissingAsset` when absent, `CorruptAsset` when larger than `max_bytes` or not a plain file."""
 
+    def part(self, name: str, *, start: int, size: int) -> bytes:
+        """At most `size` bytes, 1 or more, from `start` on, fewer where the blob ends; `MissingAsset` when absent."""
+
     def head(self, name: str) -> BlobInfo | None:
         """What is known without reading; None when absent."""
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.assets.blobs import BlobInfo, check_name
-from penstock.assets.safe_open import directory, read_beneath
+from penstock.assets.safe_open import directory, part_beneath, read_beneath
 from penstock.assets.urls import file_url
 from penstock.errors import ConfigError, CorruptAsset, MissingAsset, StorageError
 
@@ -70,6 +70,10 @@ class LocalFolder:
     def get(self, name: str, *, max_bytes: int) -> bytes:
         with _typed(name):
             return read_beneath(str(self.root), check_name(name), max_bytes=max_bytes)
+
+    def part(self, name: str, *, start: int, size: int) -> bytes:
+        with _typed(name):
+            return part_beneath(str(self.root), check_name(name), start=start, size=size)
 
     def head(self, name: str) -> BlobInfo | None:
         *folder, leaf = check_name(name)

@@ -60,6 +60,18 @@ class ObjectStore:
             raise CorruptAsset(f"{name}: {size} bytes; at most {max_bytes} are read")
         return bytes(_call(name, answer.bytes))
 
+    def part(self, name: str, *, start: int, size: int) -> bytes:
+        import obstore
+
+        check_name(name)
+        try:
+            return bytes(_call(name, lambda: obstore.get_range(self._store, name, start=start, end=start + size)))
+        except StorageError:
+            found = self.head(name)  # stores refuse a range that begins behind the end
+            if found is None or start < found.size:
+                raise
+            return b""
+
     def head(self, name: str) -> BlobInfo | None:
         import obstore
 

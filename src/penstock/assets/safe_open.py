@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import BinaryIO
 
 from penstock.errors import CorruptAsset
 
@@ -42,14 +43,27 @@ def _enter(fd: int, part: str, create: bool) -> int:
     return os.open(part, _DIRECTORY, dir_fd=fd)
 
 
-def read_beneath(root: str, parts: Sequence[str], *, max_bytes: int) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`; OSError as the kernel gives it, `CorruptAsset` otherwise."""
+@contextmanager
+def _open_beneath(root: str, parts: Sequence[str]) -> Iterator[BinaryIO]:
     with directory(root, parts[:-1]) as folder:
         fd = os.open(parts[-1], _FILE, dir_fd=folder)
     with open(fd, "rb", closefd=True) as file:  # noqa: PTH123 - a descriptor, not a path
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CorruptAsset(f"{parts[-1]}: not a regular file; remove it from the store")
+        yield file
+
+
+def part_beneath(root: str, parts: Sequence[str], *, start: int, size: int) -> bytes:
+    """Some bytes of a regular file, fewer where it ends."""
+    with _open_beneath(root, parts) as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def read_beneath(root: str, parts: Sequence[str], *, max_bytes: int) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`; OSError as the kernel gives it, `CorruptAsset` otherwise."""
+    with _open_beneath(root, parts) as file:
+        info = os.fstat(file.fileno())
         # One byte more than allowed: a file that grows while it is read is caught as well.
         data = file.read(max_bytes + 1) if info.st_size <= max_bytes else b""
         if info.st_size > max_bytes or len(data) > max_bytes:

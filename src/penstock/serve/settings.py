@@ -148,6 +148,22 @@ class PlaneSettings:
             "disk is full too",
         ),
     ] = 1 << 30
+    archive: Annotated[
+        str | None,
+        Meta(
+            description="where trained and evaluation groups are recorded for good, so that the run can be replayed: "
+            "a folder, or an object store such as s3://BUCKET/PREFIX; one for each run; none: nowhere"
+        ),
+    ] = None
+    archive_hold_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="bytes of groups that are kept beyond `retain_steps` and `retain_eval_bytes` because they are "
+            "not archived yet; beyond, and while the disk is full, the oldest are given back and counted as not "
+            "archived",
+        ),
+    ] = 16 << 30
     snapshot_every: Annotated[
         int,
         Meta(

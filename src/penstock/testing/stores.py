@@ -124,10 +124,19 @@ def nothing_larger_than_asked_for_is_read(blobs: Blobs) -> None:
         blobs.get("large", max_bytes=999)
 
 
+def a_part_is_what_lies_there(blobs: Blobs) -> None:
+    blobs.put_if_absent("a/b", bytes(range(100)))
+    for start, size in ((0, 10), (40, 20), (90, 10), (90, 50), (0, 500), (100, 5), (200, 5)):
+        assert blobs.part("a/b", start=start, size=size) == bytes(range(100))[start : start + size]
+    with _raises(MissingAsset, "part of nothing"):
+        blobs.part("no/such", start=0, size=9)
+
+
 def names_that_lead_elsewhere_are_refused(blobs: Blobs) -> None:
     calls: list[Callable[[str], object]] = [
         lambda name: blobs.put_if_absent(name, b"x"),
         lambda name: blobs.get(name, max_bytes=9),
+        lambda name: blobs.part(name, start=0, size=9),
         blobs.head,
         blobs.touch,
         blobs.delete,
@@ -159,6 +168,7 @@ STORE_CHECKS: tuple[Callable[[Blobs], None], ...] = (
     a_moved_blob_has_its_new_name_only,
     a_deleted_name_is_free,
     nothing_larger_than_asked_for_is_read,
+    a_part_is_what_lies_there,
     names_that_lead_elsewhere_are_refused,
     every_name_has_its_own_url,
 )

@@ -152,7 +152,8 @@ class Acceptance:
                 return
 
     def _give_back(self) -> bool:
-        """Half of the steps that are kept for a rewind, then half of what is kept of evaluations; False if nothing."""
+        """Half of the steps that are kept for a rewind, then half of what is kept of evaluations, then half of what
+        waits for the archive; False if nothing."""
         state, counts = self._journal.state, self._journal.counts
         kept = state.next_step - state.oldest_step
         if kept > 0 and not state.is_drawing:
@@ -164,7 +165,11 @@ class Acceptance:
         with self._journal.transaction():
             state.give_back_evaluations(state.evaluations.num_bytes // 2)
         counts["eval_groups_given_back_early"] += state.evaluations.given_back - before
-        return state.evaluations.given_back > before
+        lost = state.given_back.give_up(state.given_back.waiting_bytes // 2)
+        if lost:  # a store that is away must not stop the plane
+            with self._journal.transaction():
+                counts["groups_not_archived"] += lost
+        return state.evaluations.given_back > before or lost > 0
 
     def arrive(self, group: str, facts: GroupFacts, location: str, eval_facts: EvalFacts | None = None) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""

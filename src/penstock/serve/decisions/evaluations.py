@@ -94,6 +94,11 @@ class Evaluations:
         """The groups whose frames are kept, oldest first."""
         return [row.id for row, _ in self._kept.values()]
 
+    @property
+    def ops(self) -> list[int]:
+        """The same, by op."""
+        return list(self._kept)
+
     def add(self, row: GroupRow, facts: EvalFacts | None) -> None:
         """A group was accepted; one without a location, or facts, was given back since."""
         self.num_groups += 1

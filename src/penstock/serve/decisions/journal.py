@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.keep.keeper import Keeper
 from penstock.serve.decisions.decision_records import Discard, Record
+from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import PlaneSettings
+
+logger = logging.getLogger("penstock.archive")
 
 
 class Journal:
@@ -24,6 +28,8 @@ class Journal:
         """What happened since this plane started, for `penstock top`."""
         self.sweep: Callable[[], None] = keeper.sweep
         """Gives the space of forgotten frames back; a server has that done beside its loop."""
+        self.archived = None if settings.archive is None else Archived()
+        """How far the archive is, as far as it has said; None: there is none."""
         self.state: PlaneState
         self.saved_op = 0
         """The last decision that is in the snapshot."""
@@ -36,7 +42,7 @@ class Journal:
     def rebuild(self) -> None:
         """Make memory anew from the log: what was not written down did not happen."""
         settings = self._settings
-        self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps)
+        self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps, archived=self.archived)
         self.state.give_back_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
@@ -55,8 +61,21 @@ class Journal:
             yield
             self.state.write(self.log)
         self.state.written()
-        forgotten, self.state.forgotten = self.state.forgotten, []
-        self.forget([location for location in forgotten if location])
+        self.forget(self.state.given_back.take())
+
+    def follow_archive(self, archived: Archived) -> None:
+        """The archive has come so far: frames that waited for it are given back, and some of them unarchived where
+        all of them take more than may be held for it."""
+        self.archived = archived
+        given_back = self.state.given_back
+        given_back.follow(archived)
+        lost = given_back.give_up(self._settings.archive_hold_bytes)
+        if lost:
+            self.counts["groups_not_archived"] += lost
+            logger.warning("%d groups are not archived: the archive is too far behind (archive_hold_bytes)", lost)
+        if given_back.ops:
+            with self.transaction():
+                pass
 
     def forget(self, locations: Sequence[str]) -> None:
         """Frames are wanted no more."""

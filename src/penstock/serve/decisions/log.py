@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ CREATE TABLE IF NOT EXISTS groups (
     samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL,
     state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0,
     run TEXT NOT NULL DEFAULT '', prompt TEXT NOT NULL DEFAULT '', kinds BLOB NOT NULL DEFAULT x'80',
-    location TEXT NOT NULL DEFAULT '');
+    location TEXT NOT NULL DEFAULT '', at REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS facts (op INTEGER PRIMARY KEY, facts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS records (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -92,22 +93,9 @@ _KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.D
 
 
 def _row(found: tuple[Any, ...]) -> GroupRow:
-    op, name, digest, version, samples, tokens, size, state, reason, run, prompt, kinds, location = found
-    return GroupRow(
-        op,
-        name,
-        digest,
-        version,
-        samples,
-        tokens,
-        size,
-        _STATES[state],
-        reason,
-        run,
-        prompt,
-        _KINDS.decode(kinds),
-        location,
-    )
+    values = list(found)
+    values[7], values[11] = _STATES[found[7]], _KINDS.decode(found[11])
+    return GroupRow(*values)
 
 
 class Log:
@@ -149,6 +137,8 @@ class Log:
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(_SCHEMA)
+            if "at" not in {row[1] for row in self._db.execute("PRAGMA table_info(groups)")}:
+                self._db.execute("ALTER TABLE groups ADD COLUMN at REAL NOT NULL DEFAULT 0")  # a run begun before
             self.take_over()
 
     def _check_format(self) -> None:
@@ -223,10 +213,10 @@ class Log:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
-        """Groups, each with its facts."""
-        marks = ", ".join("?" * 13)
+        """Groups, each with its facts. Nothing is decided by the time; an archive tells it to whoever replays."""
+        marks, at = ", ".join("?" * 14), time.time()
         self._db.executemany(
-            f"INSERT INTO groups ({_NAMES}) VALUES ({marks})",  # noqa: S608 - our own names
+            f"INSERT INTO groups ({_NAMES}, at) VALUES ({marks})",  # noqa: S608 - our own names
             [
                 (
                     r.op,
@@ -242,6 +232,7 @@ class Log:
                     r.prompt,
                     msgspec.msgpack.encode(r.kinds),
                     r.location,
+                    at,
                 )
                 for r, _ in rows
             ],

@@ -39,7 +39,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with _reading(root / LOG) as log:
+    with reading(root / LOG) as log:
         found = dict(log.execute("SELECT name, value FROM meta"))
         meta = {str(name): value for name, value in found.items() if isinstance(value, int)}
         if meta.get("format", FORMAT) != FORMAT:
@@ -63,7 +63,7 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
     root = Path(folder)
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with _reading(root / LOG) as log:
+    with reading(root / LOG) as log:
         plans = {n: read_manifest(data).rank_plans for n, data in log.execute("SELECT step, manifest FROM steps")}
     kept = sorted(n for n, parts in plans.items() if parts)
     number = step if step is not None else kept[-1] if kept else 0
@@ -78,7 +78,7 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
 def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
     """The groups of a run that were set aside and not decided upon since."""
     names = ("id", "run", "samples", "reason")
-    with _reading(Path(folder) / LOG) as log:
+    with reading(Path(folder) / LOG) as log:
         query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
         return [dict(zip(names, row, strict=True)) for row in log.execute(query, (int(State.QUARANTINED),))]
 
@@ -94,13 +94,13 @@ class EvaluationGroup:
 
 def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
     """The evaluation groups of a run that were not given back, oldest first."""
-    with _reading(Path(folder) / LOG) as log:
+    with reading(Path(folder) / LOG) as log:
         query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
         return [EvaluationGroup(*row) for row in log.execute(query, (int(State.EVALUATION),))]
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
     # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:

@@ -39,6 +39,7 @@ from penstock.serve.decisions.decision_records import (
     Weigh,
 )
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
+from penstock.serve.decisions.given_back import Archived, GivenBack
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
@@ -50,7 +51,7 @@ from penstock.serve.settings import Replay, Target
 class PlaneState:
     """Groups, steps, the replay table and the ledger."""
 
-    def __init__(self, replay: Replay, *, retain_steps: int) -> None:
+    def __init__(self, replay: Replay, *, retain_steps: int, archived: Archived | None = None) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The trainer's published version."""
@@ -86,12 +87,10 @@ class PlaneState:
         """What the table let go of and is not settled yet."""
         self._unwritten: dict[int, tuple[State, str]] = {}
         self._unwritten_steps: dict[int, State] = {}
-        self._to_forget: list[int] = []
+        self.given_back = GivenBack(archived)
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
-        self.forgotten: list[str] = []
-        """Locations of frames that a keeper may give back once this is written."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet: the log does not hear of them before."""
 
@@ -130,8 +129,7 @@ class PlaneState:
     def give_back_evaluations(self, most_bytes: int) -> None:
         """The frames of the oldest evaluation groups, until no more than so many bytes of them are kept."""
         for row in self.evaluations.give_back(most_bytes):
-            self._to_forget.append(row.op)
-            self.forgotten.append(row.location)
+            self.given_back.add(row)
 
     def _insert(self, row: GroupRow) -> bool:
         # A group that does not say which policy made it counts as of the present one; where staleness is limited it is
@@ -199,8 +197,7 @@ class PlaneState:
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
-            self._to_forget.append(row.op)
-            self.forgotten.append(row.location)
+            self.given_back.add(row)
         self._settle()
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
@@ -291,19 +288,20 @@ class PlaneState:
                 log.set_groups([op], state, reason)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
-        if self._to_forget:
-            log.forget_frames(self._to_forget)
+        if self.given_back.ops:
+            log.forget_frames(self.given_back.ops)
         for step in self._to_slim:
-            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
+            digests = self.slim[step].digests if self.given_back.is_behind(step) else ()
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=digests)
             log.set_manifest(step, msgspec.msgpack.encode(slim))
-        if self._to_forget or self._to_slim:
+        if self.given_back.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
 
     def written(self) -> None:
         """The transaction went through."""
         held_back = set(self._drawn)
         self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
-        self._unwritten_steps, self._to_forget, self._to_slim = {}, [], []
+        self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
 
     def _settle(self) -> None:
@@ -351,13 +349,11 @@ class PlaneState:
         self._forget(op, frame=state is not State.QUARANTINED)
 
     def _forget(self, op: int, *, frame: bool) -> None:
-        if frame:
-            self._to_forget.append(op)
         row = self.rows.pop(op)
         self.by_id.pop(row.id)
+        step = self._last_step_of.pop(op, 0)
         if frame:
-            self.forgotten.append(row.location)
-        self._last_step_of.pop(op, None)
+            self.given_back.add(row, step=step)
 
     def retire(self, oldest: int = 1) -> None:
         """Forget steps that can no longer be asked for, and the groups that ended with them."""
@@ -378,4 +374,4 @@ class PlaneState:
             elif row.op not in self._unwritten and row.state is not State.HELD and row.id in self.run_tables:
                 self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
-        self._to_forget = [op for op in self._to_forget if op in frames]
+        self.given_back.keep_differences(frames)

@@ -59,6 +59,7 @@ from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import left_name, members_left
+from penstock.serve.process.archiver import Archiving
 from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, failure_in_words, keeper_of, pipeline_of
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
@@ -131,6 +132,7 @@ class Server:
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
+        self.archiving = Archiving(self.engine)
 
     @property
     def urls(self) -> list[str]:
@@ -167,6 +169,7 @@ class Server:
         for carrier in self._carriers:
             carrier.close()
         try:
+            self.archiving.close()
             if self.failure is None:
                 self.engine.close()
         except PenstockError as error:
@@ -202,6 +205,7 @@ class Server:
         self._carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(self.engine.acceptance, now))
         self.story.look()
+        self.archiving.turn()
         self._on_turn()
 
     def _unstage(self) -> None:
@@ -385,7 +389,8 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
-        return status_of(self.engine, self.coordinator, self.admission) | {"uptime_s": time.monotonic() - self._started}
+        more = {"archive": self.archiving.status(), "uptime_s": time.monotonic() - self._started}
+        return status_of(self.engine, self.coordinator, self.admission) | more
 
 
 def _raise_if_failed(result: object) -> None:
