@@ -6,6 +6,7 @@ The blocks of a page run from top to bottom in one namespace, in a folder of the
 afterwards. A block is left out when an HTML comment right above it says why:
 
     <!-- not run: needs two hosts -->
+    <!-- file: trainer.py -->                      it is run as a file, by scripts/run_transcript.py
 
 A failure names the page and the line.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 _FENCE = re.compile(r"^( *)```(\w*)")
-_NOT_RUN = re.compile(r"<!--\s*not run:\s*(\S.*?)\s*-->")
+_NOT_RUN = re.compile(r"<!--\s*(?:not run|file):\s*(\S.*?)\s*-->")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

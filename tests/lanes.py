@@ -42,6 +42,7 @@ PROCESS = {
     "test_package.py",
     "test_security.py",
     "test_state_diagram.py",
+    "test_transcript.py",
     "train/test_ranks.py",
     "train/test_trainer_kit_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",

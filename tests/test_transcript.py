@@ -1,0 +1,30 @@
+"""The first half hour of a new user: every command of the page runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.run_transcript import Command, Differs, File, run_page, steps
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "first-half-hour.md"
+
+
+@pytest.mark.slow
+def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> None:
+    assert run_page(PAGE, tmp_path) >= 15
+
+
+def test_a_page_that_shows_something_else_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n```console\n$ echo one\none\n$ echo two\nthree\n```\n")
+    with pytest.raises(Differs, match=r"page.md:5: \$ echo two\nexpected\nthree\n\nprinted\ntwo"):
+        run_page(page, tmp_path)
+
+
+def test_files_of_a_page_are_written_and_blocks_that_are_not_run_are_left_out() -> None:
+    page = "<!-- file: a.py -->\n```python\nx = 1\n```\n<!-- not run: needs a host -->\n```console\n$ b\n```\n"
+    assert list(steps(page)) == [File(name="a.py", text="x = 1\n")]
+    assert [type(step) for step in steps(PAGE.read_text())].count(Command) >= 15
