@@ -44,6 +44,8 @@ SMOKE = {
     "tensorboard": "import penstock.train.metrics_sinks",
     "wandb": "import penstock.train.metrics_sinks",
     "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.color",
+    "transformers": "import penstock.integrations.transformers_trainer",
+    "trl": "import penstock.integrations.trl_worker",
     "testing": "import penstock.testing.strategies",
     "bench": "import penstock.bench.replay, penstock.bench.pack",
 }

@@ -20,6 +20,7 @@ PROCESS = {
     "demo/test_memory.py",
     "demo/test_refusals.py",
     "demo/test_train_command.py",
+    "integrations/test_transformers_trainer.py",
     "serve/test_allocation.py",
     "serve/test_async_puts.py::test_a_thousand_tasks_put_with_few_threads_and_few_frames",
     "serve/test_faults.py",

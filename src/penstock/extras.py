@@ -37,6 +37,8 @@ EXTRAS = {
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
     "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),
+    "transformers": Extra(modules=("torch", "accelerate", "safetensors", "transformers"), purpose="PlaneTrainer"),
+    "trl": Extra(modules=("trl", "requests"), purpose="PlaneRolloutWorker for TRL's AsyncGRPOTrainer"),
     "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
     "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),
 }

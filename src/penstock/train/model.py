@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.train.attention import buckets_of, register_attention, without_masks
+from penstock.train.kept_ids import kept_of
+from penstock.train.logits import token_logprobs
+from penstock.train.predictions import predictions_of
 from penstock.train.run_config import ModelConfig
 from penstock.train.tensors import FOREST
 from penstock.train.tree_attention import tree_of
@@ -82,6 +86,35 @@ def forward(
         )
     logits: Tensor = out.logits
     return logits if keeps or places is None else logits[:, places]
+
+
+def row_logprobs(
+    model: Any,
+    tensors: dict[str, Tensor],
+    extra: dict[str, Any] | None = None,
+    *,
+    needed: Tensor | None = None,
+    never_sampled: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """[T] log-probability and entropy of every token of a packed row, at its temperature, over the ids that were kept.
+
+    In a forest only of tokens that are `needed`, where that is given. Ids of `never_sampled` have no probability.
+    """
+    predictions = places = None
+    if f"{FOREST}index" in tensors:
+        predictions = predictions_of(tensors, needed=needed)
+        places = predictions.places
+    logits = forward(model, tensors, extra, places=places)
+    if never_sampled:
+        logits = logits.index_fill(-1, torch.tensor(never_sampled), float("-inf"))
+    return token_logprobs(
+        logits,
+        tensors["token_ids"],
+        tensors["sequence_lengths"],
+        tensors.get("temperatures"),
+        kept=kept_of(tensors),
+        predictions=predictions,
+    )
 
 
 def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5, 1, 9, 3)) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,12 +93,12 @@ class Sums:
                 "was computed"
             )
 
-    def reduced(self) -> Sums:
-        """The same over all ranks; all must call it."""
+    def reduced(self, group: Any = None) -> Sums:
+        """The same over all ranks; all must call it. The group must take CPU tensors."""
         summed = torch.tensor([getattr(self, name) for name in _SUMMED], dtype=torch.float64)
         largest = torch.tensor([getattr(self, name) for name in _LARGEST], dtype=torch.float64)
-        distributed.all_reduce(summed)
-        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+        distributed.all_reduce(summed, group=group)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
         values = dict(zip(_SUMMED, summed.tolist(), strict=True)) | dict(zip(_LARGEST, largest.tolist(), strict=True))
         return Sums(**values, grad_norm=self.grad_norm, priorities=self.priorities)
 

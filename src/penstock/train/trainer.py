@@ -32,17 +32,14 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
-from penstock.train.kept_ids import kept_of
-from penstock.train.logits import token_logprobs
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.metrics_sinks import Journal
-from penstock.train.model import build_model, check_packing, check_vocabulary, forward
+from penstock.train.model import build_model, check_packing, check_vocabulary, row_logprobs
 from penstock.train.modes import ByMode
-from penstock.train.predictions import predictions_of
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums
-from penstock.train.tensors import FOREST, to_torch
+from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
 from penstock.train.vision import Vision, check_placeholders
 
@@ -203,33 +200,15 @@ class Trainer:
     def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
         if extra is not None:
             self.model.model.rope_deltas = None  # the model keeps those of the last call
-        logprobs, entropy = self._logprobs(tensors, extra)
+        needed = None if self.observer is not None else tensors["loss_mask"]  # whoever observes sees all tokens
+        never = self.config.model.never_sampled
+        logprobs, entropy = row_logprobs(self._wrapped, tensors, extra, needed=needed, never_sampled=never)
         terms = self._loss(tensors, logprobs, entropy)
         bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
         loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus
         # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
         (loss * self.config.ranks).backward()
         return terms
-
-    def _logprobs(
-        self, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of every token; in a forest of trained ones alone, unless someone observes."""
-        predictions = places = None
-        if f"{FOREST}index" in tensors:
-            predictions = predictions_of(tensors, needed=None if self.observer is not None else tensors["loss_mask"])
-            places = predictions.places
-        logits = forward(self._wrapped, tensors, extra, places=places)
-        if self.config.model.never_sampled:
-            logits = logits.index_fill(-1, torch.tensor(self.config.model.never_sampled), float("-inf"))
-        return token_logprobs(
-            logits,
-            tensors["token_ids"],
-            tensors["sequence_lengths"],
-            tensors.get("temperatures"),
-            kept=kept_of(tensors),
-            predictions=predictions,
-        )
 
     def _sync_only(self, last: bool) -> AbstractContextManager[Any]:
         """Exchange gradients with the last micro-batch alone."""

@@ -1,0 +1,246 @@
+"""`PlaneTrainer` with the real transformers: the reference trainer's losses, also after `kill -9` and resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed
+from transformers import TrainerCallback, TrainingArguments
+
+import penstock as ps
+from penstock.demo.launch import Metrics
+from penstock.demo.reverse import TOKENS
+from penstock.demo.tasks import model_of
+from penstock.errors import ConfigError
+from penstock.integrations.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
+from penstock.pack import Packing, Step
+from penstock.serve import SourceStep, Target
+from penstock.testing.trainer import BUGS, check
+from penstock.train.loss import PpoClip
+from penstock.train.model import build_model
+from penstock.train.published_weights import Weights
+from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
+from penstock.train.trainer import loss_of, train
+from tests.train.ranks import run_ranks
+from tests.train.test_trainer import recorded_groups
+
+Note = Callable[[Any], Any]
+STEPS, SAVED, DEATH = 8, 2, 5
+"""Steps of a run; a checkpoint every so many; the step after which the first life ends."""
+LOSS = LossConfig(entropy_bonus=0.0)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """The optimizer of the reference trainer."""
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "optim": "adamw_torch",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**settings, **changes})
+
+
+def trainer_of(folder: Path, plane: str | ps.Plane, **changes: Any) -> PlaneTrainer:
+    if "RANK" in os.environ:
+        os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun would
+    more = {
+        name: changes.pop(name)
+        for name in ("loss", "publish", "observer", "callbacks", "first_step")
+        if name in changes
+    }
+    return PlaneTrainer(
+        build_model(model_of("reverse")),
+        arguments(folder, **changes),
+        plane=plane,
+        **{"loss": loss_of(LOSS), **more},
+    )
+
+
+class Killed(TrainerCallback):  # type: ignore[misc]
+    """`kill -9` of this process, once a step is trained."""
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == DEATH:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plane_life(rank: int, note: Note, folder: str, url: str, killed: bool) -> None:
+    out = Path(folder)
+    trainer = trainer_of(out, url, ddp_backend="gloo", callbacks=[Killed()] if killed else [])
+    checkpoint = last_checkpoint(out)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(out / "final"))
+    note([checkpoint, [(row["step"], row["loss"], row["train/reward"]) for row in trainer.state.log_history[:-1]]])
+    distributed.destroy_process_group()
+
+
+def reference_life(rank: int, note: Note, config: TrainConfig, url: str) -> None:
+    train(config, rank=rank, url=url)
+    note("done")
+
+
+def test_two_ranks_that_are_killed_and_resumed_train_as_the_reference_trainer_does(tmp_path: Path) -> None:
+    config = TrainConfig(
+        folder=str(tmp_path / "reference"),
+        packing=Packing(ranks=2, seq_len=16, micro_batch_max_tokens=24, long_rows=True),
+        target=Target(groups=2),
+        max_steps=STEPS,
+        model=model_of("reverse"),
+        optimizer=OptimizerConfig(lr=1e-2),
+        loss=LOSS,
+    )
+    settings: dict[str, Any] = {"ranks": 2, "seq_len": 16, "micro_batch_max_tokens": 24, "long_rows": True}
+    settings |= {"groups_per_step": 2, "run": "demo"}
+    urls = {name: f"ipc://{tmp_path}/{name}.s" for name in ("reference", "plane")}
+    out = tmp_path / "out"
+    with (
+        ps.open(tmp_path / "a", listen=[urls["reference"]], **settings) as one,
+        ps.open(tmp_path / "b", listen=[urls["plane"]], **settings) as two,
+    ):
+        for group in recorded_groups(2 * STEPS):
+            one.put(group)
+            two.put(group)
+        assert run_ranks(reference_life, tmp_path, config, urls["reference"]) == ["done", "done"]
+        for path in tmp_path.glob("rank-*.json"):
+            path.unlink()
+        assert run_ranks(plane_life, tmp_path, str(out), urls["plane"], True) == [None, None]
+        assert last_checkpoint(out) == str(out / "checkpoint-4") and step_of(out / "checkpoint-4") == 4
+        found = run_ranks(plane_life, tmp_path, str(out), urls["plane"], False)
+        assert two.ledger.balanced and two.ledger.committed == one.ledger.committed == STEPS * 2 * 4
+    (checkpoint, rows), (_, other) = found
+    assert checkpoint == str(out / "checkpoint-4") and rows == other
+    rows_of_reference = Metrics(tmp_path / "reference" / "metrics.jsonl").read()
+    assert [row[0] for row in rows] == list(range(1, STEPS + 1))
+    assert [row[1] for row in rows] == pytest.approx([row["train/loss"] for row in rows_of_reference], abs=1e-6)
+    assert [row[2] for row in rows] == pytest.approx([row["train/reward"] for row in rows_of_reference], abs=1e-6)
+    expected, trained = (
+        Weights(tmp_path / "reference" / "weights").load(STEPS),
+        load_file(out / "final" / "model.safetensors"),
+    )
+    assert expected is not None and trained.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(trained[name], values, rtol=0, atol=1e-5, msg=name)
+
+
+def kit_checked(rank: int, note: Note, folder: str) -> None:
+    """A step of one rank is trained alone by each, one of two ranks together."""
+    trainer = trainer_of(Path(folder), "ipc://nobody", ddp_backend="gloo", loss=PpoClip())
+    wrapped = trainer.accelerator.prepare(trainer.model)
+
+    def step_fn(step: Step) -> tuple[float, dict[str, torch.Tensor]]:
+        trainer.world = len(step.ranks)
+        model, own = (trainer.model, 0) if trainer.world == 1 else (wrapped, rank)
+        part = step.ranks[own]
+        model.zero_grad()
+        loss = trainer.training_step(model, SourceStep(1, "", part.rank_plan, list(part)))
+        distributed.all_reduce(loss)
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainer.model.named_parameters()
+        }
+        return float(loss) / 2, gradients
+
+    report = check(step_fn, vocabulary=len(TOKENS))
+    note([str(report), report.ok, report.judged])
+    distributed.destroy_process_group()
+
+
+def test_it_passes_the_conformance_kit_on_two_ranks(tmp_path: Path) -> None:
+    for text, ok, judged in run_ranks(kit_checked, tmp_path, str(tmp_path)):
+        assert ok, text
+        assert tuple(judged) == BUGS
+
+
+# ------------------------------------------------------------------ in one process
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Any:
+    with ps.open(tmp_path / "plane", ranks=1, seq_len=16, groups_per_step=2, trees=True) as opened:
+        for group in recorded_groups(8):
+            opened.put(group)
+        yield opened
+
+
+def test_weights_are_published_under_the_versions_that_the_plane_announces(plane: ps.Plane, tmp_path: Path) -> None:
+    published: list[tuple[int, int]] = []
+
+    def publish(model: Any, version: int) -> None:
+        assert model.get_input_embeddings() is not None
+        published.append((version, plane.policy_version))
+
+    trainer_of(tmp_path / "out", plane, publish=publish, max_steps=3).train()
+    assert published == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    assert plane.policy_version == 3
+    trainer = trainer_of(tmp_path / "out", plane, publish=publish, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    assert published[-2:] == [(3, 3), (4, 3)] and trainer.state.global_step == 4
+
+
+def test_without_a_checkpoint_training_begins_where_it_is_told_to(plane: ps.Plane, tmp_path: Path) -> None:
+    digests: list[list[str]] = []
+
+    class Look:
+        def write(self, step: SourceStep, batch: Any, terms: Any, *, policy_version: int) -> None:
+            assert policy_version == step.number - 1
+
+        def close_step(self, step: SourceStep) -> None:
+            digests[-1].append(step.digest)
+
+        def close(self) -> None: ...
+
+    for first, steps in ((1, 2), (1, 2), (None, 1), (2, 2)):
+        digests.append([])
+        trainer_of(
+            tmp_path / "out", plane, first_step=first, max_steps=steps, observer=Look(), save_strategy="no"
+        ).train()
+    again, same, next_, second = digests
+    assert again == same and next_[0] not in again and second == [again[1], next_[0]]
+
+
+def test_an_error_in_one_rank_ends_the_session_and_the_error_stays(plane: ps.Plane, tmp_path: Path) -> None:
+    def loss(*_: Any) -> Any:
+        raise ZeroDivisionError("here")
+
+    with pytest.raises(ZeroDivisionError, match="here"):
+        trainer_of(tmp_path / "out", plane, loss=loss).train()
+    assert plane.ledger.committed == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 2"),
+        ({"max_steps": -1}, "a plane has no epochs"),
+    ],
+)
+def test_settings_that_would_train_something_else_are_refused(
+    plane: ps.Plane, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trainer_of(tmp_path, plane, **changes)
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(plane: ps.Plane, tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path / "out") is None
+    trainer_of(tmp_path / "out", plane, max_steps=2).train()
+    (tmp_path / "out" / "checkpoint-10").mkdir()
+    assert last_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
+    state = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
+    state.write_text(state.read_text().replace("CommitSteps", "Other"))
+    with pytest.raises(ConfigError, match="says no step of a plane"):
+        trainer_of(tmp_path / "out", plane).train(resume_from_checkpoint=last_checkpoint(tmp_path / "out"))
