@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import http.client
+import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,9 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock as ps
+from penstock.cli import main
 from penstock.errors import ConfigError, WaitTimeout
+from penstock.serve.process.daemon import LIVE_S, LoopHooks
+from penstock.serve.process.metrics_page import MetricsPage, metrics_token
 from penstock.serve.process.plane_process import PlaneProcess
-from penstock.serve.process.prometheus import MetricsPage, Snapshot, render
+from penstock.serve.process.prometheus import Snapshot, render
+from penstock.serve.settings import server_settings
 from tests.serve.processes import SMALL
 
 
@@ -141,3 +147,77 @@ def test_a_late_answer_is_not_taken_for_a_later_question() -> None:
 def test_addresses_beyond_this_host_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="metrics"):
         MetricsPage(address, dict)
+
+
+# ------------------------------------------------------------------ probes and tokens
+
+
+class Told:
+    """Says what it was told to."""
+
+    live = ready = ""
+
+    def not_live(self) -> str:
+        return self.live
+
+    def not_ready(self) -> str:
+        return self.ready
+
+
+def test_probes_are_answered_under_any_name_and_without_a_token() -> None:
+    health, token = Told(), "t" * 32
+    page = MetricsPage("127.0.0.1:0", dict, lambda _: "numbers\n", token=token, health=health)
+    try:
+        for path in ("/healthz", "/readyz"):
+            assert get(page.url, path, Host="10.1.2.3:9464") == (200, "ok\n")
+        health.live, health.ready = "the plane's loop has not turned for 31 s", "ending"
+        assert get(page.url, "/healthz") == (503, "the plane's loop has not turned for 31 s\n")
+        assert get(page.url, "/readyz") == (503, "ending\n")
+        assert get(page.url)[0] == get(page.url, Authorization="Bearer " + "x" * 32)[0] == 401
+        assert get(page.url, Authorization=f"Bearer {token}", Host="plane.example") == (200, "numbers\n")
+    finally:
+        page.close()
+
+
+def test_a_page_that_other_hosts_can_reach_needs_a_token(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="metrics_token"):
+        metrics_token("0.0.0.0:0", None)
+    file = tmp_path / "token"
+    file.write_text("short\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"metrics_token: .*5 characters"):
+        metrics_token("0.0.0.0:0", str(file))
+    file.write_text("y" * 40)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read it"):
+        metrics_token("0.0.0.0:0", str(file))
+    file.chmod(0o600)
+    words = ["memory:", *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=0.0.0.0:0", f"--metrics-token={file}"]
+    with PlaneProcess(words) as process:
+        url = process.ready["metrics"].replace("0.0.0.0", "127.0.0.1")
+        assert get(url)[0] == 401
+        code, text = get(url, Authorization="Bearer " + "y" * 40)
+        assert code == 200 and "penstock_plane_uptime_s" in text
+        assert get(url, "/healthz") == get(url, "/readyz") == (200, "ok\n")
+
+
+def test_a_plane_is_live_while_its_loop_turns_and_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("penstock.serve.process.daemon.time.monotonic", lambda: now[0])
+    hooks = LoopHooks(
+        server_settings({"folder": "memory:", "packing": {"ranks": 1, "seq_len": 8}, "target": {"groups": 1}})
+    )
+    assert hooks.not_ready() == "starting" and not hooks.not_live()
+    hooks()
+    assert not hooks.not_ready() and not hooks.not_live()
+    now[0] += LIVE_S + 1
+    assert hooks.not_live() == hooks.not_ready() == "the plane's loop has not turned for 31 s"
+    now[0] -= LIVE_S
+    hooks.on_signal(signal.SIGTERM, None)
+    assert hooks.not_ready() == "ending" and not hooks.not_live()
+
+
+def test_a_token_without_a_page_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "memory:", *SMALL, "--listen=tcp://127.0.0.1:*", f"--metrics-token={tmp_path / 'token'}"]
+    assert main(words) == 1
+    assert "without metrics" in capfd.readouterr().err

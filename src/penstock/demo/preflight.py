@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, Conflict
 from penstock.extras import require
-from penstock.serve.process.prometheus import parse_address
+from penstock.serve.process.bearer import parse_address
+from penstock.serve.process.metrics_page import metrics_token
 from penstock.train.metrics_sinks import check_installed
 from penstock.train.run_config import TrainConfig
 
@@ -28,7 +29,8 @@ def check_surroundings(config: TrainConfig) -> None:
         _check_listen(url)
     if config.prometheus:
         require("prometheus", "prometheus_client")
-        host, port = parse_address(config.prometheus)
+        metrics_token(config.prometheus, None)  # refuses what other hosts can reach
+        host, port = parse_address(config.prometheus, "metrics")
         _check_port("prometheus", config.prometheus, host, port)
     _check_folder(Path(config.folder))
 

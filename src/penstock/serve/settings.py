@@ -228,7 +228,17 @@ class ServerSettings(PlaneSettings):
     listen: Listen = ("tcp://127.0.0.1:7440",)
     metrics: Annotated[
         str | None,
-        Meta(description="HOST:PORT of a Prometheus page, on a loopback address; port 0 picks a free one; none: off"),
+        Meta(
+            description="HOST:PORT of a page with /metrics for Prometheus, /healthz and /readyz; beyond loopback "
+            "/metrics needs `metrics_token`; port 0 picks a free one; none: off"
+        ),
+    ] = None
+    metrics_token: Annotated[
+        str | None,
+        Meta(
+            description="file with the token that /metrics asks for; none: no token, loopback only",
+            extra={"path": True},
+        ),
     ] = None
     http: Annotated[
         str | None,

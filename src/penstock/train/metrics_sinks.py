@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from penstock.errors import MissingExtra
 from penstock.extras import install
-from penstock.serve.process.prometheus import MetricsPage, expose
+from penstock.serve.process.metrics_page import MetricsPage
+from penstock.serve.process.prometheus import expose
 
 
 class Sink(Protocol):

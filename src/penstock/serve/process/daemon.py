@@ -34,13 +34,16 @@ from penstock.serve.decisions.log import Log
 from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.http_door import HttpDoor, find_token
 from penstock.serve.process.log_format import LineFormatter
-from penstock.serve.process.prometheus import MetricsPage, Snapshot, parse_address
+from penstock.serve.process.metrics_page import MetricsPage, metrics_token
+from penstock.serve.process.prometheus import Snapshot
 from penstock.serve.process.server import Server
 from penstock.serve.process.watchdog import Watchdog, die_with_parent
 from penstock.serve.settings import ServerSettings
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
+LIVE_S = 30.0
+"""Without a turn of the loop for longer, /healthz says that the plane is stuck; the watchdog waits longer than that."""
 IN_PROCESS = "memory:"
 """The address of what runs in this process: nobody else can use it."""
 
@@ -127,16 +130,26 @@ class LoopHooks:
         self.made_token: str | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
+        self._turned_at: float | None = None
         self._seen: tuple[int, ...] = ()
 
     def __call__(self) -> None:
-        now = time.monotonic()
+        now = self._turned_at = time.monotonic()
         if self.watchdog is not None and self.watchdog.due(now) and not self.watchdog.beat(self._where(), now):
             logger.warning("the watchdog had died; started another, process %d", self.watchdog.pid)
             signal.set_wakeup_fd(self.watchdog.pipe, warn_on_full_buffer=False)
         self.snapshot.on_turn()
         if self._asked is not None:
             self._drain(now)
+
+    def not_live(self) -> str:
+        age = 0.0 if self._turned_at is None else time.monotonic() - self._turned_at
+        return f"the plane's loop has not turned for {age:.0f} s" if age > LIVE_S else ""
+
+    def not_ready(self) -> str:
+        if self._turned_at is None:
+            return "starting"
+        return "ending" if self._asked is not None else self.not_live()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._asked is not None:
@@ -182,8 +195,9 @@ class LoopHooks:
 def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     """Everything that can refuse to start; what was opened is closed again if the rest cannot be."""
     turns = LoopHooks(config)
-    if config.metrics is not None:
-        parse_address(config.metrics)  # before an address is bound
+    if config.metrics is None and config.metrics_token is not None:
+        raise ConfigError(f"metrics_token: {config.metrics_token!r} without metrics; give the address of the page too")
+    token = None if config.metrics is None else metrics_token(config.metrics, config.metrics_token)
     if config.http is None and config.http_token is not None:
         raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP door too")
     with contextlib.ExitStack() as opened:
@@ -202,7 +216,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
             turns.door, turns.made_token = _open_door(config, config.http, memory)
             opened.callback(turns.door.close)
         if config.metrics is not None:
-            turns.page = MetricsPage(config.metrics, turns.snapshot.ask)
+            turns.page = MetricsPage(config.metrics, turns.snapshot.ask, token=token, health=turns)
             opened.callback(turns.page.close)
         stall = config.watchdog.stall_s
         if stall is not None:

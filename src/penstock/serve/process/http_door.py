@@ -13,7 +13,6 @@ answer is 429 with Retry-After, and the producer sends the group again.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
 import socket
 import threading
@@ -31,6 +30,7 @@ from penstock.encode import read_head
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.serve.clients.plane import Plane
+from penstock.serve.process.bearer import has_token, is_loopback, parse_address, read_token
 from penstock.serve.process.openapi import FRAME, describe
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ STATUS: dict[type[PenstockError], int] = {
 MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
 MAX_BYTES_IN_HAND = 512 << 20
 """Of all requests together, from the first byte of a body until its group is answered."""
-MIN_TOKEN = 22
-"""Characters, which hold 128 bits."""
 _BODY_S = 60.0
 _THREADS = 8
 _LATER_S = 1.0
@@ -68,7 +66,7 @@ class HttpDoor:
         require("the HTTP door", "starlette", "uvicorn", extra="http")
         import uvicorn
 
-        host, port = parse_address(address)
+        host, port = parse_address(address, "http")
         try:
             self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
         except OSError as error:
@@ -218,8 +216,7 @@ def _guard(answer: Answer, token: str) -> Answer:
     """Only to those who have the token."""
 
     async def guarded(request: Request) -> Response:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
+        if not has_token(request.headers.get("authorization", ""), token):
             said = "authorization: no token, or another; send the header Authorization: Bearer TOKEN"
             return _problem(401, "InvalidInput", said, {"www-authenticate": "Bearer"})
         return await answer(request)
@@ -270,26 +267,12 @@ def _json(found: Any, status: int = 200, headers: dict[str, str] | None = None) 
 # ------------------------------------------------------------------ address and token
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
-    try:
-        ipaddress.ip_address(host)
-        good = port.isdigit() and int(port) <= 65535
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(f"http: {address!r}; must be ADDRESS:PORT, such as 127.0.0.1:7441")
-    return host, int(port)
-
-
 def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
     """The token, and whether it was made here: one that is made is kept in the run's folder, for the next start."""
-    host, _ = parse_address(address)
+    host, _ = parse_address(address, "http")
     if file is not None:
-        return _read_token(Path(file)), False
-    if not ipaddress.ip_address(host).is_loopback:
+        return read_token(Path(file), "http_token"), False
+    if not is_loopback(host):
         raise ConfigError(
             f"http: {address!r} can be reached by other hosts; give http_token, a file with a token of your own, and "
             "let a proxy with TLS stand in front"
@@ -300,22 +283,7 @@ def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
     if not kept.exists():
         kept.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
         kept.chmod(0o600)
-    return _read_token(kept), True
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="ascii").strip()
-        mode = path.stat().st_mode & 0o777
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"http_token: {path}: {getattr(error, 'strerror', error)}; give a file with a token"
-        ) from None
-    if mode & 0o077:
-        raise ConfigError(f"http_token: {path}: others may read it (mode {mode:o}); chmod 600 {path}")
-    if len(token) < MIN_TOKEN or not token.isprintable() or " " in token:
-        raise ConfigError(f"http_token: {path}: {len(token)} characters; give at least {MIN_TOKEN}, without spaces")
-    return token
+    return read_token(kept, "http_token"), True
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,4 +1,4 @@
-"""The Prometheus page: what a plane counts, written by prometheus_client, on a loopback address.
+"""The Prometheus page: what a plane counts, written by prometheus_client.
 
 Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
 `penstock_train_` what was trained on, `penstock_eval_` what was evaluated, `penstock_ledger_` where every sample is,
@@ -9,14 +9,12 @@ answer within two seconds gives 503, which is worth an alarm.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from penstock.errors import ConfigError, WaitTimeout
+from penstock.errors import WaitTimeout
 from penstock.extras import require
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -158,82 +156,3 @@ def _archive(found: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_archive_{name}_total", "counter", {}, found[name]
     yield "penstock_archive_not_archived_groups_total", "counter", {}, found["not_archived"]
     yield "penstock_archive_failing", "gauge", {}, float(bool(found["error"]))
-
-
-class MetricsPage:
-    """Serves `/metrics` from a thread, on a loopback address only: what `show` makes of what `ask` gives."""
-
-    def __init__(
-        self, address: str, ask: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], str] = render
-    ) -> None:
-        require("a page for Prometheus", "prometheus_client")
-        host, port = parse_address(address)
-        try:
-            self._server = _Http((host, port), _handler(lambda: show(ask()), {host, "localhost"}))
-        except OSError as error:
-            raise ConfigError(
-                f"metrics: {address!r}: {error.strerror}; use another port, or 0 for a free one"
-            ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-metrics", daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}/metrics"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of a page's address; only a loopback address will do."""
-    host, _, port = address.rpartition(":")
-    try:
-        loopback = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(
-            f"metrics: {address!r}; must be 127.0.0.1:PORT: whoever reaches the page can read it, so only this host may"
-        )
-    return ("127.0.0.1" if host == "localhost" else host), int(port)
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 16
-
-
-def _handler(text: Callable[[], str], names: set[str]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version = "penstock", ""
-        timeout = 5
-
-        def do_GET(self) -> None:
-            host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-            if host not in names:
-                self._answer(403, "this page answers to its loopback name only\n")  # a rebound DNS name
-            elif self.path != "/metrics":
-                self._answer(404, "the page is /metrics\n")
-            else:
-                try:
-                    self._answer(200, text())
-                except WaitTimeout as error:
-                    self._answer(503, f"{error}\n")
-
-        def _answer(self, code: int, text: str) -> None:
-            body = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002, ARG002 - the base class's words
-            return
-
-    return Handler
