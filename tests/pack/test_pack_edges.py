@@ -435,7 +435,7 @@ def test_a_share_is_a_few_bytes_per_sample() -> None:
     assert len(rank_plan.to_bytes()) < 8 * len(rank_plan.order) + 10 * len(rank_plan) + 1100
 
 
-def test_the_dearest_micro_batch_of_a_row_goes_to_the_rank_with_the_least_so_far() -> None:
+def test_the_costliest_micro_batch_of_a_row_goes_to_the_rank_with_the_least_so_far() -> None:
     # Two rows of bins that cannot be split: 9, 8 and 7, 5.
     step = pack([sample(n) for n in (9, 8, 7, 5)], ranks=2, seq_len=9)
     assert sorted(sorted(b.num_tokens for b in rank) for rank in step.ranks) == [[5, 9], [7, 8]]

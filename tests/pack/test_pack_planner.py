@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pack.balance import polish_row, spread
-from penstock.pack.bins import Caps, Items, best_fit, halve_dearest
+from penstock.pack.bins import Caps, Items, best_fit, halve_costliest
 from penstock.pack.packing import UNLIMITED
 from penstock.pack.row_targets import forced_costs, level_rows, lower_bound
 from penstock.pack.rows import rows_of
@@ -40,7 +40,7 @@ def test_best_fit_equals_the_plain_scan(lengths: list[int]) -> None:
 @given(lengths_lists, st.lists(st.integers(0, 20_000), min_size=1, max_size=20))
 def test_spread_equals_the_plain_scan(lengths: list[int], targets: list[int]) -> None:
     items = items_of(lengths)
-    made = spread(items, items.dearest_first(everything(items)), list(map(float, targets)))
+    made = spread(items, items.costliest_first(everything(items)), list(map(float, targets)))
     assert made == reference.spread(lengths, items.costs, list(map(float, targets)), CAP)
 
 
@@ -76,7 +76,7 @@ def test_halving_keeps_every_sample_and_reaches_the_count_unless_bins_hold_one_s
 ) -> None:
     items = items_of(lengths)
     bins = best_fit(items, items.longest_first(everything(items)))
-    halved = halve_dearest(items, bins, count)
+    halved = halve_costliest(items, bins, count)
     assert sorted(i for b in halved for i in b) == list(range(len(lengths)))
     assert len(halved) == max(len(bins), min(count, len(lengths)))
     assert all(halved)
@@ -144,7 +144,7 @@ def test_more_rows_are_used_when_the_fewest_leave_no_room_to_balance() -> None:
     assert sum(items.cost_of(row[0]) for row in free) <= sum(items.cost_of(row[0]) for row in costly)
 
 
-def test_rows_come_dearest_first_and_each_holds_the_next_dearest_bins() -> None:
+def test_rows_come_costliest_first_and_each_holds_the_next_costliest_bins() -> None:
     rng = np.random.default_rng(1)
     items = items_of(rng.integers(1, 80, 200).tolist())
     rows = rows_of(items, [everything(items)], 8, overhead=0.0)

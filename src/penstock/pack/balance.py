@@ -1,6 +1,6 @@
 """Even bins: samples spread over bins towards a target each, then exchanges inside a row that lower its maximum.
 
-Spreading: dearest sample first, each into the bin furthest below its target that still has room: the
+Spreading: costliest sample first, each into the bin furthest below its target that still has room: the
 longest-processing-time rule, with caps and with a target per bin. Two heaps make it n log n: bins that can take
 something, by distance to their target, and bins parked until samples are short enough for them, by room.
 
@@ -24,7 +24,7 @@ ENOUGH_PER_BIN = 6
 CLOSE_ENOUGH = 2e-4
 
 
-def spread(items: Items, dearest_first: NDArray[np.intp], targets: Sequence[float]) -> list[Bin] | None:
+def spread(items: Items, costliest_first: NDArray[np.intp], targets: Sequence[float]) -> list[Bin] | None:
     """One bin per target, some perhaps empty; None when a sample found no bin with room."""
     caps, lengths, patches, costs = items.caps, items.lengths, items.patches, items.costs
     bins: list[Bin] = [[] for _ in targets]
@@ -33,7 +33,7 @@ def spread(items: Items, dearest_first: NDArray[np.intp], targets: Sequence[floa
     parked: list[tuple[int, int, float]] = []
     heapify(active)
     most = caps.samples
-    for i in dearest_first.tolist():
+    for i in costliest_first.tolist():
         length, need = lengths[i], patches[i]
         while parked and parked[0][0] <= -length:
             _, b, below = heappop(parked)

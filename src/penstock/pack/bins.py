@@ -65,7 +65,7 @@ class Items:
     def longest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:
         return ids[np.lexsort((ids, -self.cost_array[ids], -self.length_array[ids]))]
 
-    def dearest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:
+    def costliest_first(self, ids: NDArray[np.intp]) -> NDArray[np.intp]:
         return ids[np.lexsort((ids, -self.length_array[ids], -self.cost_array[ids]))]
 
     def beyond_caps(self, ids: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -104,7 +104,7 @@ def best_fit(items: Items, longest_first: NDArray[np.intp]) -> list[Bin]:
     return bins
 
 
-def halve_dearest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
+def halve_costliest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
     """As many bins as asked for, by halving the costliest again and again, while one holds two samples."""
     out = list(bins)
     if len(out) >= count:
@@ -115,7 +115,7 @@ def halve_dearest(items: Items, bins: Sequence[Bin], count: int) -> list[Bin]:
         k = heappop(heap)[1]
         halves: tuple[Bin, Bin] = ([], [])
         weights = [0.0, 0.0]
-        for i in items.dearest_first(np.array(out[k])).tolist():
+        for i in items.costliest_first(np.array(out[k])).tolist():
             side = int(weights[1] < weights[0])
             halves[side].append(i)
             weights[side] += items.costs[i]

@@ -95,9 +95,9 @@ def lower_bound(items: Items, ids: NDArray[np.intp], ranks: int) -> Bound:
     # A sample beyond the cap takes a whole bin of its own, as if it had the cap's tokens.
     tokens = np.minimum(items.length_array[ids], items.caps.tokens)
     costs = items.cost_array[ids]
-    dearest_token_first = np.argsort(-costs / tokens, kind="stable")
-    held_tokens = np.concatenate(([0], np.cumsum(tokens[dearest_token_first])))
-    held_cost = np.concatenate(([0.0], np.cumsum(costs[dearest_token_first])))
+    costliest_token_first = np.argsort(-costs / tokens, kind="stable")
+    held_tokens = np.concatenate(([0], np.cumsum(tokens[costliest_token_first])))
+    held_cost = np.concatenate(([0.0], np.cumsum(costs[costliest_token_first])))
     on_rows = np.concatenate(([0.0], np.cumsum(forced[::ranks])))
     most_held = np.interp(np.arange(len(on_rows)) * ranks * items.caps.tokens, held_tokens, held_cost)
     even = float(costs.sum()) / ranks

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.pack.balance import ENOUGH_PER_BIN, polish_row, spread
-from penstock.pack.bins import Bin, Items, best_fit, halve_dearest
+from penstock.pack.bins import Bin, Items, best_fit, halve_costliest
 from penstock.pack.row_targets import forced_costs, least_bins, level_rows
 
 Row: TypeAlias = list[Bin]
@@ -51,7 +51,7 @@ class _Key:
     """Those beyond a cap, and those that share with nothing: each has a bin of its own."""
     longest_first: NDArray[np.intp]
     """The others."""
-    dearest_first: NDArray[np.intp]
+    costliest_first: NDArray[np.intp]
     cost: float
     """Of the others."""
 
@@ -140,7 +140,7 @@ def _key(items: Items, ids: NDArray[np.intp]) -> _Key:
     return _Key(
         alone=ids[alone],
         longest_first=items.longest_first(rest),
-        dearest_first=items.dearest_first(rest),
+        costliest_first=items.costliest_first(rest),
         cost=float(items.cost_array[rest].sum()),
     )
 
@@ -162,15 +162,15 @@ def _attempt(
     bins = [[i] for key in keys for i in key.alone.tolist()]
     fits = True
     for k, key in enumerate(keys):
-        made = spread(items, key.dearest_first, targets[k])
+        made = spread(items, key.costliest_first, targets[k])
         if made is None:
             if fewest_bins is None:
                 return None
             fits = False
-            made = halve_dearest(items, fewest_bins[k], numbers[k])
+            made = halve_costliest(items, fewest_bins[k], numbers[k])
         bins += [b for b in made if b]
     # Where low targets left bins of the last row empty, splitting is still better than a dummy.
-    bins = _sorted(items, halve_dearest(items, bins, -(-len(bins) // ranks) * ranks))
+    bins = _sorted(items, halve_costliest(items, bins, -(-len(bins) // ranks) * ranks))
     if len(bins) * ENOUGH_PER_BIN <= sum(len(key.longest_first) for key in keys):
         for at in range(0, len(bins), ranks):
             row = bins[at : at + ranks]
@@ -185,7 +185,7 @@ def _attempt(
 
 
 def _sorted(items: Items, bins: Sequence[Bin]) -> list[Bin]:
-    """Dearest first; of equals the one with the first sample."""
+    """Costliest first; of equals the one with the first sample."""
     return sorted(bins, key=lambda b: (-items.cost_of(b), min(b)))
 
 

@@ -86,11 +86,11 @@ def _even_runs(families: Sequence[Families], caps: Caps, packing: Packing) -> It
     """The samples of each key in runs of even cost, for a few numbers of rows."""
     chains = [Chain(family, caps) for family in families]
     cost = sum(family.cost for family in families)
-    fewest, dearest = _fewest_rows(families, packing), max(float(family.alone.max()) for family in families)
+    fewest, costliest = _fewest_rows(families, packing), max(float(family.alone.max()) for family in families)
     for rows in (fewest, fewest + 1) if fewest * packing.ranks <= FEW_BINS else ():
         bins = rows * packing.ranks
         for early in EARLY:
-            low, high = max(cost / bins, dearest), 2 * cost / bins + dearest
+            low, high = max(cost / bins, costliest), 2 * cost / bins + costliest
             for _ in range(PROBES):
                 middle = (low + high) / 2
                 if sum(chain.count(middle, early) for chain in chains) <= bins:
