@@ -13,12 +13,13 @@ answer is 429 with Retry-After, and the producer sends the group again.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,9 +281,10 @@ def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
     if folder == "memory:":
         return secrets.token_urlsafe(32), True
     kept = Path(folder) / "http-token"
-    if not kept.exists():
-        kept.write_text(secrets.token_urlsafe(32) + "\n", encoding="ascii")
-        kept.chmod(0o600)
+    with suppress(FileExistsError):
+        descriptor = os.open(kept, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(descriptor, "w") as made:
+            made.write(secrets.token_urlsafe(32) + "\n")
     return read_token(kept, "http_token"), True
 
 
