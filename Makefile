@@ -1,11 +1,12 @@
 # The commands of the project. Everything is installed into .venv by the first one that is run.
 
-.PHONY: help demo test test-fast test-packaging bench clean
+.PHONY: help demo test test-fast test-ray test-packaging bench clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
 	@echo "make test    set up, then run every check and every test"
 	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
+	@echo "make test-ray         the tests on a real Ray cluster of this machine, without a network, in .venv-ray"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
@@ -24,6 +25,10 @@ test-fast:
 	@bash scripts/setup dev,bench
 	.venv/bin/pytest -n 2 -m "not slow and not deep and not process" tests
 
+test-ray:
+	@VENV=.venv-ray bash scripts/setup dev,ray
+	bash scripts/without_network .venv-ray/bin/pytest -W default tests/ray
+
 test-packaging:
 	@bash scripts/setup dev,bench
 	.venv/bin/python scripts/test_packaging.py
@@ -34,5 +39,5 @@ bench:
 	  .venv/bin/penstock bench $$name || exit 1; echo; done
 
 clean:
-	rm -rf .venv build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-ray build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

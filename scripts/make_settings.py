@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.config import docs_table, kinds_table, typed_dict
 from penstock.hold import LIMITERS, SELECTORS, Settings
 from penstock.pack import Packing
-from penstock.serve.settings import PlaneSettings, ServerSettings
+from penstock.serve.settings import ClusterSettings, PlaneSettings, ServerSettings
 from penstock.train.run_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ def modules() -> dict[Path, str]:
     """The modules with keyword types, as they should be."""
     package = ROOT / "src" / "penstock"
     table = typed_dict("TableKeywords", Settings, f"The keyword arguments of `Table`. {_MADE}")
-    plane = typed_dict("PlaneKeywords", PlaneSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
+    plane = typed_dict("PlaneKeywords", ClusterSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
     packing = typed_dict("PackingKeywords", Packing, f"The keyword arguments of `pack`. {_MADE}", required=True)
     return {
         package / "pack" / "packing_keywords.py": packing,
@@ -42,6 +42,7 @@ def updated(page: str) -> str:
     tables = {
         "plane": docs_table(ServerSettings),
         "parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS}),
+        "cluster": docs_table(ClusterSettings, beyond=PlaneSettings),
         "run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings),
     }
     for name, table in tables.items():

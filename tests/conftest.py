@@ -31,6 +31,12 @@ _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sy
 _lane = {"guarded": False, "test": ""}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests on a Ray cluster run when they are named (`make test-ray`), in an environment that has Ray."""
+    named = any("tests/ray" in str(word) for word in config.args)
+    return True if collection_path == Path(__file__).parent / "ray" and not named else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:

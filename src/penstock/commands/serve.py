@@ -4,6 +4,8 @@
   penstock serve --write-config plane.toml     every setting, with its default and what it does
   penstock serve --config plane.toml           the same from a file; words on the command line win
   penstock serve --config plane.toml --set timeouts.peer_s=5 --set replay.sampler=uniform
+  penstock serve --ray demo --ranks 2 --seq-len 4096 --groups-per-step 4 --log /shared/demo
+                                               start it in a Ray cluster, where it stays; --ray demo --end ends it
 
 It prints where it listens, and the line that a rank and a worker need. SIGTERM ends it within 10 s; nothing that
 was acknowledged is lost, and a plane started again on the same folder goes on where this one was.
@@ -36,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write a commented TOML file and end")
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, which started us, ends")
     parser.add_argument("--json", action="store_true", help="print where it listens as one line of JSON")
+    parser.add_argument("--ray", metavar="NAME", help="start it as an actor of the Ray cluster that this host is in")
+    parser.add_argument("--log", metavar="DIR", help="with --ray: folder of the log, which every node sees")
+    parser.add_argument("--frames", metavar="DIR", help="with --ray: folder of frames on each node")
+    parser.add_argument("--end", action="store_true", help="with --ray: end it and its keepers")
     add_flags(parser, ServerSettings, without=("folder",))
 
 
@@ -43,10 +49,42 @@ def run(args: argparse.Namespace) -> int:
     if args.write_config is not None:
         return _write_config(args.write_config)
     given = given_by(args)
+    if args.ray is not None:
+        return _in_ray(args, given)
     if args.config is None:
         _check_given(given.tables)
     say = _say_json if args.json else _say
     return int(run_plane(server_settings(given), ready=say, parent=args.parent))
+
+
+def _in_ray(args: argparse.Namespace, given: Given) -> int:
+    """Start a plane in the cluster, or end one; it does not need us."""
+    from penstock.ray import open_given
+
+    if args.folder is not None:
+        raise ConfigError(
+            f"--ray {args.ray}: folder {args.folder!r}; the folder of its log is --log, and may be left out"
+        )
+    for name in ("log", "frames"):
+        if getattr(args, name) is not None:
+            given.set(name, getattr(args, name))
+    address = f"ray://{args.ray}"
+    with open_given(address, given) as plane:
+        if args.end:
+            plane.kill()
+            print(f"{address}: ended")
+            return 0
+        status = plane.status()
+    if args.json:
+        print(json.dumps({"urls": [address], "run": status["run"], "next_step": status["next_step"]}))
+        return 0
+    print(
+        f"penstock: run {status['run']!r} at {address}, next step {status['next_step']}\n"
+        f'  a rank      source = ps.connect("{address}", rank=RANK, world={status["ranks"]})\n'
+        f'  a worker    plane = ps.open("{address}")\n'
+        f"  end it      penstock serve --ray {args.ray} --end"
+    )
+    return 0
 
 
 def given_by(args: argparse.Namespace) -> Given:

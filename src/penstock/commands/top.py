@@ -1,6 +1,7 @@
 """Watch a plane at work: rates, buffer, staleness, who waits for whom, where every sample is.
 
   penstock top tcp://127.0.0.1:7440            a live page; Ctrl-C ends it
+  penstock top ray://demo                      the same, of a plane of the Ray cluster that this host is in
   penstock top runs/demo                       the same from a run's folder, read-only; no plane need be running
   penstock top tcp://127.0.0.1:7440 --once     one look, as text
   penstock top runs/demo --json                one look, as one JSON object
@@ -59,7 +60,7 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
         from penstock.serve.clients.api import client_carrier
         from penstock.serve.clients.api import open as open_plane
 
-        if not where.startswith(("tcp://", "ipc://", "shm+ipc://", "file://")):
+        if not where.startswith(("tcp://", "ipc://", "shm+ipc://", "file://", "ray://")):
             client_carrier(where)  # says which addresses there are
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())

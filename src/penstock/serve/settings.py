@@ -268,6 +268,36 @@ class ServerSettings(PlaneSettings):
             raise ConfigError("listen: empty; without an address nobody could connect")
 
 
+CLUSTER_TIMEOUTS = Timeouts(plane_s=120.0)
+"""Ray takes 20 s to find out that a node is gone; then the plane is started on another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings(PlaneSettings):
+    """Everything a plane of a Ray cluster is told: the plane's settings, and where its actors keep things."""
+
+    log: Annotated[
+        str | None,
+        Meta(
+            description="of ray://: folder of the plane's log that every node sees, so that the plane may be started "
+            "again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there",
+            extra={"path": True},
+        ),
+    ] = None
+    frames: Annotated[
+        str | None,
+        Meta(
+            description="of ray://: folder on each node for the frames that its keeper keeps; none: "
+            "~/.penstock/NAME/frames",
+            extra={"path": True},
+        ),
+    ] = None
+    timeouts: TimeoutsSection = field(default_factory=lambda: CLUSTER_TIMEOUTS)
+
+    def __post_init__(self) -> None:
+        PlaneSettings.__post_init__(self)
+
+
 EXAMPLE = ServerSettings(folder="runs/demo", packing=Packing(ranks=1, seq_len=4096), target=Target(groups=4))
 """What `penstock serve --write-config` writes down."""
 TITLE = """\

@@ -6,6 +6,7 @@ tcp://HOST:PORT      a plane elsewhere, over sockets
 ipc://PATH           a plane on this host
 shm+ipc://PATH       the same, payloads through shared memory
 file://FOLDER        a plane elsewhere, over a shared filesystem
+ray://NAME           a plane of the Ray cluster that this process is in, which is started if settings are given
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.server import Server
-from penstock.serve.settings import PlaneSettings
+from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
+_RAY = "ray://"
 _CALLERS = ("keys", "timeouts", "run")
 """Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
@@ -43,7 +45,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
 
     In this process it needs `ranks`, `seq_len` and one of `groups_per_step`, `samples_per_step`, `tokens_per_step`. A
     plane elsewhere has its own settings; only `keys` and `timeouts` are the caller's, and `run`, where it must be the
-    plane of that run and no other. docs/settings.md has all of them.
+    plane of that run and no other. "ray://NAME" is started in the Ray cluster if there is none and settings are given;
+    settings that are not those of the plane that runs there are refused. docs/settings.md has all of them.
 
     >>> import penstock as ps
     >>> with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane:
@@ -59,8 +62,15 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     2 2
     """
     address, given = str(where), dict(settings)
+    if address.startswith(_RAY):
+        from penstock.ray import open_ray  # only here is Ray imported
+
+        return open_ray(address, given)
     if address.startswith(_REMOTE):
         return _line_to(address, given)
+    clustered = [name for name in ("log", "frames") if name in given]
+    if clustered:
+        raise ConfigError(f"{address}: {clustered[0]}: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
     tables = nested(PlaneSettings, given, address)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
     if missing:
@@ -70,7 +80,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     return open_settings(address, build(PlaneSettings, tables))
 
 
-open.__signature__ = signature_of(open, PlaneSettings)  # type: ignore[attr-defined]
+open.__signature__ = signature_of(open, ClusterSettings)  # type: ignore[attr-defined]
 
 
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
@@ -141,13 +151,17 @@ def connect(
         replicas=replicas,
         resume_step=resume_step,
         prefetch=prefetch,
-        timeouts=timeouts,
+        timeouts=CLUSTER_TIMEOUTS if timeouts is None and url.startswith(_RAY) else timeouts,
         handle=Handle.of(url, run, keys, timeouts),
     )
 
 
 def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
     """A client's end of the carrier that an address names."""
+    if url.startswith(_RAY):
+        from penstock.ray import connect_ray  # only here is Ray imported
+
+        return connect_ray(url)
     pair = None if keys is None else ClientKeys.load(keys)
     if url.startswith("shm+ipc://"):
         return SharedClient(url.removeprefix("shm+"), keys=pair)
@@ -155,7 +169,7 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
         return SocketClient(url, keys=pair)
     if url.startswith("file://"):
         return FileClient(url.removeprefix("file://"))
-    raise ConfigError(f"address {url!r}: must begin with one of {', '.join(_REMOTE)}")
+    raise ConfigError(f"address {url!r}: must begin with one of {', '.join([*_REMOTE, _RAY])}")
 
 
 def plane_carrier(url: str, keys: str | Path | None = None) -> PlaneCarrier:

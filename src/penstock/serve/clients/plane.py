@@ -310,6 +310,10 @@ class Plane:
             self._server.stop()
             self._thread.join(10)
 
+    def kill(self) -> None:
+        """End a plane of a Ray cluster, for everybody; other planes end with their process."""
+        raise InvalidInput(f"{self.url}: not a plane of a Ray cluster; `close` it, or end the process it runs in")
+
     def __enter__(self) -> Self:
         return self
 

@@ -111,3 +111,8 @@ class PlaneKeywords(TypedDict, total=False):
     """Of the random draws."""
     timeouts: Timeouts
     """How long anybody may be silent."""
+    log: str | Path | None
+    """Of ray://: folder of the plane's log that every node sees, so that the plane may be started again on any of
+    them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""
+    frames: str | Path | None
+    """Of ray://: folder on each node for the frames that its keeper keeps; none: ~/.penstock/NAME/frames."""

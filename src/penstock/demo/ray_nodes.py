@@ -1,0 +1,52 @@
+"""The demo on a Ray cluster of its own: three nodes on loopback, one of which is lost while it learns.
+
+The plane and its keepers are actors; workers and ranks are processes as in any demo, and find the plane by its name.
+Every group is kept by two nodes, so the loss of one loses nothing. A new node joins afterwards, and gets a keeper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config import Given, template
+from penstock.demo.launch import Chaos, Launcher
+from penstock.ray import LocalCluster, open_given
+from penstock.serve.settings import ClusterSettings, PlaneSettings
+from penstock.train.run_config import TrainConfig
+
+NODES = 3
+_LOSE_AFTER_S = 8.0
+"""A third of the time until the first loss: it must be at work by then."""
+
+
+class NodeLoss(Launcher):
+    """A launcher whose chaos is the loss of one node."""
+
+    def __init__(self, config: TrainConfig, cluster: LocalCluster) -> None:
+        super().__init__(config, chaos=Chaos(every_s=_LOSE_AFTER_S))
+        self._cluster = cluster
+
+    def kill_one(self) -> None:
+        assert self.chaos is not None
+        if not self.chaos.kills["node"]:
+            self._cluster.kill_node(self._cluster.others[-1])
+            self.chaos.kills["node"] += 1
+            self._cluster.add_node()
+
+
+@contextmanager
+def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
+    """A cluster with the run's plane in it, and the configuration of a run that uses it."""
+    folder = Path(config.folder).resolve()
+    run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
+    own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}
+    settings = ClusterSettings(**own, log=str(folder / "plane"), frames=str(folder / "frames"))
+    given = Given(tomllib.loads(template(settings, title="", all_values=True)), "the demo")
+    with LocalCluster(NODES) as cluster, open_given(run.plane, given) as plane:
+        yield run, cluster
+        plane.kill()

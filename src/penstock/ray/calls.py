@@ -1,0 +1,156 @@
+"""Everything that is asked of Ray: who is there, start an actor, find it, ask it, end it.
+
+Only what Ray documents is used. An actor's handle is looked up once in a process: `ray.get_actor` can block for
+seconds while a node dies, a call on a handle cannot. Ray's errors become ours here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from penstock.errors import ConfigError, PlaneLost
+from penstock.extras import require
+
+Handle: TypeAlias = Any
+"""Of an actor; Ray has no type for it."""
+NAMESPACE = "penstock"
+"""Jobs have namespaces of their own; planes are found from all of them."""
+CALL_S = 10.0
+"""How long a call on an actor may take; all of them answer at once."""
+_HEAD = "node:__internal_head__"
+"""The resource by which a cluster's head node is known."""
+_handles: dict[str, Handle] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node that is up."""
+
+    id: str
+    address: str
+    """How other nodes reach it."""
+    is_head: bool
+
+
+def attach() -> None:
+    """Be part of the cluster: the one this process is in, the one that RAY_ADDRESS names, or the one of this host."""
+    require("ray://", "ray")
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto", logging_level="WARNING", log_to_driver=False)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"ray://: no Ray cluster found: {str(error).splitlines()[0]}; start one with `ray start --head`, call "
+            "ray.init first, or set RAY_ADDRESS"
+        ) from None
+
+
+def nodes() -> list[Node]:
+    """The nodes that are up, as far as Ray knows."""
+    import ray
+
+    return [
+        Node(id=found["NodeID"], address=found["NodeManagerAddress"], is_head=_HEAD in found.get("Resources", {}))
+        for found in ray.nodes()
+        if found["Alive"]
+    ]
+
+
+def my_address() -> str:
+    """Where other nodes reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def my_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def start(kind: type[Any], name: str, *arguments: object, node: str | None, stays: bool) -> Handle:
+    """An actor of this class and name that outlives its caller, or the one that there is.
+
+    It begins on `node`; with `stays` it is never started anywhere else. A call that fails is not tried again by Ray:
+    whoever calls knows better whether it should be.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    made = (
+        ray.remote(kind)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy="DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=not stays),
+        )
+        .remote(*arguments)
+    )
+    with _lock:
+        _handles[name] = made
+    return made
+
+
+def find(name: str) -> Handle | None:
+    """The actor of this name; None if there is none."""
+    import ray
+
+    with _lock:
+        if name in _handles:
+            return _handles[name]
+    try:
+        found = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise PlaneLost(f"{name}: Ray could not look it up: {_first_line(error)}") from None
+    with _lock:
+        _handles[name] = found
+    return found
+
+
+def ask(name: str, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
+    """What an actor answers; PlaneLost if it does not exist, is being started again, or does not answer in time."""
+    import ray
+
+    handle = find(name)
+    if handle is None:
+        raise PlaneLost(f"{name}: the Ray cluster has no such actor; it was never started, or it was ended")
+    try:
+        return ray.get(getattr(handle, method).remote(*arguments), timeout=timeout_s)
+    except ray.exceptions.ActorDiedError as error:
+        forget(name)  # whoever starts it again makes another actor of that name
+        raise PlaneLost(f"{name}: the actor has ended: {_first_line(error)}") from None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise PlaneLost(f"{name}: the actor does not answer: {_first_line(error)}") from None
+
+
+def forget(name: str) -> None:
+    with _lock:
+        _handles.pop(name, None)
+
+
+def end(name: str) -> None:
+    """End an actor for good; nothing if there is none."""
+    import ray
+
+    handle = find(name)
+    if handle is not None:
+        ray.kill(handle, no_restart=True)
+        forget(name)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,114 @@
+"""The plane as an actor: today's server on a thread, and who calls the actor is told where it listens.
+
+Ray starts the actor again when its process or its node is lost; `__init__` runs again then, on whichever node may
+have it, and the server goes on from the log. Ray does not fence: the process that was lost may still run. The log does,
+by its epoch: a plane that was taken over finds out within a second, and ends.
+
+Each life has new keys. Whoever may call the actor may have the clients' pair; so Ray's own credentials say who may
+join, and nobody carries keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import tomllib
+from typing import Any
+
+import zmq
+
+from penstock.config import build
+from penstock.errors import Conflict, Fenced, PenstockError
+from penstock.ray import calls
+from penstock.send.keys import PlaneKeys
+from penstock.send.sockets import SocketPlane
+from penstock.serve.decisions.log import Log
+from penstock.serve.process.daemon import Exit
+from penstock.serve.process.server import Server
+from penstock.serve.settings import ClusterSettings
+
+logger = logging.getLogger("penstock.plane")
+_LOCK_S = 0.2
+"""How often to look whether the process that had the log before is gone."""
+
+
+class PlaneActor:
+    """Made by `penstock.ray.opening`; nothing in here takes long, or raises for what a setting says."""
+
+    def __init__(self, name: str, settings: str) -> None:
+        """`settings` is what `plane.toml` would hold."""
+        self._name, self._text = name, settings
+        self._settings = build(ClusterSettings, tomllib.loads(settings), f"ray://{name}")
+        self._refused: PenstockError | None = None
+        self._place: dict[str, Any] | None = None
+        self._server: Server | None = None
+        self._thread = threading.Thread(target=self._serve, name="penstock-plane", daemon=True)
+        self._thread.start()
+
+    def settings(self) -> str:
+        return self._text
+
+    def place(self) -> dict[str, Any]:
+        """Where the server listens and the keys for it; `error` if it could not start; neither while it starts."""
+        if self._refused is not None:
+            return {"error": [type(self._refused).__name__, str(self._refused)]}
+        return self._place or {}
+
+    def process(self) -> dict[str, Any]:
+        """Which process this is, on which node."""
+        return {"pid": os.getpid(), "node": calls.my_node()}
+
+    def stop(self) -> None:
+        """End in order: what has arrived is answered first."""
+        if self._server is not None:
+            self._server.stop()
+            self._thread.join(calls.CALL_S / 2)
+
+    # -------------------------------------------------------------- the thread of the server
+
+    def _serve(self) -> None:
+        try:
+            server = self._open()
+        except PenstockError as error:
+            logger.exception("the plane does not start")
+            self._refused = error
+            return
+        try:
+            server.run()
+        except Fenced as error:
+            logger.error("fenced: %s", error)  # noqa: TRY400 - the sentence says it all
+            os._exit(Exit.FENCED)
+        except BaseException:
+            logger.exception("the plane failed")
+            os._exit(Exit.FAILED)  # a plane that serves nobody must not be found: Ray starts it again
+
+    def _open(self) -> Server:
+        public, secret = zmq.curve_keypair()
+        client, client_secret = zmq.curve_keypair()
+        keys = PlaneKeys(public=public, secret=secret, allowed=frozenset([client]))
+        log = self._open_log()
+        try:
+            carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
+            self._server = server = Server(self._settings, log, [carrier])
+        except BaseException:
+            log.close()
+            raise
+        self._place = {"url": carrier.url, "plane": public, "public": client, "secret": client_secret}
+        return server
+
+    def _open_log(self) -> Log:
+        """The log, as soon as the process that had it before is gone: Ray ends that, when it lost its node."""
+        deadline = time.monotonic() + self._settings.timeouts.plane_s
+        while True:
+            try:
+                return Log(
+                    self._settings.log,
+                    max_disk_bytes=self._settings.max_disk_bytes,
+                    disk_reserve_bytes=self._settings.disk_reserve_bytes,
+                )
+            except Conflict:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOCK_S)

@@ -1,0 +1,104 @@
+"""A small run on a Ray cluster that something happens to, and the digests of the same run that nothing happened to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+from penstock.encode import encode
+from penstock.pack import Packing
+from penstock.ray import LocalCluster, calls
+from penstock.ray.opening import actor_of
+from penstock.send.steps import Staged
+from penstock.send.timeouts import Timeouts
+from penstock.serve.decisions.log import Log
+from penstock.serve.settings import PlaneSettings, Target
+from penstock.testing.engines import DirectEngine
+from penstock.testing.groups import named_group
+
+RANKS, GROUPS_PER_STEP = 2, 2
+TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5)
+STEP_S = 150.0
+"""Longer than any plane may be away."""
+
+
+def group_of(number: int) -> list[ps.Sample]:
+    return named_group(f"g{number}", samples=1 + number % 3, tokens=3000 if number % 4 == 0 else 30)
+
+
+class AddressActor:
+    """Says what it was told, as a plane's actor says where it listens."""
+
+    def __init__(self) -> None:
+        self._place: dict[str, Any] = {}
+
+    def tell(self, place: dict[str, Any]) -> None:
+        self._place = place
+
+    def place(self) -> dict[str, Any]:
+        return self._place
+
+
+class RayRun:
+    """A plane of its own with keepers; this process puts groups and is every rank."""
+
+    def __init__(self, cluster: LocalCluster, name: str, folder: Path, **settings: Any) -> None:
+        self.cluster, self.name, self.folder = cluster, name, folder
+        self.address = f"ray://{name}"
+        given: dict[str, Any] = {"log": folder / name / "log", "frames": folder / name / "frames", "timeouts": TIMEOUTS}
+        given |= {"ranks": RANKS, "seq_len": 4096, "groups_per_step": GROUPS_PER_STEP}
+        self.plane = ps.open(self.address, **(given | settings))
+        self.sources: list[ps.Source] = []
+        self.put_names: list[str] = []
+
+    def put(self, numbers: range) -> None:
+        for number in numbers:
+            assert self.plane.put(group_of(number), timeout=STEP_S)
+            self.put_names.append(f"g{number}")
+
+    def join(self) -> None:
+        self.sources = [ps.connect(self.address, rank=rank, world=RANKS, timeouts=TIMEOUTS) for rank in range(RANKS)]
+
+    def take(self) -> list[str]:
+        """One step of every rank: its digests, after it was committed."""
+        steps = [source.step(timeout=STEP_S) for source in self.sources]
+        for source, step in zip(self.sources, steps, strict=True):
+            source.commit(step)
+        return [step.digest for step in steps]
+
+    def flush(self) -> None:
+        for source in self.sources:
+            source.flush(STEP_S)
+
+    @property
+    def plane_process(self) -> dict[str, Any]:
+        """Its process and node."""
+        found: dict[str, Any] = calls.ask(actor_of(self.name), "process")
+        return found
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+        self.plane.kill()
+
+
+def undisturbed(names: list[str], steps: int) -> Iterator[list[str]]:
+    """The digests of each step, by rank, of a plane that takes these groups in this order, and nothing happens."""
+    settings = PlaneSettings(packing=Packing(ranks=RANKS, seq_len=4096), target=Target(groups=GROUPS_PER_STEP))
+    engine = DirectEngine(settings, Log(None))
+    for number, name in enumerate(names):
+        assert engine.put(number, name, encode(group_of(int(name[1:])))) is None
+        assert engine.flush()[0].error is None
+    for step in range(1, steps + 1):
+        made = engine.plan_step(step)
+        assert isinstance(made, Staged)
+        yield made.digests
+        engine.commit(step, None)
+    engine.log.close()
+
+
+def seconds_since(moment: float) -> float:
+    return time.monotonic() - moment
