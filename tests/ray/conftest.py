@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def new_run(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Ray
     """Starts a plane of its own, with keepers; ended after the test."""
     started: list[RayRun] = []
 
-    def start(**settings: object) -> RayRun:
+    def start(**settings: Any) -> RayRun:
         started.append(RayRun(cluster, f"t{next(_numbers)}", tmp_path, **settings))
         return started[-1]
 

@@ -31,9 +31,9 @@ def finish(run: RayRun, what: str, died: float, steps: int) -> None:
     assert run.plane.ledger.balanced
 
 
-def begin(run: RayRun) -> RayRun:
+def begin(run: RayRun, *, put_on: str | None = None) -> RayRun:
     """Two steps are taken; groups for two more wait."""
-    run.put(range(8))
+    run.put(range(8), on=put_on)
     run.join()
     run.taken = [run.take(), run.take()]
     return run
@@ -61,7 +61,7 @@ def test_the_plane_node_dies(new_run: NewRun, cluster: LocalCluster) -> None:
 
 
 def test_a_plane_that_is_cut_off_and_lives_writes_nothing_more(new_run: NewRun, cluster: LocalCluster) -> None:
-    """Its raylet is gone, so Ray starts it elsewhere; the old process is stopped, so nobody can end it, and wakes later."""
+    """Its raylet is gone, so Ray starts it elsewhere. The old process is stopped, so nobody can end it."""
     run = begin(new_run(on=cluster.others[0]))
     process = run.plane_process["pid"]
     kill(process, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_a_keeper_node_dies_and_a_copy_is_elsewhere(new_run: NewRun, cluster: Lo
 
 def test_a_keeper_node_dies_and_there_is_no_copy(new_run: NewRun, cluster: LocalCluster) -> None:
     """Every rank raises the same words, which name group and keeper; what is lost is counted; the rest is trained."""
-    run = begin(new_run(copies=1, on=cluster.head, put_on=cluster.others[0]))
+    run = begin(new_run(copies=1, on=cluster.head), put_on=cluster.others[0])
     cluster.kill_node(cluster.others[0])
     died = time.monotonic()
     words = set()

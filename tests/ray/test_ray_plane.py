@@ -79,23 +79,8 @@ def test_only_a_plane_of_a_cluster_can_be_killed() -> None:
         plane.kill()
 
 
-def test_a_task_on_any_node_can_put_and_a_plane_needs_no_keys_or_ports(new_run: NewRun, cluster: LocalCluster) -> None:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Affinity
-
+def test_a_process_on_any_node_can_put_without_ports_or_keys(new_run: NewRun, cluster: LocalCluster) -> None:
     run = new_run()
-
-    def put(address: str, number: int) -> bool:
-        from penstock.testing.ray_run import group_of
-
-        with ps.open(address) as plane:
-            return plane.put(group_of(number))
-
-    nodes = [cluster.head, *cluster.others]
-    task = ray.remote(put)
-    puts = [
-        task.options(num_cpus=0, scheduling_strategy=Affinity(node, soft=False)).remote(run.address, number)
-        for number, node in enumerate(nodes)
-    ]
-    assert ray.get(puts) == [True, True, True]
+    for number, node in enumerate([cluster.head, *cluster.others]):
+        run.put(range(number, number + 1), on=node)
     assert run.plane.status()["held_groups"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock.encode import encode
 from penstock.errors import ConfigError, Conflict, Fenced, InvalidInput
 from penstock.hold import Fifo, Prioritized, Uniform
+from penstock.serve.decisions.disk import take_over
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine
@@ -138,4 +140,27 @@ def test_two_planes_cannot_have_one_folder(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="another plane has it open"):
         Log(tmp_path)
     log.close()
+    Log(tmp_path).close()
+
+
+def test_a_folder_that_is_taken_over_fences_the_plane_that_had_it(tmp_path: Path, open_engine: OpenEngine) -> None:
+    lost = open_engine(tmp_path)
+    put(lost, "a")
+    assert take_over(tmp_path, 0.1)
+    log = Log(tmp_path)
+    assert log.epoch == lost.log.epoch + 1 and [row.id for row in log.groups()] == ["a"]
+    lost.put(1, "b", encode(named_group("b")))
+    assert isinstance(lost.flush()[0].error, Fenced)
+    with pytest.raises(Conflict, match="another plane has it open"):
+        Log(tmp_path)  # the lock is that of the new one
+    log.close()
+    assert not take_over(tmp_path, 0.1)
+
+
+def test_a_folder_whose_plane_ends_in_time_is_not_taken_from_it(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    timer = threading.Timer(0.2, log.close)
+    timer.start()
+    assert not take_over(tmp_path, 60)
+    timer.join()
     Log(tmp_path).close()

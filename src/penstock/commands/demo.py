@@ -6,6 +6,7 @@
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
   penstock demo --trees               longer prompts, each computed once for all of its rollouts
+  penstock demo --ray                 on a Ray cluster of three nodes on this machine, one of which is lost
   penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
     parser.add_argument("--trees", action="store_true", help="compute a prompt once for all of its rollouts")
     parser.add_argument(
+        "--ray", action="store_true", help="on a Ray cluster of its own, while one of its nodes is lost"
+    )
+    parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
     )
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and do not run")
@@ -86,7 +90,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         max_steps=steps or (600 if args.replay or args.trees else 400),
         target_reward=None if steps else 0.85,
         seed=args.seed,
-        checkpoint_every=5 if args.chaos else 10,
+        checkpoint_every=5 if args.chaos or args.ray else 10,
         export_every=min(10, steps or 10),  # also the last step of a short run, so that there is one to look at
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
@@ -119,10 +123,21 @@ def run(args: argparse.Namespace) -> int:
         args.write_config.write_text(template(replace(config, folder="", run="my-run")))
         print(f"wrote {args.write_config}; now: penstock train {args.write_config}")
         return 0
-    chaos = Chaos(seed=args.seed) if args.chaos else None
     goal = None if config.target_reward is None else LEARNED
+    if args.ray:
+        return _run_in_ray(config, goal, args)
+    chaos = Chaos(seed=args.seed) if args.chaos else None
     following = (_CONFIG_NEXT,) if args.chaos else (_CHAOS_NEXT, _CONFIG_NEXT)
     return run_config(config, goal=goal, chaos=chaos, following=following, as_json=args.json)
+
+
+def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespace) -> int:
+    if args.chaos:
+        raise ConfigError("--ray and --chaos: a node is lost already; leave one of them out")
+    from penstock.demo.ray_nodes import NodeLoss, started
+
+    with started(config) as (run, cluster):
+        return run_config(run, goal=goal, launcher=NodeLoss(run, cluster), following=(_CONFIG_NEXT,), as_json=args.json)
 
 
 def run_config(
@@ -134,6 +149,7 @@ def run_config(
     following: tuple[str, ...] = (),
     announce: str = "",
     as_json: bool = False,
+    launcher: Launcher | None = None,
 ) -> int:
     """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
 
@@ -145,7 +161,7 @@ def run_config(
     if absent:
         raise MissingExtra(f"training here needs {', '.join(absent)}; {install('demo')}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    launcher = Launcher(config, chaos=chaos)
+    launcher = launcher or Launcher(config, chaos=chaos)
     launcher.prepare()
     if announce and not as_json:
         print(announce, flush=True)
@@ -160,8 +176,8 @@ def run_config(
         )
         raise
     report = summary(config, status, time.monotonic() - began, goal)
-    if chaos is not None:
-        report["kills"] = dict(chaos.kills)
+    if launcher.chaos is not None:
+        report["kills"] = dict(launcher.chaos.kills)
     print(json.dumps(report) if as_json else _closing(report, config, following))
     return 0 if report["learned"] is not False and report["ledger"].get("balanced", True) else 1
 

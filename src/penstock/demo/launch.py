@@ -87,7 +87,8 @@ class Launcher:
         self._nursery = Nursery(self.folder / "config.toml", self.folder / "logs" / "nursery.log")
         try:
             self._nursery.wait_ready()
-            self._start("plane")
+            if not self.config.plane:
+                self._start("plane")
             plane = open_plane(address(self.config), timeouts=_GLANCE)
             self._start_ranks()
             for index in range(self.config.task.workers if self.config.task else 0):
@@ -97,7 +98,7 @@ class Launcher:
                 time.sleep(_LOOK_S)
                 if self.chaos is not None and time.monotonic() > next_kill:
                     next_kill = time.monotonic() + self._random.uniform(0.5, 1.5) * self.chaos.every_s
-                    self._kill_one()
+                    self.kill_one()
                 self._mend()
                 self._look(plane)
                 show(self._progress(time.monotonic() - began))
@@ -188,7 +189,8 @@ class Launcher:
             process.kill()
             process.wait()
 
-    def _kill_one(self) -> None:
+    def kill_one(self) -> None:
+        """What chaos does every now and then."""
         assert self.chaos is not None
         kind = self._random.choice(["plane", "rank", "worker"])
         self.kill(kind)
@@ -210,7 +212,7 @@ class Launcher:
 
     def _look(self, plane: Any) -> None:
         with contextlib.suppress(PenstockError):
-            if self._processes["plane"].poll() is None:
+            if "plane" not in self._processes or self._processes["plane"].poll() is None:
                 self._status = plane.status()
 
 

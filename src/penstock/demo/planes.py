@@ -18,6 +18,8 @@ _LONGEST = 100
 
 def address(config: TrainConfig) -> str:
     """Where ranks and workers of a run find its plane: in its folder, unless that name is too long for a socket."""
+    if config.plane:
+        return config.plane
     path = Path(config.folder).resolve() / "plane.sock"
     if len(str(path)) > _LONGEST:
         path = Path(tempfile.gettempdir()) / f"penstock-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"

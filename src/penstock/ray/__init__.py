@@ -7,6 +7,6 @@ address begins with ray://.
 """
 
 from penstock.ray.local_cluster import LocalCluster
-from penstock.ray.opening import connect_ray, log_folder, open_given, open_ray
+from penstock.ray.opening import connect_ray, open_given, open_ray
 
-__all__ = ["LocalCluster", "connect_ray", "log_folder", "open_given", "open_ray"]
+__all__ = ["LocalCluster", "connect_ray", "open_given", "open_ray"]

@@ -21,6 +21,8 @@ CALL_S = 10.0
 """How long a call on an actor may take; all of them answer at once."""
 _HEAD = "node:__internal_head__"
 """The resource by which a cluster's head node is known."""
+_ACTOR_BYTES = 1 << 20
+"""An actor that asks for nothing is put on any node, whichever is preferred."""
 _handles: dict[str, Handle] = {}
 _lock = threading.Lock()
 
@@ -92,6 +94,7 @@ def start(kind: type[Any], name: str, *arguments: object, node: str | None, stay
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            memory=_ACTOR_BYTES,
             max_restarts=-1,
             max_task_retries=0,
             scheduling_strategy="DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=not stays),
@@ -130,7 +133,7 @@ def ask(name: str, method: str, *arguments: object, timeout_s: float = CALL_S) -
         raise PlaneLost(f"{name}: the Ray cluster has no such actor; it was never started, or it was ended")
     try:
         return ray.get(getattr(handle, method).remote(*arguments), timeout=timeout_s)
-    except ray.exceptions.ActorDiedError as error:
+    except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError) as error:
         forget(name)  # whoever starts it again makes another actor of that name
         raise PlaneLost(f"{name}: the actor has ended: {_first_line(error)}") from None
     except (ray.exceptions.RayError, TimeoutError) as error:

@@ -28,14 +28,15 @@ class LocalCluster:
         require("a local Ray cluster", "ray")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._folder = Path(tempfile.mkdtemp(prefix="psr-", dir="/tmp"))  # sockets lie in it: their paths must be short
+        (self._folder / "ray").mkdir()
+        os.environ["RAY_TMPDIR"] = str(self._folder)
         from ray.cluster_utils import Cluster
 
-        self._folder = Path(tempfile.mkdtemp(prefix="psr-", dir="/tmp"))  # sockets lie in it: their paths must be short
         self._settings = {
             "num_cpus": cpus,
             "object_store_memory": object_store_bytes,
             "node_ip_address": "127.0.0.1",
-            "temp_dir": str(self._folder),
             "include_dashboard": False,
         }
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._settings)
@@ -69,12 +70,13 @@ class LocalCluster:
         self._nodes[node.node_id] = node
         return str(node.node_id)
 
-    def kill_node(self, node: str) -> None:
-        """The node is gone, with every process on it."""
+    def kill_node(self, node: str, *, spare: int | None = None) -> None:
+        """The node is gone, with every process on it but one, if that is named: it is cut off."""
         lost = self._nodes.pop(node)
         raylet = self.raylet_of(lost)
         for process in [*descendants(raylet), raylet]:
-            kill(process)
+            if process != spare:
+                kill(process)
         self._cluster.remove_node(lost, allow_graceful=False)
 
     def raylet(self, node: str) -> int:
@@ -97,7 +99,8 @@ class LocalCluster:
                 kill(process)
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
-        os.environ.pop("RAY_ADDRESS", None)
+        for name in ("RAY_ADDRESS", "RAY_TMPDIR"):
+            os.environ.pop(name, None)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:

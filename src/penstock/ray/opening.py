@@ -19,6 +19,7 @@ from penstock.ray.plane_actor import PlaneActor
 from penstock.send.keys import ClientKeys
 from penstock.send.resolving import Address, ResolvingClient
 from penstock.send.timeouts import Timeouts
+from penstock.serve.clients.handles import Handle
 from penstock.serve.clients.plane import Plane
 from penstock.serve.settings import ClusterSettings
 
@@ -44,7 +45,9 @@ class RayPlane(Plane):
 
     def __init__(self, name: str, *, run: str, timeouts: Timeouts) -> None:
         self._name = name
-        super().__init__(partial(client, name), url=f"{SCHEME}{name}", run=run, timeouts=timeouts)
+        address = f"{SCHEME}{name}"
+        handle = Handle.of(address, run, None, timeouts)
+        super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle)
 
     def kill(self) -> None:
         """End the plane and its keepers, for everybody. What they keep stays in their folders."""
@@ -94,15 +97,6 @@ def name_of(address: str) -> str:
 def actor_of(name: str) -> str:
     """The Ray name of a plane's actor."""
     return f"plane:{name}"
-
-
-def log_folder(address: str) -> Path:
-    """The folder of a plane's log, on whichever node that is."""
-    name = name_of(address)
-    calls.attach()
-    log = build(ClusterSettings, tomllib.loads(_settings(name)), address).log
-    assert log is not None  # as `_absolute` made it
-    return Path(log)
 
 
 def client(name: str) -> ResolvingClient:

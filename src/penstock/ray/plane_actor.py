@@ -13,25 +13,26 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from penstock.config import build
-from penstock.errors import Conflict, Fenced, PenstockError
+from penstock.errors import Fenced, PenstockError
 from penstock.ray import calls
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
+from penstock.serve.decisions.disk import take_over
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.daemon import Exit
 from penstock.serve.process.server import Server
 from penstock.serve.settings import ClusterSettings
 
 logger = logging.getLogger("penstock.plane")
-_LOCK_S = 0.2
-"""How often to look whether the process that had the log before is gone."""
+_TAKE_OVER_S = 5.0
+"""How long to wait for the process that had the log: Ray ends it when it lost its node, unless it cannot."""
 
 
 class PlaneActor:
@@ -88,7 +89,13 @@ class PlaneActor:
         public, secret = zmq.curve_keypair()
         client, client_secret = zmq.curve_keypair()
         keys = PlaneKeys(public=public, secret=secret, allowed=frozenset([client]))
-        log = self._open_log()
+        assert self._settings.log is not None  # as `opening` made it
+        take_over(Path(self._settings.log), _TAKE_OVER_S)
+        log = Log(
+            self._settings.log,
+            max_disk_bytes=self._settings.max_disk_bytes,
+            disk_reserve_bytes=self._settings.disk_reserve_bytes,
+        )
         try:
             carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
             self._server = server = Server(self._settings, log, [carrier])
@@ -97,18 +104,3 @@ class PlaneActor:
             raise
         self._place = {"url": carrier.url, "plane": public, "public": client, "secret": client_secret}
         return server
-
-    def _open_log(self) -> Log:
-        """The log, as soon as the process that had it before is gone: Ray ends that, when it lost its node."""
-        deadline = time.monotonic() + self._settings.timeouts.plane_s
-        while True:
-            try:
-                return Log(
-                    self._settings.log,
-                    max_disk_bytes=self._settings.max_disk_bytes,
-                    disk_reserve_bytes=self._settings.disk_reserve_bytes,
-                )
-            except Conflict:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_LOCK_S)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +44,27 @@ class AddressActor:
 class RayRun:
     """A plane of its own with keepers; this process puts groups and is every rank."""
 
-    def __init__(self, cluster: LocalCluster, name: str, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, cluster: LocalCluster, name: str, folder: Path, *, on: str | None = None, **settings: Any
+    ) -> None:
+        """`on` is the node on which the plane begins: this process's own unless named."""
         self.cluster, self.name, self.folder = cluster, name, folder
         self.address = f"ray://{name}"
         given: dict[str, Any] = {"log": folder / name / "log", "frames": folder / name / "frames", "timeouts": TIMEOUTS}
         given |= {"ranks": RANKS, "seq_len": 4096, "groups_per_step": GROUPS_PER_STEP}
-        self.plane = ps.open(self.address, **(given | settings))
+        on_node(on or cluster.head, _open, self.address, given | settings)
+        self.plane = ps.open(self.address, timeouts=TIMEOUTS)
         self.sources: list[ps.Source] = []
         self.put_names: list[str] = []
+        self.taken: list[list[str]] = []
 
-    def put(self, numbers: range) -> None:
-        for number in numbers:
-            assert self.plane.put(group_of(number), timeout=STEP_S)
-            self.put_names.append(f"g{number}")
+    def put(self, numbers: range, *, on: str | None = None) -> None:
+        """From this process, or from one on the node that is named."""
+        if on is None:
+            _put(self.plane, numbers)
+        else:
+            on_node(on, _put_there, self.address, numbers)
+        self.put_names += [f"g{number}" for number in numbers]
 
     def join(self) -> None:
         self.sources = [ps.connect(self.address, rank=rank, world=RANKS, timeouts=TIMEOUTS) for rank in range(RANKS)]
@@ -85,6 +92,29 @@ class RayRun:
         self.plane.kill()
 
 
+def on_node(node: str, function: Callable[..., Any], *arguments: object) -> Any:
+    """What a function gives that is called on a node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = ray.remote(function).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False))
+    return ray.get(there.remote(*arguments))
+
+
+def _open(address: str, settings: dict[str, Any]) -> None:
+    ps.open(address, **settings).close()
+
+
+def _put(plane: ps.Plane, numbers: range) -> None:
+    for number in numbers:
+        assert plane.put(group_of(number), timeout=STEP_S)
+
+
+def _put_there(address: str, numbers: range) -> None:
+    with ps.open(address, timeouts=TIMEOUTS) as plane:
+        _put(plane, numbers)
+
+
 def undisturbed(names: list[str], steps: int) -> Iterator[list[str]]:
     """The digests of each step, by rank, of a plane that takes these groups in this order, and nothing happens."""
     settings = PlaneSettings(packing=Packing(ranks=RANKS, seq_len=4096), target=Target(groups=GROUPS_PER_STEP))
@@ -98,7 +128,3 @@ def undisturbed(names: list[str], steps: int) -> Iterator[list[str]]:
         yield made.digests
         engine.commit(step, None)
     engine.log.close()
-
-
-def seconds_since(moment: float) -> float:
-    return time.monotonic() - moment

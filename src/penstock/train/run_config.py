@@ -133,6 +133,9 @@ class TrainConfig(PlaneSettings):
         ),
     ] = "demo"
     folder: Annotated[str, Meta(description="where everything of the run is kept; empty: runs/RUN")] = ""
+    plane: Annotated[
+        str, Meta(description="address of a plane that runs already, such as ray://demo; empty: the run starts its own")
+    ] = ""
     max_steps: Annotated[int, Meta(ge=1, description="optimizer steps")] = 300
     target_reward: Annotated[
         float | None, Meta(description="stop when the mean of ten steps reaches this; none: train all steps")

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.serve.decisions import fork
 
 logger = logging.getLogger("penstock.disk")
 RESERVE = "reserve"
+_LOCK_S = 0.05
 
 
 class Disk:
@@ -87,6 +89,30 @@ def own(folder: Path) -> int:
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     fork.close_in_children(descriptor)
     return descriptor
+
+
+def take_over(folder: Path, after_s: float) -> bool:
+    """Before `own`: let a process that has the lock go; if it does not in so many seconds, it counts as lost.
+
+    It may still run, on this host or another one. Then its lock file is put aside, and what keeps it from writing is
+    the log's epoch. True if that had to be done.
+    """
+    lock, deadline = folder / "lock", time.monotonic() + after_s
+    while lock.exists():
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                logger.warning("%s: another process still has it open; taken over", folder)
+                lock.unlink(missing_ok=True)
+                return True
+            time.sleep(_LOCK_S)
+        else:
+            return False
+        finally:
+            os.close(descriptor)
+    return False
 
 
 @contextmanager
