@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from penstock.config import build
-from penstock.errors import Fenced, PenstockError
+from penstock.errors import ConfigError, Fenced, PenstockError
 from penstock.ray import calls
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
@@ -72,9 +72,9 @@ class PlaneActor:
     def _serve(self) -> None:
         try:
             server = self._open()
-        except PenstockError as error:
+        except (PenstockError, OSError) as error:
             logger.exception("the plane does not start")
-            self._refused = error
+            self._refused = error if isinstance(error, PenstockError) else _folder_error(error, self._settings.log)
             return
         try:
             server.run()
@@ -104,3 +104,7 @@ class PlaneActor:
             raise
         self._place = {"url": carrier.url, "plane": public, "public": client, "secret": client_secret}
         return server
+
+
+def _folder_error(error: OSError, folder: str | None) -> ConfigError:
+    return ConfigError(f"log: {folder}: {error.strerror}; give a folder that can be made and written there")
