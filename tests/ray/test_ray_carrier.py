@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from penstock.ray import LocalCluster, calls
-from penstock.ray.opening import actor_of, client
+from penstock.ray.calls import actor_of
+from penstock.ray.opening import client
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
 from penstock.testing.carriers import Ends, RestartableSuite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 import penstock as ps
 from penstock.errors import ConfigError, InvalidInput
 from penstock.ray import LocalCluster, calls
-from penstock.ray.opening import actor_of
-from penstock.testing.ray_run import RayRun, undisturbed
+from penstock.ray.calls import actor_of
+from penstock.testing.ray_run import RayRun, undisturbed, wait_until_gone
 
 NewRun = Callable[..., RayRun]
 
@@ -63,7 +62,7 @@ def test_a_killed_plane_is_gone_and_goes_on_in_its_folder_when_it_is_started_aga
     process = run.plane_process["pid"]
     run.plane.kill()
     assert calls.find(actor_of(run.name)) is None
-    assert not os.path.exists(f"/proc/{process}/fd")  # noqa: PTH110
+    wait_until_gone(process)
     with pytest.raises(ConfigError, match="no such plane"):
         ps.open(run.address)
     again = RayRun(run.cluster, run.name, run.folder)

@@ -6,7 +6,9 @@ seconds while a node dies, a call on a handle cannot. Ray's errors become ours h
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,8 +21,11 @@ NAMESPACE = "penstock"
 """Jobs have namespaces of their own; planes are found from all of them."""
 CALL_S = 10.0
 """How long a call on an actor may take; all of them answer at once."""
+_LOOK_S = 0.05
 _HEAD = "node:__internal_head__"
 """The resource by which a cluster's head node is known."""
+NAMED = "penstock-node:"
+"""How the resource begins that names a node, where several are on one host."""
 _ACTOR_BYTES = 1 << 20
 """An actor that asks for nothing is put on any node, whichever is preferred."""
 _handles: dict[str, Handle] = {}
@@ -32,9 +37,20 @@ class Node:
     """A node that is up."""
 
     id: str
-    address: str
-    """How other nodes reach it."""
+    """New whenever Ray is started there."""
+    name: str
+    """Of its host, or what a resource of the node says: `ray start --resources '{"penstock-node:NAME": 1}'`."""
     is_head: bool
+
+
+def actor_of(plane: str) -> str:
+    """The Ray name of a plane's actor."""
+    return f"plane:{plane}"
+
+
+def keeper_of(plane: str, node: str) -> str:
+    """The Ray name of the actor that keeps a plane's frames on a node."""
+    return f"keeper:{plane}:{node}"
 
 
 def attach() -> None:
@@ -58,10 +74,15 @@ def nodes() -> list[Node]:
     import ray
 
     return [
-        Node(id=found["NodeID"], address=found["NodeManagerAddress"], is_head=_HEAD in found.get("Resources", {}))
+        Node(id=found["NodeID"], name=_name_of(found), is_head=_HEAD in found.get("Resources", {}))
         for found in ray.nodes()
         if found["Alive"]
     ]
+
+
+def _name_of(found: dict[str, Any]) -> str:
+    given = [name.removeprefix(NAMED) for name in found.get("Resources", {}) if name.startswith(NAMED)]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", given[0] if given else found["NodeManagerHostname"])
 
 
 def my_address() -> str:
@@ -72,9 +93,15 @@ def my_address() -> str:
 
 
 def my_node() -> str:
+    """The id of the node that this process is on."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def my_node_name() -> str:
+    mine = my_node()
+    return next((node.name for node in nodes() if node.id == mine), "")
 
 
 def start(kind: type[Any], name: str, *arguments: object, node: str | None, stays: bool) -> Handle:
@@ -149,10 +176,14 @@ def end(name: str) -> None:
     """End an actor for good; nothing if there is none."""
     import ray
 
-    handle = find(name)
-    if handle is not None:
-        ray.kill(handle, no_restart=True)
+    handle, deadline = find(name), time.monotonic() + CALL_S
+    if handle is None:
+        return
+    ray.kill(handle, no_restart=True)
+    forget(name)
+    while find(name) is not None and time.monotonic() < deadline:  # Ray kills when it comes to it
         forget(name)
+        time.sleep(_LOOK_S)
 
 
 def _first_line(error: BaseException) -> str:

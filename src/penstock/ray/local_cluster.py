@@ -6,6 +6,7 @@ For tests, the demo and measurements. A node is lost as a machine is: all its pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.extras import require
+from penstock.ray.calls import NAMED
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's own minimum is 75 MB. Nothing of ours lies in an object store."""
@@ -39,11 +41,16 @@ class LocalCluster:
             "node_ip_address": "127.0.0.1",
             "include_dashboard": False,
         }
-        self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._settings)
-        self._nodes: dict[str, Any] = {self._cluster.head_node.node_id: self._cluster.head_node}
-        for _ in range(nodes - 1):
+        self._numbers = itertools.count()
+        self._cluster: Any = Cluster()
+        self._nodes: dict[str, Any] = {}
+        for _ in range(nodes):
             self.add_node()
         self._attach()
+
+    def _next(self) -> dict[str, Any]:
+        """What the next node is told: a name of its own, for they all have one host."""
+        return self._settings | {"resources": {f"{NAMED}node{next(self._numbers)}": 1}}
 
     def _attach(self) -> None:
         import ray
@@ -66,9 +73,20 @@ class LocalCluster:
         return [node for node in self._nodes if node != self.head]
 
     def add_node(self) -> str:
-        node = self._cluster.add_node(**self._settings)
-        self._nodes[node.node_id] = node
-        return str(node.node_id)
+        """One more; Ray gives a node half a minute to start, which is not enough on a busy machine."""
+        for last in (False, False, True):
+            before = set(descendants(os.getpid()))
+            try:
+                node = self._cluster.add_node(**self._next())
+            except Exception:  # Ray raises no other
+                if last:
+                    raise
+                for process in set(descendants(os.getpid())) - before:
+                    kill(process)
+            else:
+                self._nodes[node.node_id] = node
+                return str(node.node_id)
+        raise AssertionError
 
     def kill_node(self, node: str, *, spare: int | None = None) -> None:
         """The node is gone, with every process on it but one, if that is named: it is cut off."""

@@ -6,6 +6,7 @@ import re
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock import errors
 from penstock.config import Given, build, keywords_of, nested, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.ray import calls
+from penstock.ray.calls import actor_of, keeper_of
 from penstock.ray.plane_actor import PlaneActor
 from penstock.send.keys import ClientKeys
 from penstock.send.resolving import Address, ResolvingClient
@@ -52,8 +54,10 @@ class RayPlane(Plane):
     def kill(self) -> None:
         """End the plane and its keepers, for everybody. What they keep stays in their folders."""
         self.close()
-        calls.ask(actor_of(self._name), "stop")
-        calls.end(actor_of(self._name))
+        for actor in [actor_of(self._name), *(keeper_of(self._name, node.name) for node in calls.nodes())]:
+            with suppress(PlaneLost):  # it may be one that is being started, or never was
+                calls.ask(actor, "stop")
+            calls.end(actor)
 
 
 def open_ray(address: str, given: Mapping[str, Any]) -> Plane:
@@ -94,11 +98,6 @@ def name_of(address: str) -> str:
     return name
 
 
-def actor_of(name: str) -> str:
-    """The Ray name of a plane's actor."""
-    return f"plane:{name}"
-
-
 def client(name: str) -> ResolvingClient:
     """Connected where the plane is now, if it can be asked; else as soon as it can."""
     try:
@@ -119,14 +118,29 @@ def where(name: str) -> Address:
 
 
 def _create_or_check(name: str, address: str, given: Given) -> None:
-    mine = _absolute(name, build(ClusterSettings, given))
-    text = template(mine, title=f"The plane {address}.", all_values=True)
     if calls.find(actor_of(name)) is None:
+        settings = _absolute(name, build(ClusterSettings, given))
+        text = template(settings, title=f"The plane {address}.", all_values=True)
         pinned = "log" not in given.tables
         node = next((node.id for node in calls.nodes() if node.is_head), None) if pinned else calls.my_node()
         calls.start(PlaneActor, actor_of(name), name, text, node=node, stays=pinned)
-    theirs = build(ClusterSettings, tomllib.loads(_settings(name)), address)
-    _check_same(address, given, mine, theirs)
+    tables = tomllib.loads(_settings(name))
+    theirs = build(ClusterSettings, tables, address)
+    merged = replace(given, tables=_merged(tables, given.tables))
+    _check_same(address, given, _absolute(name, build(ClusterSettings, merged)), theirs)
+
+
+def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """What the running plane has, changed by what was given; a step's target is one thing."""
+    return {
+        **theirs,
+        **{
+            name: {**theirs[name], **value}
+            if isinstance(value, dict) and isinstance(theirs.get(name), dict) and name != "target"
+            else value
+            for name, value in mine.items()
+        },
+    }
 
 
 def _absolute(name: str, settings: ClusterSettings) -> ClusterSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import penstock as ps
 from penstock.encode import encode
 from penstock.pack import Packing
 from penstock.ray import LocalCluster, calls
-from penstock.ray.opening import actor_of
+from penstock.ray.calls import actor_of
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.log import Log
@@ -113,6 +114,14 @@ def _put(plane: ps.Plane, numbers: range) -> None:
 def _put_there(address: str, numbers: range) -> None:
     with ps.open(address, timeouts=TIMEOUTS) as plane:
         _put(plane, numbers)
+
+
+def wait_until_gone(process: int, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while Path(f"/proc/{process}").exists():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {process} still runs after {timeout_s:g} s")
+        time.sleep(0.05)
 
 
 def undisturbed(names: list[str], steps: int) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ ray://NAME           a plane of the Ray cluster that this process is in, which i
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from pathlib import Path
@@ -63,9 +64,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     """
     address, given = str(where), dict(settings)
     if address.startswith(_RAY):
-        from penstock.ray import open_ray  # only here is Ray imported
-
-        return open_ray(address, given)
+        plane: Plane = _ray().open_ray(address, given)
+        return plane
     if address.startswith(_REMOTE):
         return _line_to(address, given)
     clustered = [name for name in ("log", "frames") if name in given]
@@ -103,6 +103,11 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     url = usable_url(others[0].url) if others else where
     handle = Handle.of(url, settings.run, settings.keys, settings.timeouts) if others else None
     return Plane(memory.connect, url=url, timeouts=settings.timeouts, handle=handle, server=server, thread=thread)
+
+
+def _ray() -> Any:
+    """`penstock.ray`, which stands above this package: only an address that begins with ray:// leads there."""
+    return importlib.import_module("penstock.ray")
 
 
 def _line_to(address: str, given: dict[str, Any]) -> Plane:
@@ -159,9 +164,8 @@ def connect(
 def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
     """A client's end of the carrier that an address names."""
     if url.startswith(_RAY):
-        from penstock.ray import connect_ray  # only here is Ray imported
-
-        return connect_ray(url)
+        end: ClientCarrier = _ray().connect_ray(url)
+        return end
     pair = None if keys is None else ClientKeys.load(keys)
     if url.startswith("shm+ipc://"):
         return SharedClient(url.removeprefix("shm+"), keys=pair)
