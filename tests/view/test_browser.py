@@ -26,9 +26,9 @@ from penstock.testing.exports import Words, make_export, terms_of
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter, masking_rules
 from penstock.view.diff import compare
+from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import Pieces, open_vocabulary
-from penstock.view.web import Library
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 
@@ -180,9 +180,10 @@ def test_colour_follows_the_column_and_the_scale(opened: Any, demo: Path) -> Non
     opened.fill("#typed", "1000")
     assert alpha(hot) < 0.2
     opened.fill("#typed", "")
-    opened.fill("#percent", "50")
-    cool = int(trained[np.argsort(record.columns["entropy"][trained])[len(trained) * 6 // 10]])
-    assert alpha(cool) > 0.6
+    opened.select_option("#scale", "sample")
+    high = np.argsort(record.columns["entropy"][trained])
+    assert alpha(int(trained[high[len(trained) * 97 // 100]])) > 0.6
+    opened.select_option("#scale", "fixed")
     assert opened.eval_on_selector(".tok.context", "e => e.style.backgroundColor") == ""
     opened.select_option("#colour", "advantages")
     keep(opened, "colour")
@@ -293,7 +294,7 @@ def test_an_address_leads_back_to_its_token(opened: Any, demo: Path) -> None:
 def test_the_step_page_and_the_run_page_draw_and_lead_on(opened: Any, demo: Path) -> None:
     opened.click("#tab-step")
     opened.wait_for_selector("#grid")
-    assert "samples" in opened.text_content(".cards") and opened.locator(".panel canvas").count() == 5
+    assert "samples" in opened.text_content(".cards") and opened.locator(".panel canvas").count() == 6
     drawn = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
     assert opened.eval_on_selector("#grid", drawn)
     keep(opened, "step")

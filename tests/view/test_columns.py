@@ -25,10 +25,10 @@ from penstock.train.terms import Terms
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl
+from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
 from penstock.view.record import COLUMNS, FACTS, OF_SAMPLE, TABLE, ExportColumn
 from penstock.view.step_files import Format
-from penstock.view.web import Library
 
 LENGTH = 6
 FORMATS: list[Format] = [Jsonl, ParquetFile]
@@ -154,7 +154,7 @@ from penstock.testing.exports import terms_of
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.parquet import ParquetFile
-from penstock.view.web import Library
+from penstock.view.library import Library
 
 def exported(folder, values, **options):
     sample = Sample(

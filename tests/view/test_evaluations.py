@@ -14,9 +14,9 @@ from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.exports import make_export
 from penstock.view.evaluation_runs import EVALUATION
+from penstock.view.library import Library
 from penstock.view.reader import Export
 from penstock.view.skipped import Skipped
-from penstock.view.web import Library
 
 
 def rollout(reward: float | None, *, error: str | None = None) -> ps.Trajectory:
@@ -96,7 +96,7 @@ def test_they_stand_beside_the_exports_of_a_run_and_are_not_chosen_instead(
 
 def test_the_viewer_lists_opens_and_draws_them(folder: Path) -> None:
     library = Library(exports={"run": Export(folder)})
-    assert library.overview()["exports"][0]["runs"] == [{"run": EVALUATION, "steps": [3, 7]}]
+    assert library.overview()["exports"][0]["runs"] == [{"run": EVALUATION, "steps": [3, 7], "state": None}]
     step = library.step("run", EVALUATION, 3)
     assert [row["reward"] for row in step["samples"]] == [1.0, 0.0, 0.0]
     assert (step["grid"], step["skipped"]) == ([], 0)

@@ -12,7 +12,7 @@ from penstock.errors import CorruptFile
 from penstock.testing.exports import make_export
 from penstock.view import Export
 from penstock.view.index import StepIndex
-from penstock.view.web import run_point, step_grid
+from penstock.view.library import run_point, step_grid
 
 
 @pytest.fixture

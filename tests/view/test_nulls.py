@@ -17,8 +17,8 @@ from penstock.testing.exports import make_export, terms_of
 from penstock.train.terms import Terms
 from penstock.view import Export, TokenExporter
 from penstock.view.folders import Done, read_done, write_done
+from penstock.view.library import Library, run_point
 from penstock.view.parquet import ParquetFile
-from penstock.view.web import Library, run_point
 
 OF_SAMPLER = ("inference_logprobs", "mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta")
 

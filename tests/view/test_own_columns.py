@@ -25,10 +25,10 @@ from penstock.testing.packing import packable
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl
+from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
 from penstock.view.record import COLUMNS, FACTS
 from penstock.view.step_files import Format
-from penstock.view.web import Library
 
 FORMATS: list[Format] = [Jsonl, ParquetFile]
 MINE = [

@@ -15,8 +15,8 @@ from penstock.pack import pack
 from penstock.testing.exports import Words, make_export, samples_of_step, terms_of
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
+from penstock.view.library import Library, run_point
 from penstock.view.static_page import make_page
-from penstock.view.web import Library, run_point
 
 
 @pytest.fixture

@@ -21,10 +21,11 @@ from penstock.testing.browser import serving
 from penstock.testing.exports import make_export
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
-from penstock.view.access import POLICY, Guard, new_token
+from penstock.view.access import POLICY, Guard, cookie_name, new_token
+from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary, piece_text
-from penstock.view.web import SCRIPTS, Library, listening, static_files
+from penstock.view.web import SCRIPTS, listening, static_files
 
 
 class Caller:
@@ -37,7 +38,7 @@ class Caller:
         self, path: str, method: str = "GET", *, cookie: str | None = "", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        own = f"penstock_{self.port}={self.token}" if cookie == "" else cookie
+        own = f"{cookie_name(self.token)}={self.token}" if cookie == "" else cookie
         sent = {**({"Cookie": own} if own else {}), **{name.replace("_", "-"): v for name, v in headers.items()}}
         try:
             connection.putrequest(method, path, skip_host="Host" in sent)
@@ -67,6 +68,10 @@ ROUTES = [
     "/static/app.js",
     "/static/style.css",
     "/api/overview",
+    "/api/dropped?export=demo&run=",
+    f"/api/whatif?{STEP}&rule=dppo",
+    f"/api/search?{STEP}&query=times",
+    f"/api/group?{STEP}&group=s1-g0",
     "/api/run?export=demo&run=",
     f"/api/step?{STEP}",
     f"/api/sample?{STEP}&sample=0",
@@ -80,7 +85,8 @@ def test_every_route_needs_the_token(viewer: Caller, route: str) -> None:
     path = route.replace("HASH", viewer.image)
     status = 404 if route == "/nothing" else 200
     assert viewer(path)[0] == status
-    for cookie in (None, "penstock_1=x", f"penstock_{viewer.port}=", f"penstock_{viewer.port}={new_token()}"):
+    name = cookie_name(viewer.token)
+    for cookie in (None, "penstock_1=x", f"{name}=", f"{name}={new_token()}"):
         refused, headers, body = viewer(path, cookie=cookie)
         assert refused == 403 and b"needs the token" in body and headers["content-type"].startswith("text/plain")
 
@@ -98,7 +104,16 @@ def test_head_answers_without_a_body(viewer: Caller) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.com", "evil.com:PORT", "127.0.0.1", "127.0.0.1:1", "x/?", "127.0.0.1:PORT.evil.com", "", "LOCALHOST.:PORT"],
+    [
+        "evil.com",
+        "evil.com:PORT",
+        "x/?",
+        "127.0.0.1:PORT.evil.com",
+        "",
+        "LOCALHOST.:PORT",
+        "127.0.0.1:",
+        "127.0.0.2:PORT",
+    ],
 )
 def test_another_host_is_refused_even_with_the_token(viewer: Caller, host: str) -> None:
     status, _, body = viewer("/api/overview", Host=host.replace("PORT", str(viewer.port)))
@@ -108,6 +123,12 @@ def test_another_host_is_refused_even_with_the_token(viewer: Caller, host: str) 
 def test_the_hosts_of_this_machine_are_taken(viewer: Caller) -> None:
     for host in ("127.0.0.1", "localhost", "[::1]", "LocalHost"):
         assert viewer("/api/overview", Host=f"{host}:{viewer.port}")[0] == 200
+
+
+def test_a_tunnel_may_end_on_any_port_of_this_machine(viewer: Caller) -> None:
+    for host in ("127.0.0.1:9999", "localhost:1", "127.0.0.1"):
+        assert viewer("/api/overview", Host=host, Origin=f"http://{host}")[0] == 200
+        assert viewer("/api/overview", Host=host, Origin="http://127.0.0.1:5")[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -126,7 +147,7 @@ def test_requests_of_other_sites_are_refused(viewer: Caller, headers: dict[str, 
 def test_the_token_in_the_address_becomes_a_cookie_and_goes(viewer: Caller) -> None:
     status, headers, _ = viewer(f"/?token={viewer.token}", cookie=None)
     assert status == 303 and headers["location"] == "/"
-    assert headers["set-cookie"] == f"penstock_{viewer.port}={viewer.token}; Path=/; HttpOnly; SameSite=Strict"
+    assert headers["set-cookie"] == f"{cookie_name(viewer.token)}={viewer.token}; Path=/; HttpOnly; SameSite=Strict"
     for path in (
         f"/?token={viewer.token}x",
         "/?token=",
@@ -255,7 +276,9 @@ def test_many_range_headers_and_a_body_change_nothing(viewer: Caller) -> None:
 
 def test_answers_are_what_was_exported(viewer: Caller) -> None:
     overview = json.loads(viewer("/api/overview")[2])
-    assert overview["exports"] == [{"name": "demo", "folder": "demo", "runs": [{"run": "", "steps": [1, 2]}]}]
+    assert overview["exports"] == [
+        {"name": "demo", "folder": "demo", "runs": [{"run": "", "steps": [1, 2], "state": None}]}
+    ]
     step = json.loads(viewer(f"/api/step?{STEP}")[2])
     assert [row["index"] for row in step["samples"]] == list(range(6)) and len(step["grid"]) == 2
     for row in step["samples"]:
@@ -282,7 +305,7 @@ def test_a_short_token_is_refused() -> None:
     async def app(*_: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="at least 22"):
-        Guard(app, token="", port=1)
+        Guard(app, token="")
     assert len(new_token()) >= 43 and new_token() != new_token()
 
 
@@ -310,7 +333,7 @@ def test_a_self_contained_page_has_its_data_inside_and_nothing_that_ends_it(tmp_
     )
     library = Library(exports={"demo": Export(folder)}, vocabulary=open_vocabulary(folder))
     page = make_page(library, sample=1).decode()
-    assert page.count("<script") == page.count("</script>") == 1 + 11
+    assert page.count("<script") == page.count("</script>") == 1 + len(SCRIPTS)
     data = re.search(r'<script type="application/json" id="embedded">(.*?)</script>', page, re.DOTALL)
     assert data is not None and len(json.loads(data[1])["answers"]) == 4
     assert "src=" not in page.split("<style>")[0] and "href=" not in page.split("<style>")[0]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.launch import Chaos, Launcher, Metrics
+from penstock.demo.live_page import watched
 from penstock.demo.screen import killed, screen
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
@@ -166,7 +167,7 @@ def run_config(
     if announce and not as_json:
         print(announce, flush=True)
     try:
-        with screen(f"penstock {name}", quiet=as_json) as show:
+        with watched(launcher.folder, quiet=as_json), screen(f"penstock {name}", quiet=as_json) as show:
             status = launcher.run(show)
     except KeyboardInterrupt:
         print(

@@ -17,8 +17,8 @@ from typing import Any
 from penstock.commands.view import open_library, port, serve
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view.diff import Parting, compare
+from penstock.view.library import Library
 from penstock.view.reader import Export
-from penstock.view.web import Library
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import sys
 import webbrowser
 from pathlib import Path
@@ -20,10 +21,11 @@ from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.errors import ConfigError
 from penstock.send.sockets import MAX_PORT
 from penstock.view.access import new_token
+from penstock.view.library import Library, is_run_folder
 from penstock.view.reader import Export
 from penstock.view.static_page import write_page
 from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import Library, listening, make_app, make_server
+from penstock.view.web import listening, make_app, make_server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
     """The exports in these folders, with texts and images where they can be found."""
-    exports = {name: Export(folder) for name, folder in folders.items()}
+    exports = {name: Export(folder, awaited=is_run_folder(folder)) for name, folder in folders.items()}
     homes = [export.folder for export in exports.values()]
     tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
     assets = args.assets or next((home / "assets" for home in homes if (home / "assets" / "images").is_dir()), None)
@@ -80,9 +82,14 @@ def serve(library: Library, args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     token = new_token()
     with contextlib.suppress(KeyboardInterrupt), listening(args.port) as (listener, port):
-        server = make_server(make_app(library, token=token, port=port))
+        server = make_server(make_app(library, token=token))
         url = f"http://127.0.0.1:{port}/?token={token}"
-        print(f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.", flush=True)
+        print(
+            f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.\n"
+            f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then open the same address "
+            "there; another port before the first colon is fine too.",
+            flush=True,
+        )
         if not args.no_open and sys.stdout.isatty() and (sys.platform == "darwin" or os.environ.get("DISPLAY")):
             webbrowser.open(url)
         server.run(sockets=[listener])

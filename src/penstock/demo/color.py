@@ -24,19 +24,10 @@ from penstock.assets.image_ref import span
 from penstock.assets.layouts import layout_from_config
 from penstock.capture import Turn
 from penstock.demo.tasks import standardized
+from penstock.demo.words import COLOR, COLORS, SHAPES
 from penstock.train.materialize import Materializer
 
-COLORS = {
-    "red": (220, 30, 30),
-    "green": (30, 180, 30),
-    "blue": (40, 60, 220),
-    "yellow": (230, 220, 40),
-    "purple": (150, 40, 170),
-    "white": (245, 245, 245),
-}
-SHAPES = ("square", "circle", "triangle")
-_SPECIAL = ("<pad>", "<bos>", "<eos>", "<vision_start>", "<vision_end>", "<image>", "<video>")
-TOKENS = (*_SPECIAL, "what", "color", "is", "the", "?", *COLORS, *SHAPES)
+TOKENS = COLOR
 _ID = {token: i for i, token in enumerate(TOKENS)}
 _SIDE = 64
 PROCESSOR: dict[str, Any] = {

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.nursery import Child, Nursery, last_words
+from penstock.demo.plane_lines import PlaneLines
 from penstock.demo.planes import address
 from penstock.demo.preflight import check_surroundings
 from penstock.demo.role import ABORTED, REFUSED
+from penstock.demo.words import write_tokenizer
 from penstock.errors import PenstockError
 from penstock.send.timeouts import Timeouts
 from penstock.serve import open as open_plane
 from penstock.train.run_config import TrainConfig, template
+from penstock.view.run_state import at_work
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
@@ -77,12 +80,17 @@ class Launcher:
         self._trained = 0
         self._random = random.Random(0 if chaos is None else chaos.seed)
         self._metrics = Metrics(self.folder / "metrics.jsonl", whole_rows=_SHOWN_ROWS)
+        self._lines = PlaneLines(self.folder / "plane.jsonl")
         self._status: dict[str, Any] = {}
 
     def run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
         """Run it to the end; returns the plane's last status."""
-        began = time.monotonic()
         self.prepare()
+        with at_work(self.folder):
+            return self._run(show)
+
+    def _run(self, show: Callable[[Progress], None]) -> dict[str, Any]:
+        began = time.monotonic()
         show(Progress(rows=[], status={}, kills={}, seconds=0.0, doing=_LOADING))
         self._nursery = Nursery(self.folder / "config.toml", self.folder / "logs" / "nursery.log")
         try:
@@ -106,6 +114,7 @@ class Launcher:
             self._stop("worker")
             with open_plane(address(self.config)) as plane:
                 self._status = plane.status()
+                self._lines.note(self._status)
             (self.folder / "status.json").write_text(json.dumps(self._status))
         finally:
             self._stop("")
@@ -125,9 +134,12 @@ class Launcher:
     def prepare(self) -> None:
         """Check what the run needs of the machine, and make its folder; nothing has started yet."""
         check_surroundings(self.config)
-        for name in ("logs", "weights", "checkpoints"):
+        has_images = self.config.task is not None and self.config.task.name == "color"
+        for name in ("logs", "weights", "checkpoints", *(["assets"] if has_images else [])):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(template(self.config))
+        if self.config.task is not None and not self.config.model.path:
+            write_tokenizer(self.folder, self.config.task.name)
 
     def _start(self, name: str, extra: dict[str, str] | None = None) -> None:
         role, _, index = name.partition("-")
@@ -214,6 +226,7 @@ class Launcher:
         with contextlib.suppress(PenstockError):
             if "plane" not in self._processes or self._processes["plane"].poll() is None:
                 self._status = plane.status()
+                self._lines.note(self._status)
 
 
 class Metrics:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-ALPHABET = "abcdefgh"
-TOKENS = ("<pad>", "<bos>", "<eos>", "=", *ALPHABET)
+from penstock.demo.words import LETTERS, REVERSE
+
+ALPHABET, TOKENS = LETTERS, REVERSE
 PAD, BOS, EOS = 0, 1, 2
 _ID = {token: i for i, token in enumerate(TOKENS)}
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.view.access import new_token
-from penstock.view.web import Library, listening, make_app, make_server
+from penstock.view.library import Library
+from penstock.view.web import listening, make_app, make_server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
@@ -38,7 +39,7 @@ def serving(library: Library) -> Iterator[tuple[str, int, str]]:
     """The viewer at work: its URL with the token, its port, and the token."""
     token = new_token()
     with listening(0) as (listener, port):
-        server = make_server(make_app(library, token=token, port=port))
+        server = make_server(make_app(library, token=token))
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="viewer", daemon=True)
         thread.start()
         try:

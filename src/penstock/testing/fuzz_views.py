@@ -14,12 +14,14 @@ from urllib.parse import unquote
 from penstock.errors import PenstockError
 from penstock.testing.exports import make_export
 from penstock.testing.fuzz_mutation import TEXTS, Change, change_tree
+from penstock.view.access import cookie_name
 from penstock.view.diff import compare
 from penstock.view.index import StepIndex
 from penstock.view.jsonl import parse_line
+from penstock.view.library import Library, run_point, step_grid
 from penstock.view.reader import Export
 from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import Library, make_app, run_point, step_grid
+from penstock.view.web import make_app
 
 _TOKEN = "t" * 43
 _HOST = "127.0.0.1:1"
@@ -123,14 +125,16 @@ class Queries:
             vocabulary=open_vocabulary(folder / "shown"),
             images=_images(folder / "assets"),
         )
-        self._app = make_app(library, token=_TOKEN, port=1)
+        self._app = make_app(library, token=_TOKEN)
         self._loop = asyncio.new_event_loop()
 
     def seeds(self) -> list[bytes]:
         paths = ["/", "/static/app.js", f"/?token={_TOKEN}", "/api/overview", "/api/run?export=a&run="]
         paths += ["/api/step?export=a&run=&step=1", "/api/sample?export=a&run=&step=2&sample=0"]
         paths += ["/api/texts?export=a&run=other&step=1&sample=0", f"/image/{'0' * 64}", "/image/..%2fsecret"]
-        full = f"HEAD /api/overview\nhost: {_HOST}\norigin: http://{_HOST}\ncookie: penstock_1={_TOKEN}; a=b\n"
+        full = (
+            f"HEAD /api/overview\nhost: {_HOST}\norigin: http://{_HOST}\ncookie: {cookie_name(_TOKEN)}={_TOKEN}; a=b\n"
+        )
         return [*(f"GET {path}\n".encode() for path in paths), full.encode()]
 
     def mutate(self, rng: Random, data: bytes, change: Change) -> bytes:
@@ -184,7 +188,7 @@ def _scope(data: bytes) -> dict[str, Any]:
     pairs = (line.partition(b":") for line in lines if b":" in line)
     headers = [(name.strip().lower(), value.strip()) for name, _, value in pairs]
     given = {name for name, _ in headers}
-    right = {b"host": _HOST.encode(), b"cookie": f"penstock_1={_TOKEN}".encode()}
+    right = {b"host": _HOST.encode(), b"cookie": f"{cookie_name(_TOKEN)}={_TOKEN}".encode()}
     return {
         "type": "http",
         "http_version": "1.1",

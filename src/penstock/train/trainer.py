@@ -33,6 +33,7 @@ from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
+from penstock.train.memory_metrics import memory
 from penstock.train.metrics_sinks import Journal
 from penstock.train.model import build_model, check_packing, check_vocabulary, row_logprobs
 from penstock.train.modes import ByMode
@@ -254,6 +255,7 @@ class Trainer:
                 "perf/shared_tokens": total.shared_tokens,
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
+                **memory(),
             },
         )
 

@@ -1,13 +1,17 @@
 """Who may look: a shell around the viewer that every request passes before anything else sees it.
 
 Loopback and a token of 256 bits; the token comes once in the URL and then as a cookie that no script reads and no
-other site's request carries. The Host header must be ours, so that a name another site points at 127.0.0.1 leads
-nowhere. Only GET and HEAD exist. What is not allowed here is refused, also routes that are added later.
+other site's request carries. The Host header must be a name of the loopback address, so that a name another site
+points at 127.0.0.1 leads nowhere; its port may be any, because an SSH tunnel ends on a port of the reader's choice.
+Only GET and HEAD exist. What is not allowed here is refused, also routes that are added later.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -24,6 +28,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 _HEADERS = [
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -39,16 +44,22 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)
 
 
+def cookie_name(token: str) -> str:
+    """Of the cookie that carries a token; says nothing about the token itself."""
+    return f"penstock_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+
+
 class Guard:
     """Lets through what carries the token and is addressed to us."""
 
-    def __init__(self, app: App, *, token: str, port: int) -> None:
+    def __init__(self, app: App, *, token: str) -> None:
         if len(token) < 22:
             raise ConfigError(f"token: {len(token)} characters; at least 22, which hold 128 bits")
         self._app, self._token = app, token
-        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
-        # Cookies know no ports: two viewers on one machine must not overwrite each other's.
-        self.cookie = f"penstock_{port}"
+        self.closing = threading.Event()
+        """Set when the server ends; streams that are open end then."""
+        # Cookies know no ports: two viewers on one machine, or behind two tunnels, must not overwrite each other's.
+        self.cookie = cookie_name(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,14 +77,14 @@ class Guard:
         elif self._has_cookie(scope):
             await self._app(scope, receive, _with_headers(send))
         else:
-            await _answer(send, 403, "This page needs the token that `penstock view` printed; open that URL again.\n")
+            await _answer(send, 403, "This page needs the token of the URL that was printed; open that URL again.\n")
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "Only GET and HEAD.\n"
         hosts = _values(scope, b"host")
-        if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
-            return 421, "This name does not lead here; use the URL that `penstock view` printed.\n"
+        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+            return 421, "This name does not lead here; use the URL that was printed, or 127.0.0.1 with your port.\n"
         if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in _values(scope, b"origin")):
             return 403, "Not from another site.\n"
         if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):

@@ -81,9 +81,14 @@ class EvaluationStep:
         return encode_line(record_of(samples[index], step=self.number, index=index))
 
 
+def plane_of(folder: Path) -> Path | None:
+    """The folder of a run's plane, where there is one: the run's own, or the one inside it."""
+    return next((path for path in (folder, folder / "plane") if is_run(path)), None)
+
+
 def evaluation_steps(folder: Path) -> list[EvaluationStep]:
     """The evaluation groups that are kept in a run's folder, by policy version."""
-    plane = next((path for path in (folder, folder / "plane") if is_run(path)), None)
+    plane = plane_of(folder)
     if plane is None:
         return []
     try:

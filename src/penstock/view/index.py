@@ -1,4 +1,4 @@
-"""An index of a step's records: one small row per sample, and where its line lies.
+"""An index of a step's records: one small row per sample, where its line lies, and its tokens as flat arrays.
 
 Built by reading the step once; the rows are what the viewer lists, filters and sorts, the lines are served as they
 are when a sample is opened.
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import UnknownKey
 from penstock.view.masking_rules import disagreement
 from penstock.view.reader import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record
 from penstock.view.skipped import Skipped
+from penstock.view.step_tokens import StepTokens
 from penstock.view.tally import Tally, reward_of
 
 
@@ -27,18 +29,25 @@ class StepIndex:
     lines: list[ReadLine]
     """What reads each of them again."""
     summary: dict[str, Any]
+    tokens: StepTokens
+    """Trained ones."""
+    ids: list[NDArray[np.int64]]
+    """All token ids of each sample."""
     skipped: Skipped
 
     @staticmethod
     def of(step: Step) -> StepIndex:
         rows: list[dict[str, Any]] = []
         lines: list[ReadLine] = []
-        tally, skipped = Tally(), Skipped()
+        ids: list[NDArray[np.int64]] = []
+        tally, tokens, skipped = Tally(), StepTokens(), Skipped()
         for line, record in step.lines(skipped):
             tally.add(record)
+            tokens.add(record)
             rows.append({"index": len(rows), **describe(record)})
+            ids.append(record.columns["token_ids"])
             lines.append(line)
-        return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), skipped=skipped)
+        return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), tokens=tokens, ids=ids, skipped=skipped)
 
     def line(self, index: int) -> bytes:
         """A record as one line of strict JSON."""
@@ -57,14 +66,27 @@ def describe(record: Record) -> dict[str, Any]:
         "loss_tokens": int(np.count_nonzero(mask)),
         "reward": reward_of(record),
         "advantage": _mean(columns.get("advantages"), mask),
+        "trains": trains(record),
         "masked": None if masked is None else int(np.count_nonzero(masked)),
         "max_kl": _most(columns.get("mismatch_kl"), mask),
         "mean_kl": _mean(columns.get("mismatch_kl"), mask),
+        "mean_ratio": _mean(columns.get("importance_ratio"), mask),
+        "max_ratio": _most(columns.get("importance_ratio"), mask),
         "max_entropy": _most(columns.get("entropy"), mask),
         "mean_entropy": _mean(columns.get("entropy"), mask),
         "disagreement": disagreement(record),
         "images": len(facts.get("images") or ()),
     }
+
+
+def trains(record: Record) -> bool:
+    """Whether there is something to learn from it: an RL sample without an advantage has no gradient."""
+    advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
+    if not mask.any():
+        return False
+    if record.facts.get("training_mode") != "rl" or advantages is None:
+        return True
+    return bool(np.any(advantages[mask] != 0))
 
 
 def _finite(values: Any, mask: Any) -> Any:

@@ -1,43 +1,92 @@
 """Masking rules applied to exported values: what another rule, or another threshold, would have masked.
 
-The viewer recomputes these in the browser as thresholds are edited; here is the same arithmetic for lists, sorting
-and tests.
+Each rule gives two masks: tokens beyond its upper threshold, and beyond its lower one. The page tries rules on one
+sample by itself as thresholds are typed; here is the same arithmetic for whole steps, lists, sorting and tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import InvalidInput
 from penstock.view.record import Record
 
 ICEPOP_LOW, ICEPOP_HIGH = 0.2, 5.0
+Mask: TypeAlias = NDArray[np.bool_]
 
 
-def dppo(record: Record, *, high: float = 0.2, low: float = 0.2) -> NDArray[np.bool_]:
-    """DPPO by the difference of probabilities; an advantage of 0 or none takes the lower side."""
-    columns = record.columns
-    delta, advantages = columns["prob_delta"], columns["advantages"]
-    with np.errstate(invalid="ignore"):
-        masked: NDArray[np.bool_] = np.where(advantages > 0, delta > high, delta < -low)
-    return record.loss_mask & masked
+@dataclass(frozen=True, slots=True)
+class Rule:
+    needs: tuple[str, ...]
+    """Columns that it looks at."""
+    thresholds: Mapping[str, float]
+    """By name, at their defaults."""
+    sides: Callable[..., tuple[Mask, Mask]]
+    """Of a record and thresholds: [T] beyond the upper one, [T] beyond the lower one; trained tokens only."""
 
 
-def icepop(record: Record, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> NDArray[np.bool_]:
-    """IcePop by the ratio, whatever the advantage."""
-    ratio = record.columns["importance_ratio"]
-    with np.errstate(invalid="ignore"):
-        masked: NDArray[np.bool_] = (ratio < low) | (ratio > high)
-    return record.loss_mask & masked
+def _dppo(record: Record, *, high: float, low: float) -> tuple[Mask, Mask]:
+    columns, mask = record.columns, record.loss_mask
+    delta, up = columns["prob_delta"], columns["advantages"] > 0
+    return mask & up & (delta > high), mask & ~up & (delta < -low)
 
 
-def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> NDArray[np.bool_]:
-    """PPO's clip: tokens whose gradient it stops."""
-    columns = record.columns
+def _icepop(record: Record, *, low: float, high: float) -> tuple[Mask, Mask]:
+    ratio, mask = record.columns["importance_ratio"], record.loss_mask
+    return mask & (ratio > high), mask & (ratio < low)
+
+
+def _ppo(record: Record, *, low: float, high: float) -> tuple[Mask, Mask]:
+    columns, mask = record.columns, record.loss_mask
     ratio, advantages = columns["importance_ratio"], columns["advantages"]
+    return mask & (advantages > 0) & (ratio > 1 + high), mask & (advantages < 0) & (ratio < 1 - low)
+
+
+def _ipo(record: Record, *, threshold: float) -> tuple[Mask, Mask]:
+    delta, mask = record.columns["prob_delta"], record.loss_mask
+    return mask & (delta > threshold), mask & (delta < -threshold)
+
+
+RULES = {
+    "dppo": Rule(("prob_delta", "advantages"), {"high": 0.2, "low": 0.2}, _dppo),
+    "icepop": Rule(("importance_ratio",), {"low": ICEPOP_LOW, "high": ICEPOP_HIGH}, _icepop),
+    "ppo": Rule(("importance_ratio", "advantages"), {"low": 0.2, "high": 0.2}, _ppo),
+    "ipo": Rule(("prob_delta",), {"threshold": 0.1}, _ipo),
+}
+
+
+def judge(record: Record, name: str, thresholds: Mapping[str, float]) -> tuple[Mask, Mask] | None:
+    """What a rule masks, above and below; None where the record lacks what it looks at."""
+    if name not in RULES:
+        raise InvalidInput(f"rule {name[:40]!r}: unknown; there are {', '.join(RULES)}")
+    rule = RULES[name]
+    if not set(rule.needs) <= set(record.columns):
+        return None
+    bad = {key: value for key, value in thresholds.items() if key not in rule.thresholds or not value >= 0}
+    if bad:
+        raise InvalidInput(f"thresholds of {name}: {', '.join(bad)}; give {', '.join(rule.thresholds)}, each 0 or more")
     with np.errstate(invalid="ignore"):
-        stopped: NDArray[np.bool_] = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-    return record.loss_mask & stopped
+        return rule.sides(record, **{**rule.thresholds, **thresholds})
+
+
+def dppo(record: Record, *, high: float = 0.2, low: float = 0.2) -> Mask:
+    """DPPO by the difference of probabilities; an advantage of 0 or none takes the lower side."""
+    return _either(record, "dppo", {"high": high, "low": low})
+
+
+def icepop(record: Record, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> Mask:
+    """IcePop by the ratio, whatever the advantage."""
+    return _either(record, "icepop", {"low": low, "high": high})
+
+
+def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> Mask:
+    """PPO's clip: tokens whose gradient it stops."""
+    return _either(record, "ppo", {"low": low, "high": high})
 
 
 def disagreement(record: Record) -> int | None:
@@ -45,3 +94,10 @@ def disagreement(record: Record) -> int | None:
     if not {"prob_delta", "importance_ratio", "advantages"} <= set(record.columns):
         return None
     return int(np.count_nonzero(dppo(record) ^ icepop(record)))
+
+
+def _either(record: Record, name: str, thresholds: Mapping[str, float]) -> Mask:
+    found = judge(record, name, thresholds)
+    if found is None:
+        raise InvalidInput(f"{name}: the record lacks one of {', '.join(RULES[name].needs)}; export them")
+    return found[0] | found[1]

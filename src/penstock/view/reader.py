@@ -66,16 +66,17 @@ class Step(Protocol):
 class Export:
     """The exports below a folder, of one run or several, and the evaluation groups of its plane.
 
-    The folder may be a run's own, one that holds several runs, a `token_exports` folder itself, or a plane's.
+    The folder may be a run's own, one that holds several runs, a `token_exports` folder itself, or a plane's. With
+    `awaited` it may also be that of a run that has exported nothing yet.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, awaited: bool = False) -> None:
         self.folder = Path(folder)
         if self.folder.name == EXPORTS:
             self.folder = self.folder.parent
         if not self.folder.is_dir():
             raise InvalidInput(f"{self.folder}: not a folder; give the folder that TokenExporter was given")
-        if not self.runs:
+        if not awaited and not self.runs:
             raise InvalidInput(f"{self.folder}: no token_exports in it; give the folder that TokenExporter was given")
 
     @property
@@ -110,13 +111,13 @@ class Export:
     def choose(self, run: str | None) -> str:
         """The run asked for, or the only one that was trained; an error names them where there are several."""
         if run is None:
-            runs = self._exported or self.runs
+            runs = self._exported or self.runs or [""]
             if len(runs) > 1:
                 listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
                 raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
             return runs[0]
         runs = self.runs
-        if run not in runs:
+        if run and run not in runs:
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
             raise UnknownKey(f"{self.folder}: no run {run[:80]!r}; there are {named}")
         return run

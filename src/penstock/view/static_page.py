@@ -17,7 +17,8 @@ import msgspec
 
 from penstock.assets.offload import INLINE_BYTES
 from penstock.errors import AssetError, InvalidInput, StorageError, UnknownKey
-from penstock.view.web import SCRIPTS, Library, static_files
+from penstock.view.library import Library
+from penstock.view.web import SCRIPTS, static_files
 
 MAX_BYTES = 256 << 20
 

@@ -99,6 +99,34 @@ def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
         return [EvaluationGroup(*row) for row in log.execute(query, (int(State.EVALUATION),))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusedGroup:
+    """A group that was accepted and that no step will train, or none has so far."""
+
+    id: str
+    run: str
+    prompt: str
+    state: str
+    """dropped, or quarantined."""
+    reason: str
+    samples: int
+    tokens: int
+    policy_version: int | None
+    location: str
+    """Of its frame; empty where that was given back."""
+
+
+def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[UnusedGroup]:
+    """The last groups that were dropped or set aside, newest first; with `group` the one of that id."""
+    names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
+    states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
+    query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
+    with _reading(Path(folder) / LOG) as log:
+        rows = log.execute(query, (*states, *([] if group is None else [group]), most)).fetchall()
+    found = (dict(zip(names, row, strict=True)) for row in rows)
+    return [UnusedGroup(**{**row, "state": State(row["state"]).name.lower()}) for row in found]
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.

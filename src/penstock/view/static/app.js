@@ -1,8 +1,11 @@
-// The whole page: where we are (in the address, so that it can be shared and gone back to), keys, and what follows what.
+// The whole page: where we are (in the address, so that it can be shared and gone back to), and what follows what.
 "use strict";
 {
+  const PAGES = ["samples", "step", "run", "groups", "dropped"];
+  const NAMES = { samples: "Samples", step: "Step", run: "Run", groups: "Groups", dropped: "Dropped" };
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
+  let query = new URLSearchParams();
   let overview = null;
   let step = null;
   let sample = null;
@@ -14,26 +17,41 @@
     const parts = [to.page, to.export, to.run || "~", to.step];
     if (to.page === "samples" && to.sample >= 0) parts.push(to.sample);
     if (to.page === "samples" && to.sample >= 0 && to.token >= 0) parts.push(to.token);
-    return "#/" + parts.map((part) => encodeURIComponent(part)).join("/");
+    const asked = query.toString();
+    return "#/" + parts.map((part) => encodeURIComponent(part)).join("/") + (asked ? "?" + asked : "");
   }
 
   function go(changes, replace) {
     const to = { ...at, ...changes };
-    if (replace) history.replaceState(null, "", address(to));
-    else location.hash = address(to);
-    if (replace) Object.assign(at, to);
+    if (!replace) return void (location.hash = address(to));
+    Object.assign(at, to);
+    history.replaceState(null, "", address(to));
   }
 
+  // What is chosen on a page, kept in the address.
+  ps.query = {
+    get: (name) => query.get(name),
+    set(changes) {
+      for (const [name, value] of Object.entries(changes))
+        if (value === null || value === undefined || value === "") query.delete(name);
+        else query.set(name, value);
+      if (at.export) history.replaceState(null, "", address(at));
+    },
+  };
+
   function parse() {
-    const parts = location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+    const [path, asked] = location.hash.replace(/^#\//, "").split("?");
+    query = new URLSearchParams(asked || "");
+    const parts = path.split("/").map(decodeURIComponent);
     const first = overview.exports[0];
     const chosen = overview.exports.find((one) => one.name === parts[1]) || first;
     const run = chosen.runs.find((one) => one.run === (parts[2] === "~" ? "" : parts[2])) || chosen.runs[0];
     const number = (text, other) => (/^\d+$/.test(text || "") ? Number(text) : other);
     const last = run.steps[run.steps.length - 1] ?? 0;
     const wanted = number(parts[3], last);
+    const isLive = run.state && run.state.state === "running";
     Object.assign(at, {
-      page: ["samples", "step", "run"].includes(parts[0]) ? parts[0] : "samples",
+      page: PAGES.includes(parts[0]) ? parts[0] : isLive || !run.steps.length ? "run" : "samples",
       export: chosen.name,
       run: run.run,
       step: run.steps.includes(wanted) ? wanted : last,
@@ -43,6 +61,8 @@
     return run;
   }
 
+  const runNow = () => overview.exports.find((one) => one.name === at.export).runs.find((one) => one.run === at.run);
+
   function notice(text) {
     byId("notice").hidden = !text;
     byId("notice").textContent = text || "";
@@ -50,57 +70,145 @@
 
   // ---------------------------------------------------------------- the top bar
 
-  function drawTop(run) {
-    const word = run.run === "(evaluation)" ? "version " : "step ";
-    const steps = run.steps.map((number) => [String(number), word + number]).reverse();
-    const exports = overview.exports;
-    const chosen = exports.find((one) => one.name === at.export);
-    const tab = (page, text) =>
-      ps.el("a", { href: address({ ...at, page }), class: at.page === page ? "on" : "", id: "tab-" + page }, text);
-    const runs = chosen.runs.map((one) => [one.run, one.run === "" ? chosen.folder : one.run]);
-    ps.fill(
-      byId("top"),
-      ps.el("span", { class: "brand" }, "penstock"),
-      exports.length > 1
-        ? ps.select(
-            "export",
-            "Export",
-            exports.map((one) => [one.name, one.name]),
-            at.export,
-            (value) => go({ export: value, sample: -1, token: -1 }),
-          )
-        : null,
-      runs.length > 1
-        ? ps.select("run", "Run", runs, at.run, (value) => go({ run: value, sample: -1, token: -1 }))
-        : ps.el("span", { class: "dim" }, runs[0][1]),
-      ps.select("step", "Step", steps, String(at.step), (value) => go({ step: Number(value), sample: -1, token: -1 })),
-      ps.el("nav", {}, tab("samples", "Samples"), tab("step", "Step"), tab("run", "Run")),
-      ps.el("span", { class: "grow" }),
-      overview.parting && overview.parting.step !== undefined
-        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they differ")
-        : null,
-      ps.el("button", { type: "button", id: "theme", title: "Light or dark  (t)", on: { click: theme } }, "◐"),
-      ps.el("button", { type: "button", id: "show-help", title: "Keyboard  (?)", on: { click: help } }, "?"),
+  // How the run is, in a word and in a sentence.
+  function stateOf(run) {
+    if (ps.source.isEmbedded) return ["", "A part of a run, in one file."];
+    const said = run.state;
+    const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+    const lost = ps.live.isOpen() ? "" : " Nobody answers at the address of this page; it tries again by itself.";
+    if (!said)
+      return [
+        lost ? "offline" : "",
+        (run.steps.length
+          ? run.steps.length + " exported steps."
+          : "Nothing was exported yet; it appears here when it is.") + lost,
+      ];
+    const took = said.ended ? ", after " + ps.number(Math.round(said.ended - said.began)) + " s" : "";
+    const words = {
+      running: "Running since " + clock(said.began) + ".",
+      finished: "Finished at " + clock(said.ended) + took + ".",
+      stopped: "Stopped at " + clock(said.ended) + took + "; it can be continued.",
+      failed: "Ended with an error at " + clock(said.ended) + took + "; see its logs.",
+      gone: "Its process is gone, and did not say why.",
+    }[said.state];
+    const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
+    const steps = run.steps.length ? "" : " No step has been exported yet; the first appears here when it comes.";
+    return [word, words + steps + lost];
+  }
+
+  function runPicker(chosen) {
+    const all = overview.exports.flatMap((one) => one.runs.map((run) => [one, run]));
+    const label = (one, run) => (run.run === "" ? one.folder : run.run);
+    if (overview.exports.length > 1)
+      return [
+        ps.select(
+          "export",
+          "Export",
+          overview.exports.map((one) => [one.name, one.name]),
+          at.export,
+          (value) => go({ export: value, sample: -1, token: -1 }),
+        ),
+        runSelect(chosen, label),
+      ];
+    return all.length > 1
+      ? [runSelect(chosen, label)]
+      : [ps.el("span", { class: "dim where" }, ps.visible(chosen.folder))];
+  }
+
+  function runSelect(chosen, label) {
+    if (chosen.runs.length < 2) return null;
+    return ps.select(
+      "run",
+      "Run",
+      chosen.runs.map((run) => [run.run, label(chosen, run)]),
+      at.run,
+      (value) => go({ run: value, sample: -1, token: -1 }),
     );
   }
 
+  function drawTop() {
+    const run = runNow();
+    const word = run.run === "(evaluation)" ? "version " : "step ";
+    const steps = run.steps.map((number) => [String(number), word + number]).reverse();
+    const chosen = overview.exports.find((one) => one.name === at.export);
+    const tab = (page) =>
+      ps.el(
+        "a",
+        {
+          href: address({ ...at, page }),
+          class: at.page === page ? "on" : "",
+          id: "tab-" + page,
+          "aria-current": at.page === page ? "page" : "false",
+        },
+        NAMES[page],
+      );
+    const [state, words] = stateOf(run);
+    const listed = byId("top").querySelector("#step:focus"); // a select that is open is left alone
+    if (listed) return;
+    ps.fill(
+      byId("top"),
+      ps.el("span", { class: "brand" }, "penstock"),
+      ...runPicker(chosen),
+      steps.length
+        ? ps.select("step", "Step", steps, String(at.step), (value) =>
+            go({ step: Number(value), sample: -1, token: -1 }),
+          )
+        : null,
+      ps.el("nav", { "aria-label": "Pages" }, ...["run", "step", "groups", "samples", "dropped"].map(tab)),
+      ps.el("span", { class: "grow" }),
+      state ? ps.el("span", { class: "word " + state, id: "live", title: words }, state) : null,
+      overview.parting && overview.parting.step !== undefined
+        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they differ")
+        : null,
+      ps.el(
+        "button",
+        {
+          type: "button",
+          id: "show-list",
+          "aria-label": "List of samples",
+          title: "List of samples",
+          on: { click: toggleList },
+        },
+        "☰",
+      ),
+      ps.el(
+        "button",
+        {
+          type: "button",
+          id: "theme",
+          "aria-label": "Light or dark",
+          title: "Light or dark  (t)",
+          on: { click: theme },
+        },
+        "◐",
+      ),
+      ps.el(
+        "button",
+        {
+          type: "button",
+          id: "show-help",
+          "aria-label": "Keyboard",
+          title: "Keyboard  (?)",
+          on: { click: ps.keys.help },
+        },
+        "?",
+      ),
+    );
+  }
+
+  const toggleList = () => document.body.classList.toggle("listing");
+
   function openParting() {
-    const parting = overview.parting;
-    go({
-      page: "samples",
-      export: parting.export,
-      run: parting.run,
-      step: parting.step,
-      sample: parting.sample,
-      token: parting.token ?? -1,
-    });
+    const { export: name, run, step: number, sample: index, token } = overview.parting;
+    go({ page: "samples", export: name, run, step: number, sample: index ?? -1, token: token ?? -1 });
   }
 
   function theme() {
-    const dark = document.documentElement.dataset.theme
-      ? document.documentElement.dataset.theme === "dark"
+    const root = document.documentElement;
+    const dark = root.dataset.theme
+      ? root.dataset.theme === "dark"
       : matchMedia("(prefers-color-scheme: dark)").matches;
-    document.documentElement.dataset.theme = dark ? "light" : "dark";
+    root.dataset.theme = dark ? "light" : "dark";
     ps.tokens.paint({});
     ps.side.redraw();
     if (at.page !== "samples") showPage();
@@ -110,96 +218,181 @@
 
   async function showStep() {
     step = await ps.source.step(at);
-    ps.list.show(byId("list"), step.samples, (index) => go({ sample: index, token: -1 }));
+    ps.filters.prepare(step.samples);
+    ps.list.show(byId("list"), step.samples, at, (index) => {
+      document.body.classList.remove("listing");
+      go({ sample: index, token: ps.filters.hit(index) });
+    });
+  }
+
+  // The same sample of the other run, where two are compared.
+  async function counterpart(row) {
+    if (!overview.parting || overview.exports.length < 2 || !row || !row.sample_id) return null;
+    const there = overview.exports.find((one) => one.name !== at.export);
+    const run = there.runs.find((one) => one.run === at.run) || there.runs[0];
+    if (!run.steps.includes(at.step)) return null;
+    const place = { export: there.name, run: run.run, step: at.step };
+    const found = (await ps.source.step(place)).samples.find((one) => one.sample_id === row.sample_id);
+    return found ? { ...(await ps.source.sample({ ...place, sample: found.index })), home: there.folder } : null;
   }
 
   async function showSample() {
     const wanted = address({ ...at, token: -1 });
-    const opened = await ps.source.sample(at);
+    const row = step.samples.find((one) => one.index === at.sample);
+    const [opened, twin] = await Promise.all([ps.source.sample(at), counterpart(row)]);
     if (address({ ...at, token: -1 }) !== wanted) return; // the reader has gone on meanwhile
-    sample = opened;
+    opened.home = overview.exports.find((one) => one.name === at.export).folder;
+    const isFirst = !twin || at.export === overview.exports[0].name;
+    const [a, b] = isFirst ? [opened, twin] : [twin, opened];
+    sample = a;
     const holder = ps.el("div", { class: "holder" });
-    byId("middle").replaceChildren(ps.bar.show(sample, at.sample), holder);
-    ps.tokens.show(holder, sample, (token, settled) => {
+    byId("middle").replaceChildren(ps.bar.show(a, at.sample, row, step.scales, openGroup), holder);
+    const tell = (token, settled) => {
       ps.side.token(token);
-      if (settled) {
-        at.token = token;
-        history.replaceState(null, "", address(at));
-        ps.side.settle();
-      }
-    });
+      if (!settled) return;
+      go({ token }, true);
+      ps.side.settle(token);
+    };
+    if (b) ps.compare.show(holder, a, b, tell);
+    else {
+      ps.compare.end();
+      ps.tokens.show(holder, a, tell);
+    }
     ps.side.show(
       byId("side"),
-      sample,
+      a,
+      b,
       (token) => ps.tokens.go(token),
-      () => sample === opened && ps.bar.repaint(),
+      () => sample === a && ps.bar.repaint(),
     );
     ps.bar.repaint();
     ps.list.mark(at.sample);
   }
 
-  async function showPage() {
-    const page = byId("page");
-    if (at.page === "step") {
-      const found = await ps.source.step(at);
-      ps.stepPage(page, found, (rank, micro) => {
-        ps.list.only(rank, micro);
-        shownKey = "";
-        go({ page: "samples", sample: -1, token: -1 });
-      });
-    } else
-      ps.runPage(page, await ps.source.run(at), (number) => go({ page: "step", step: number, sample: -1, token: -1 }));
+  function openGroup(group) {
+    query.set("group", group);
+    go({ page: "groups" });
   }
 
-  function showFirst() {
-    const first = ps.list.first();
-    if (first >= 0) go({ sample: first, token: -1 }, true);
-    return first >= 0;
+  function openSample(index, token) {
+    go({ page: "samples", sample: index, token: token ?? -1 });
+  }
+
+  function otherRuns() {
+    return overview.exports.flatMap((one) =>
+      one.runs
+        .filter((run) => run.run !== "(evaluation)" && !(one.name === at.export && run.run === at.run))
+        .map((run) => ({
+          key: one.name + "/" + run.run,
+          name: (overview.exports.length > 1 ? one.name + " " : "") + (run.run || one.folder),
+          at: { export: one.name, run: run.run },
+        })),
+    );
+  }
+
+  function openNearest(wanted) {
+    const { steps } = runNow();
+    if (!steps.length) return;
+    const near = steps.reduce((a, b) => (Math.abs(b - wanted) < Math.abs(a - wanted) ? b : a));
+    go({ page: "step", step: near, sample: -1, token: -1 });
+  }
+
+  async function showPage() {
+    const page = byId("page");
+    if (at.page === "run") {
+      const words = stateOf(runNow())[1];
+      return void (await ps.runPage.show(page, { ...at }, otherRuns(), words, openNearest));
+    }
+    if (at.page === "dropped") return void ps.droppedPage(page, await ps.source.dropped(at), at);
+    if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, stateOf(runNow())[1]));
+    const found = await ps.source.step(at);
+    if (at.page === "groups") return void ps.groupsPage(page, found, at, openSample);
+    ps.stepPage(page, found, at, (rank, micro) => {
+      ps.query.set({ rank, micro });
+      shownKey = "";
+      go({ page: "samples", sample: -1, token: -1 });
+    });
+  }
+
+  async function showSamples(before) {
+    const key = [at.export, at.run, at.step].join("\n");
+    const fresh = key !== shownKey;
+    if (fresh) {
+      byId("middle").setAttribute("aria-busy", "true");
+      shownKey = key;
+      await showStep();
+      byId("middle").removeAttribute("aria-busy");
+    }
+    const first = at.sample < 0 ? ps.list.first() : at.sample;
+    if (first < 0) return byId("middle").replaceChildren(ps.el("p", { class: "empty" }, "No sample here."));
+    const chosen = at.token >= 0;
+    if (at.sample < 0) go({ sample: first, token: ps.filters.hit(first) }, true);
+    if (fresh || before.sample !== at.sample || !sample) await showSample();
+    else if (before.page !== "samples") resized();
+    if (chosen || at.token >= 0) ps.tokens.go(at.token);
+    else ps.tokens.go(Math.max(ps.bar.worst(), 0));
   }
 
   async function follow() {
     const before = { ...at };
-    const run = parse();
+    parse();
     notice(overview.parting ? overview.parting.sentence : "");
-    drawTop(run);
-    if (!run.steps.length) return notice("No finished step yet. Reload when one is.");
-    const samples = at.page === "samples";
-    for (const id of ["list", "middle", "side"]) byId(id).hidden = !samples;
-    byId("page").hidden = samples;
+    drawTop();
+    document.body.dataset.page = at.page;
+    const isSamples = at.page === "samples" && runNow().steps.length > 0;
+    for (const id of ["list", "middle", "side"]) byId(id).hidden = !isSamples;
+    byId("page").hidden = isSamples;
     try {
-      if (!samples) return await showPage();
-      const key = [at.export, at.run, at.step].join("\n");
-      const fresh = key !== shownKey;
-      if (fresh) {
-        shownKey = key;
-        await showStep();
-      }
-      if (at.sample < 0 && !showFirst())
-        return byId("middle").replaceChildren(ps.el("p", { class: "empty" }, "No sample here."));
-      if (fresh || before.sample !== at.sample || !sample) await showSample();
-      else if (before.page !== "samples") resized();
-      if (at.token >= 0) ps.tokens.go(at.token);
+      if (isSamples) await showSamples(before);
+      else await showPage();
     } catch (error) {
+      shownKey = "";
       notice(error.message);
     }
   }
 
+  // ---------------------------------------------------------------- news
+
+  function told(news) {
+    const before = runNow();
+    overview = { ...news, parting: overview.parting };
+    const chosen = overview.exports.find((one) => one.name === at.export);
+    if (!chosen || !chosen.runs.some((run) => run.run === at.run)) return void follow();
+    const run = runNow();
+    const isFirst = !before.steps.length && run.steps.length > 0;
+    if (isFirst) at.step = run.steps[run.steps.length - 1];
+    ps.source.forgetRun(at);
+    drawTop();
+    const state = byId("state");
+    if (state) state.textContent = stateOf(run)[1];
+    if (isFirst && at.page !== "run") follow();
+  }
+
+  const lineChanged = () => {
+    drawTop();
+    if (byId("state")) byId("state").textContent = stateOf(runNow())[1];
+  };
+
   // ---------------------------------------------------------------- keys
 
   function jump(by, wanted) {
-    const from = ps.tokens.cursor();
-    for (let i = from + by; i >= 0 && i < sample.count; i += by) if (wanted(i)) return ps.tokens.go(i);
+    for (let i = ps.tokens.cursor() + by; i >= 0 && i < sample.count; i += by) if (wanted(i)) return ps.tokens.go(i);
   }
 
   const isMasked = (i) => (ps.side.exported() || [])[i];
   const disagrees = (i) => Boolean(isMasked(i)) !== Boolean((ps.side.masks() || [])[i]);
+  const move = (by) => () => ps.tokens.go(ps.tokens.cursor() + by);
+  const neighbour = (by) => () => go({ sample: ps.list.neighbour(by), token: -1 });
+  const page = (name) => () => go({ page: name });
+
+  function neighbourStep(by) {
+    const { steps } = runNow();
+    const next = steps[steps.indexOf(at.step) + by];
+    if (next !== undefined) go({ step: next, sample: -1, token: -1 });
+  }
 
   const KEYS = [
-    [
-      "←  →",
-      "previous, next token",
-      { ArrowLeft: () => ps.tokens.go(ps.tokens.cursor() - 1), ArrowRight: () => ps.tokens.go(ps.tokens.cursor() + 1) },
-    ],
+    ["←  →", "previous, next token", { ArrowLeft: move(-1), ArrowRight: move(1) }],
     [
       "↑  ↓",
       "line above, below",
@@ -209,83 +402,28 @@
     ["n  p", "next, previous masked token", { n: () => jump(1, isMasked), p: () => jump(-1, isMasked) }],
     ["d", "next token where the rule tried disagrees with training", { d: () => jump(1, disagrees) }],
     ["w", "worst token of the column shown", { w: () => ps.tokens.go(ps.bar.worst()) }],
-    [
-      "j  k",
-      "next, previous sample",
-      {
-        j: () => go({ sample: ps.list.neighbour(1), token: -1 }),
-        k: () => go({ sample: ps.list.neighbour(-1), token: -1 }),
-      },
-    ],
+    ["j  k", "next, previous sample", { j: neighbour(1), k: neighbour(-1) }],
     ["[  ]", "previous, next step", { "[": () => neighbourStep(-1), "]": () => neighbourStep(1) }],
     ["c", "colour by the next column", { c: ps.bar.cycle }],
+    ["l", "list of samples, on a narrow screen", { l: toggleList }],
     [
-      "1  2  3",
-      "samples, step, run",
-      { 1: () => go({ page: "samples" }), 2: () => go({ page: "step" }), 3: () => go({ page: "run" }) },
+      "1 … 5",
+      "samples, step, run, groups, dropped",
+      Object.fromEntries(PAGES.map((name, i) => [String(i + 1), page(name)])),
     ],
-    ["/", "search samples", { "/": () => byId("search") && byId("search").focus() }],
+    ["/", "search", { "/": () => byId("search") && byId("search").focus() }],
     ["t", "light or dark", { t: theme }],
-    ["?", "this list", { "?": help }],
   ];
-  const ANYWHERE = new Set(["1", "2", "3", "[", "]", "t", "?"]);
-
-  function neighbourStep(by) {
-    const { steps } = overview.exports.find((one) => one.name === at.export).runs.find((one) => one.run === at.run);
-    const next = steps[steps.indexOf(at.step) + by];
-    if (next !== undefined) go({ step: next, sample: -1, token: -1 });
-  }
-
-  function help() {
-    const dialog = byId("help");
-    if (dialog.open) return dialog.close();
-    dialog.replaceChildren(
-      ps.el("h2", {}, "Keyboard"),
-      ps.el(
-        "table",
-        {},
-        ps.el(
-          "tbody",
-          {},
-          ...KEYS.map(([keys, text]) =>
-            ps.el("tr", {}, ps.el("th", { scope: "row" }, ps.el("kbd", {}, keys)), ps.el("td", {}, text)),
-          ),
-        ),
-      ),
-      ps.el(
-        "p",
-        { class: "dim small" },
-        "Lines under tokens: what the loss masked, solid by the upper threshold, dashed by the lower, dotted without direction. Lines over tokens: the rule being tried. Dimmed tokens are context.",
-      ),
-      ps.el("button", { type: "button", on: { click: () => dialog.close() } }, "close"),
-    );
-    dialog.showModal();
-  }
-
-  function pressed(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
-    if (typing) {
-      if (event.key === "Escape") event.target.blur();
-      return;
-    }
-    if (byId("help").open && event.key !== "?") return;
-    if (!ANYWHERE.has(event.key) && (at.page !== "samples" || !sample)) return;
-    for (const [, , acts] of KEYS)
-      if (acts[event.key]) {
-        event.preventDefault();
-        acts[event.key]();
-        return;
-      }
-  }
 
   let resizing = 0;
   function resized() {
     cancelAnimationFrame(resizing);
     resizing = requestAnimationFrame(() => {
+      if (at.page === "run") return void ps.runPage.redraw();
       if (at.page !== "samples") return void showPage();
       ps.list.redraw();
       ps.tokens.resize();
+      ps.compare.resize();
       ps.side.redraw();
     });
   }
@@ -296,12 +434,15 @@
     } catch (error) {
       return notice(error.message);
     }
+    ps.runPage.again = follow;
     addEventListener("hashchange", follow);
-    addEventListener("keydown", pressed);
     addEventListener("resize", resized);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => resized());
+    ps.keys.start(KEYS, () => at.page === "samples" && sample);
     if (ps.source.isEmbedded && overview.start && !location.hash) history.replaceState(null, "", overview.start);
-    if (overview.parting && !location.hash && overview.parting.step !== undefined) return openParting();
-    await follow();
+    if (overview.parting && !location.hash && overview.parting.step !== undefined) openParting();
+    else await follow();
+    ps.live.start({ overview: told, rows: ps.runPage.add, line: lineChanged });
   }
 
   start();

@@ -1,57 +1,25 @@
 // The bar over the tokens: what the sample is, and what its tokens are coloured by.
 "use strict";
 {
-  const look = { column: ps.columns[0], percent: 95, typed: NaN };
+  const KINDS = [
+    ["fixed", "fixed"],
+    ["step", "this step"],
+    ["sample", "this sample"],
+  ];
+  let column = ps.columns[0];
+  let typed = NaN;
   let sample = null;
+  let scales = null; // of the step's trained tokens, by column
   let box = null; // where the value for full colour is typed
   let legend = null;
+  let openGroup = () => {};
 
-  function draw(number) {
+  const kind = () => ps.query.get("scale") || "fixed";
+
+  function details(row) {
     const facts = sample.facts;
-    legend = ps.el("span", { class: "legend", id: "legend" });
-    const known = ps.columnsOf(sample);
-    look.column = known.find((column) => column.key === look.column.key) || known[0];
-    const colour = ps.select(
-      "colour",
-      "Colour by",
-      known.map((column) => [column.key, column.label]),
-      look.column.key,
-      (key) => {
-        look.column = known.find((column) => column.key === key);
-        look.typed = NaN;
-        typed.value = "";
-        repaint();
-      },
-    );
-    const percent = ps.el("input", {
-      type: "number",
-      id: "percent",
-      min: "50",
-      max: "100",
-      step: "1",
-      value: String(look.percent),
-      "aria-label": "Percentile for full colour",
-    });
-    percent.addEventListener("input", () => {
-      look.percent = Math.max(1, Math.min(100, Number(percent.value) || 95));
-      repaint();
-    });
-    const typed = ps.el("input", {
-      type: "number",
-      id: "typed",
-      min: "0",
-      step: "any",
-      placeholder: "auto",
-      "aria-label": "Value for full colour",
-      value: Number.isNaN(look.typed) ? "" : String(look.typed),
-    });
-    typed.addEventListener("input", () => {
-      look.typed = typed.value === "" ? NaN : Number(typed.value);
-      repaint();
-    });
-    box = typed;
     const reward = (sample.columns.rewards || [NaN]).find((value) => Number.isFinite(value));
-    const detail = [
+    const found = [
       facts.env_name,
       facts.training_mode,
       facts.group_id && "group " + facts.group_id,
@@ -60,35 +28,88 @@
       facts.policy_version !== null && "policy " + facts.policy_version,
       facts.staleness !== null && facts.staleness + " behind",
       reward !== undefined && "reward " + ps.number(reward),
+      row && row.advantage !== null && "advantage " + ps.signed(row.advantage),
       ps.number(sample.count) + " tokens",
     ];
+    return found
+      .filter(Boolean)
+      .map((text) => ps.visible(String(text)))
+      .join("  ·  ");
+  }
+
+  function colourBox() {
+    const known = ps.columnsOf(sample);
+    const wanted = ps.query.get("colour") || column.key;
+    column = known.find((one) => one.key === wanted) || known[0];
+    return ps.select(
+      "colour",
+      "Colour by",
+      known.map((one) => [one.key, one.label]),
+      column.key,
+      (key) => choose(known.find((one) => one.key === key)),
+    );
+  }
+
+  function choose(one) {
+    column = one;
+    typed = NaN;
+    box.value = "";
+    ps.query.set({ colour: one === ps.columns[0] ? null : one.key });
+    repaint();
+  }
+
+  function typedBox() {
+    const found = ps.el("input", {
+      type: "number",
+      id: "typed",
+      min: "0",
+      step: "any",
+      "aria-label": "Value for full colour",
+      value: Number.isNaN(typed) ? "" : String(typed),
+    });
+    found.addEventListener("input", () => {
+      typed = found.value === "" ? NaN : Number(found.value);
+      repaint();
+    });
+    return found;
+  }
+
+  function draw(number, row) {
+    const facts = sample.facts;
+    legend = ps.el("div", { class: "legend", id: "legend" });
+    box = typedBox();
+    const scale = ps.select("scale", "Scale of the colours", KINDS, kind(), (value) => {
+      ps.query.set({ scale: value === "fixed" ? null : value });
+      repaint();
+    });
+    const group = facts.group_id
+      ? ps.el("button", { type: "button", id: "to-group", on: { click: () => openGroup(facts.group_id) } }, "its group")
+      : null;
     return ps.el(
       "div",
       { class: "bar-top" },
-      ps.el("h1", {}, ps.visible(facts.sample_id || "sample " + number)),
       ps.el(
-        "p",
-        { class: "dim" },
-        detail
-          .filter(Boolean)
-          .map((text) => ps.visible(String(text)))
-          .join("  ·  "),
+        "div",
+        { class: "head" },
+        ps.el("h1", {}, ps.visible(facts.sample_id || "sample " + number)),
+        row && !row.trains ? ps.el("span", { class: "mark", id: "idle" }, "trains nothing") : null,
+        ps.el("span", { class: "grow" }),
+        group,
       ),
+      ps.el("p", { class: "dim" }, details(row)),
       ps.el(
         "div",
         { class: "controls" },
-        ps.el("label", {}, "colour by", colour),
-        ps.el("label", {}, "full at percentile", percent),
-        ps.el("label", {}, "or value", typed),
+        ps.el("label", {}, "colour by", colourBox()),
+        ps.el("label", {}, "scale", scale),
+        ps.el("label", {}, "full colour at", box),
         legend,
       ),
     );
   }
 
-  function drawLegend(scale) {
-    const column = look.column;
+  function drawLegend({ scale, name }) {
     const stops = column.twoSided ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
-    const sign = column.key.endsWith("logprobs") ? -1 : 1;
     const swatches = stops.map((stop) => {
       const swatch = ps.el("i", {});
       swatch.style.backgroundColor = ps.colour(stop, column);
@@ -99,56 +120,55 @@
       ["masked high", "high"],
       ["masked low", "low"],
       ["masked", "other"],
-    ].map(([text, kind]) => ps.el("span", { class: "tok masked " + kind }, text));
-    legend.replaceChildren(
+    ].map(([text, side]) => ps.el("span", { class: "tok masked " + side }, text));
+    ps.fill(
+      legend,
       ps.number(low),
       ...swatches,
-      ps.number(column.centre + sign * scale),
+      ps.number(column.centre + (column.negative ? -scale : scale)),
+      ps.el("span", { class: "dim", id: "scale-name" }, "(" + name + ")"),
       ...(ps.side.exported() ? marks : []),
       ps.el("span", { class: "tok live" }, "by the rule tried"),
     );
   }
 
   function repaint() {
-    const scale = ps.scaleOf(sample, look.column, look.percent, look.typed);
-    box.placeholder = ps.number(scale);
-    const live = ps.side.masks();
-    ps.tokens.paint({ column: look.column, scale, exported: ps.side.exported(), live });
-    drawLegend(scale);
+    const found = ps.scaleOf(sample, column, kind(), scales, typed);
+    box.placeholder = ps.number(found.scale);
+    const look = { column, scale: found.scale, exported: ps.side.exported(), live: ps.side.masks() };
+    ps.tokens.paint(look);
+    ps.compare.paint(look);
+    drawLegend(found);
   }
 
   // The trained token furthest from the column's centre; -1 where there is none.
   function worst() {
-    const values = sample.columns[look.column.key];
+    const values = sample.columns[column.key];
+    const far = (i) => Math.abs(values[i] - column.centre);
     let best = -1;
-    for (let i = 0; i < sample.count; i++)
-      if (
-        sample.columns.loss_mask[i] &&
-        Number.isFinite(values[i]) &&
-        (best < 0 || Math.abs(values[i] - look.column.centre) > Math.abs(values[best] - look.column.centre))
-      )
-        best = i;
+    for (let i = 0; values && i < sample.count; i++)
+      if (sample.columns.loss_mask[i] && Number.isFinite(values[i]) && (best < 0 || far(i) > far(best))) best = i;
     return best;
   }
 
   function cycle() {
     const known = ps.columnsOf(sample);
-    const at = known.findIndex((column) => column.key === look.column.key);
-    look.column = known[(at + 1) % known.length];
-    look.typed = NaN;
-    box.value = "";
-    document.getElementById("colour").value = look.column.key;
-    repaint();
+    const at = known.findIndex((one) => one.key === column.key);
+    choose(known[(at + 1) % known.length]);
+    document.getElementById("colour").value = column.key;
   }
 
   ps.bar = {
     // The bar's element for a sample; paint the tokens with `repaint` once they are there.
-    show(opened, number) {
+    show(opened, number, row, ofStep, toGroup) {
       sample = opened;
-      return draw(number);
+      scales = ofStep;
+      openGroup = toGroup;
+      return draw(number, row);
     },
     repaint,
     worst,
     cycle,
+    column: () => column,
   };
 }

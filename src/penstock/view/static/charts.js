@@ -1,10 +1,19 @@
-// Small charts on canvas: histograms, a scatter, lines over steps, the packed grid. Sharp, quiet, in the theme's colours.
+// Small charts on canvas: histograms, a scatter, the packed grid. Sharp, quiet, in the theme's colours.
 "use strict";
 {
   function colours() {
     const style = getComputedStyle(document.documentElement);
     const of = (name) => style.getPropertyValue(name).trim();
-    return { ink: of("--ink-2"), faint: of("--line"), warm: of("--warm"), cool: of("--cool"), accent: of("--accent") };
+    return {
+      ink: of("--ink-2"),
+      text: of("--ink"),
+      paper: of("--paper-2"),
+      faint: of("--line"),
+      warm: of("--warm"),
+      cool: of("--cool"),
+      accent: of("--accent"),
+      lines: [1, 2, 3, 4, 5, 6, 7, 8].map((i) => of("--line-" + i)),
+    };
   }
 
   function prepare(canvas, height) {
@@ -19,6 +28,9 @@
     pen.font = "10.5px system-ui, sans-serif";
     return { pen, width, height };
   }
+
+  ps.palette = colours;
+  ps.prepare = prepare;
 
   function finite(values, mask) {
     const out = [];
@@ -42,39 +54,31 @@
     pen.fillText("nothing to show", width / 2, height / 2);
   }
 
-  // Bars over bins, heights on a square-root scale so that a single odd token still shows. Returns bins for picking.
-  ps.histogram = function (canvas, values, options) {
-    const { mask, transform, format, marks, height: tall, label } = options || {};
+  // Bars over bins that were counted, heights on a square-root scale so that a single odd token still shows.
+  ps.bars = function (canvas, binned, options) {
+    const { format, marks, height: tall, label } = options || {};
     const { pen, width, height } = prepare(canvas, tall || 84);
     const colour = colours();
-    const raw = finite(values, mask);
-    const shown = (transform ? raw.map(transform) : raw).filter(Number.isFinite);
+    const { low, high, counts, values } = binned;
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", (label || "histogram") + ", " + shown.length + " values");
-    if (!shown.length) return nothing(pen, width, height, colour.ink);
-    let [low, high] = range(shown);
-    if (low === high) [low, high] = [low - 0.5, high + 0.5];
-    const bins = Math.max(8, Math.min(48, Math.floor(width / 7)));
-    const counts = new Float64Array(bins);
-    for (const value of shown) counts[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))] += 1;
+    canvas.setAttribute("aria-label", (label || "histogram") + ", " + values + " values");
+    if (!values) return nothing(pen, width, height, colour.ink);
     const top = Math.sqrt(Math.max(...counts));
     const floor = height - 15;
-    const step = width / bins;
+    const step = width / counts.length;
     pen.fillStyle = colour.accent;
+    pen.globalAlpha = 0.75;
     counts.forEach((count, i) => {
-      if (!count) return;
       const tallness = Math.max(1.5, (Math.sqrt(count) / top) * (floor - 4));
-      pen.globalAlpha = 0.75;
-      pen.fillRect(i * step + 0.5, floor - tallness, Math.max(step - 1.5, 1), tallness);
+      if (count) pen.fillRect(i * step + 0.5, floor - tallness, Math.max(step - 1.5, 1), tallness);
     });
     pen.globalAlpha = 1;
     pen.fillStyle = colour.faint;
     pen.fillRect(0, floor, width, 1);
+    pen.fillStyle = colour.warm;
     for (const mark of marks || []) {
-      const x = ((transform ? transform(mark) : mark) - low) / (high - low);
-      if (!(x >= 0 && x <= 1)) continue;
-      pen.fillStyle = colour.warm;
-      pen.fillRect(x * width - 0.5, 0, 1, floor);
+      const x = (mark - low) / (high - low);
+      if (x >= 0 && x <= 1) pen.fillRect(x * width - 0.5, 0, 1, floor);
     }
     const name = format || ps.number;
     pen.fillStyle = colour.ink;
@@ -83,7 +87,21 @@
     pen.textAlign = "right";
     pen.fillText(name(high), width, height - 3);
     pen.textAlign = "center";
-    pen.fillText(shown.length.toLocaleString("en") + " values", width / 2, height - 3);
+    pen.fillText(values.toLocaleString("en") + (values === 1 ? " value" : " values"), width / 2, height - 3);
+  };
+
+  // The same of values that are counted here.
+  ps.histogram = function (canvas, values, options) {
+    const { mask, transform, marks } = options || {};
+    const raw = finite(values, mask);
+    const shown = (transform ? raw.map(transform) : raw).filter(Number.isFinite);
+    let [low, high] = range(shown);
+    if (low === high) [low, high] = [low - 0.5, high + 0.5];
+    const bins = Math.max(8, Math.min(48, Math.floor((canvas.clientWidth || 260) / 7)));
+    const counts = new Float64Array(bins);
+    for (const value of shown) counts[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))] += 1;
+    const placed = (marks || []).map((mark) => (transform ? transform(mark) : mark));
+    ps.bars(canvas, { low, high, counts, values: shown.length }, { ...options, marks: placed });
   };
 
   // Trainer against sampler; the diagonal is agreement. A click gives the nearest token.
@@ -144,53 +162,6 @@
         if (far < nearest) [best, nearest] = [i, far];
       }
       if (best >= 0) onPick(best);
-    };
-  };
-
-  // A mean over steps with, optionally, its extremes as a band.
-  ps.curve = function (canvas, points, options) {
-    const { onPick } = options || {};
-    const { pen, width, height } = prepare(canvas, 110);
-    const colour = colours();
-    const known = points.filter((point) => Number.isFinite(point.y));
-    canvas.onclick = null;
-    if (!known.length) return nothing(pen, width, height, colour.ink);
-    const floor = height - 16;
-    let [low, high] = range(known.flatMap((point) => [point.y, point.low ?? point.y, point.high ?? point.y]));
-    if (low === high) [low, high] = [low - 0.5, high + 0.5];
-    const [first, last] = [known[0].x, known[known.length - 1].x];
-    const x = (value) => (first === last ? width / 2 : 5 + ((value - first) / (last - first)) * (width - 10));
-    const y = (value) => floor - 4 - ((value - low) / (high - low)) * (floor - 10);
-    const banded = known.filter((point) => point.low !== undefined);
-    if (banded.length) {
-      pen.fillStyle = colour.accent;
-      pen.globalAlpha = 0.12;
-      pen.beginPath();
-      banded.forEach((point) => pen.lineTo(x(point.x), y(point.high)));
-      banded
-        .slice()
-        .reverse()
-        .forEach((point) => pen.lineTo(x(point.x), y(point.low)));
-      pen.fill();
-      pen.globalAlpha = 1;
-    }
-    pen.fillStyle = colour.faint;
-    pen.fillRect(0, floor, width, 1);
-    pen.strokeStyle = pen.fillStyle = colour.accent;
-    pen.lineWidth = 1.6;
-    pen.beginPath();
-    known.forEach((point) => pen.lineTo(x(point.x), y(point.y)));
-    pen.stroke();
-    if (known.length < 40) known.forEach((point) => pen.fillRect(x(point.x) - 2, y(point.y) - 2, 4, 4));
-    pen.fillStyle = colour.ink;
-    pen.textAlign = "left";
-    pen.fillText("step " + first, 0, height - 3);
-    pen.textAlign = "right";
-    pen.fillText("step " + last, width, height - 3);
-    canvas.onclick = (event) => {
-      const at = event.clientX - canvas.getBoundingClientRect().left;
-      const near = known.reduce((a, b) => (Math.abs(x(a.x) - at) <= Math.abs(x(b.x) - at) ? a : b));
-      if (onPick) onPick(near.x);
     };
   };
 

@@ -1,69 +1,40 @@
 // The left column: samples of a step, found by text, filtered by what they are, sorted by what is worst in them.
 "use strict";
 {
-  const ROW = 50;
+  const ROW = 66;
   const SORTS = [
-    ["max_kl", "worst mismatch KL", -1],
-    ["mean_kl", "mean mismatch KL", -1],
-    ["disagreement", "DPPO / IcePop disagreement", -1],
-    ["masked", "masked tokens", -1],
-    ["max_entropy", "worst entropy", -1],
-    ["mean_entropy", "mean entropy", -1],
-    ["tokens", "length", -1],
-    ["reward", "reward, highest", -1],
-    ["reward", "reward, lowest", 1],
-    ["staleness", "staleness", -1],
-    ["index", "order in the step", 1],
+    ["-max_kl", "worst mismatch KL"],
+    ["-mean_kl", "mean mismatch KL"],
+    ["-max_ratio", "largest ratio"],
+    ["-disagreement", "DPPO / IcePop disagreement"],
+    ["-masked", "masked tokens"],
+    ["-max_entropy", "worst entropy"],
+    ["-mean_entropy", "mean entropy"],
+    ["-tokens", "length"],
+    ["-reward", "reward, highest"],
+    ["reward", "reward, lowest"],
+    ["-advantage", "advantage, highest"],
+    ["advantage", "advantage, lowest"],
+    ["-staleness", "staleness"],
+    ["group_id", "group"],
+    ["index", "order in the step"],
   ];
-
-  const filters = {
-    search: "",
-    env: "",
-    rank: "",
-    mode: "",
-    low: NaN,
-    high: NaN,
-    stale: NaN,
-    masked: false,
-    micro: -1,
-    sort: 0,
-  };
   let samples = [];
   let shown = [];
   let current = -1;
+  let rewards = [0, 1];
+  let worst = 1;
+  let at = null;
   let onOpen = () => {};
   let parts = null;
 
-  function accepts(row) {
-    if (filters.search && !row.haystack.includes(filters.search)) return false;
-    if (filters.env && (row.env_name || "–") !== filters.env) return false;
-    if (filters.rank !== "" && String(row.rank) !== filters.rank) return false;
-    if (filters.micro >= 0 && row.micro_step !== filters.micro) return false;
-    if (filters.mode && row.training_mode !== filters.mode) return false;
-    if (!Number.isNaN(filters.low) && !(row.reward >= filters.low && row.reward !== null)) return false;
-    if (!Number.isNaN(filters.high) && !(row.reward <= filters.high && row.reward !== null)) return false;
-    if (!Number.isNaN(filters.stale) && !((row.staleness ?? -Infinity) >= filters.stale)) return false;
-    return !filters.masked || row.masked > 0;
-  }
-
-  // Unknown values come last, whichever way the order goes; equal ones keep the order of the step.
-  function compare(key, sign) {
-    return (a, b) => {
-      const [x, y] = [a[key], b[key]];
-      if (x === y) return a.index - b.index;
-      if (x === null || x === undefined) return 1;
-      if (y === null || y === undefined) return -1;
-      return sign * (x - y);
-    };
-  }
-
   function refresh() {
-    const [key, , sign] = SORTS[filters.sort];
-    shown = samples.filter(accepts).sort(compare(key, sign));
+    const { key, sign } = ps.filters.sorting("-max_kl");
+    shown = samples.filter(ps.filters.chosen()).sort(ps.filters.order(key, sign));
     const all = ps.number(samples.length) + (samples.length === 1 ? " sample" : " samples");
     parts.count.textContent = shown.length === samples.length ? all : ps.number(shown.length) + " of " + all;
-    parts.micro.hidden = filters.micro < 0;
-    parts.micro.textContent = "micro-step " + filters.micro + "  ×";
+    parts.micro.hidden = !ps.query.get("micro");
+    parts.micro.textContent = "micro-step " + ps.query.get("micro") + "  ×";
     parts.spacer.style.height = shown.length * ROW + "px";
     parts.scroller.scrollTop = 0;
     draw();
@@ -71,30 +42,46 @@
 
   function draw() {
     const first = Math.max(0, Math.floor(parts.scroller.scrollTop / ROW) - 4);
-    const last = Math.min(shown.length, first + Math.ceil(parts.scroller.clientHeight / ROW) + 8);
-    const worst = Math.max(...samples.map((row) => row.max_kl || 0), 1e-9);
+    const last = Math.min(shown.length, first + Math.ceil((parts.scroller.clientHeight || 800) / ROW) + 8);
     const rows = [];
-    for (let i = first; i < last; i++) rows.push(rowOf(shown[i], i, worst));
+    for (let i = first; i < last; i++) rows.push(rowOf(shown[i], i));
     parts.spacer.replaceChildren(...rows);
   }
 
-  function rowOf(row, place, worst) {
-    const reward =
-      row.reward === null
-        ? null
-        : ps.el("span", { class: "pill" + (row.reward > 0 ? " good" : "") }, ps.number(row.reward));
+  // A reward between the step's lowest, grey, and highest, green.
+  ps.rewardPill = function (reward, [low, high]) {
+    if (reward === null || reward === undefined) return null;
+    const pill = ps.el("span", { class: "pill", title: "reward" }, ps.number(reward));
+    const share = high > low ? (reward - low) / (high - low) : reward > 0 ? 1 : 0;
+    pill.style.setProperty("--share", Math.round(100 * share) + "%");
+    return pill;
+  };
+
+  ps.signed = (value) => (value > 0 ? "+" : "") + ps.number(value);
+
+  function rowOf(row, place) {
     const bar = ps.el("i", { class: "bar" });
     bar.style.width = (row.max_kl === null ? 0 : Math.max(2, 100 * Math.sqrt(row.max_kl / worst))) + "%";
+    const facts = [
+      row.advantage === null ? null : "A " + ps.signed(row.advantage),
+      row.staleness === null ? null : row.staleness + " behind",
+      row.trains ? null : "trains nothing",
+    ];
     const element = ps.el(
       "button",
       {
-        class: "row" + (row.index === current ? " current" : ""),
+        class: "row" + (row.index === current ? " current" : "") + (row.trains ? "" : " idle"),
         type: "button",
         data: { index: row.index },
-        title: "worst mismatch KL " + ps.number(row.max_kl) + ", mean " + ps.number(row.mean_kl),
+        "aria-current": row.index === current ? "true" : "false",
         on: { click: () => onOpen(row.index) },
       },
-      ps.el("span", { class: "line" }, ps.el("b", {}, ps.visible(row.sample_id || "sample " + row.index)), reward),
+      ps.el(
+        "span",
+        { class: "line" },
+        ps.el("b", {}, ps.visible(row.sample_id || "sample " + row.index)),
+        ps.rewardPill(row.reward, rewards),
+      ),
       ps.el(
         "span",
         { class: "line dim" },
@@ -105,21 +92,36 @@
           ps.number(row.tokens) + " tok" + (row.masked ? " · " + ps.number(row.masked) + " masked" : ""),
         ),
       ),
+      ps.el(
+        "span",
+        { class: "line dim" },
+        ps.el("span", {}, facts.filter(Boolean).join(" · ")),
+        ps.el("span", { title: "worst mismatch KL of a trained token" }, "KL " + ps.number(row.max_kl)),
+      ),
       ps.el("span", { class: "track" }, bar),
     );
     element.style.top = place * ROW + "px";
     return element;
   }
 
-  function select(label, options, act, id) {
-    const box = ps.el("select", { id, "aria-label": label, on: { change: () => act(box.value) } });
-    for (const [value, text] of options) box.append(ps.el("option", { value }, text));
-    return box;
+  function set(name, then) {
+    return (value) => {
+      ps.query.set({ [name]: value === "" || value === false ? null : String(value) });
+      if (then) then();
+      else refresh();
+    };
   }
 
-  function field(label, act, id) {
-    const box = ps.el("input", { id, type: "number", step: "any", placeholder: label, "aria-label": label });
-    box.addEventListener("input", () => act(box.value === "" ? NaN : Number(box.value)));
+  function field(label, name, id) {
+    const box = ps.el("input", {
+      id,
+      type: "number",
+      step: "any",
+      placeholder: label,
+      "aria-label": label,
+      value: ps.query.get(name) || "",
+    });
+    box.addEventListener("input", () => set(name)(box.value));
     return box;
   }
 
@@ -128,83 +130,106 @@
     return [["", all], ...found.map((value) => [value, ps.visible(value)])];
   }
 
-  function set(name) {
-    return (value) => {
-      filters[name] = value;
-      refresh();
-    };
+  // The box for words and ids; asks the server shortly after the last key.
+  ps.searchBox = function (where, changed, id) {
+    const search = ps.el("input", {
+      type: "search",
+      id,
+      placeholder: "Search names, text, ids  /",
+      "aria-label": "Search names, token text and token ids",
+      value: ps.query.get("search") || "",
+    });
+    let waiting = 0;
+    search.addEventListener("input", () => {
+      set("search", changed)(search.value);
+      clearTimeout(waiting);
+      waiting = setTimeout(() => ps.filters.search(where(), changed), 180);
+    });
+    return search;
+  };
+
+  // The box for conditions on any column.
+  ps.whereBox = function (changed, id) {
+    const box = ps.el("input", {
+      id,
+      placeholder: "reward<0.5 staleness>1 env=math",
+      title: "Conditions on any column, all of which must hold: NAME>=VALUE",
+      "aria-label": "Conditions on any column, as in reward<0.5 env=math",
+      value: ps.query.get("where") || "",
+      spellcheck: false,
+    });
+    box.addEventListener("input", () => {
+      try {
+        ps.parseWhere(box.value);
+        box.setCustomValidity("");
+      } catch (error) {
+        box.setCustomValidity(error.message);
+        return;
+      }
+      set("where", changed)(box.value.trim());
+    });
+    return box;
+  };
+
+  function make(rows) {
+    const masked = ps.el("input", { type: "checkbox", id: "only-masked", checked: Boolean(ps.query.get("masked")) });
+    masked.addEventListener("change", () => set("masked")(masked.checked ? "1" : ""));
+    const micro = ps.el("button", { type: "button", class: "chip", id: "micro", title: "Show all micro-steps again" });
+    micro.addEventListener("click", () => set("micro")(""));
+    const spacer = ps.el("div", { class: "spacer" });
+    const count = ps.el("span", { class: "count", id: "count", role: "status" });
+    const scroller = ps.el(
+      "div",
+      { class: "scroller", id: "rows", on: { scroll: () => requestAnimationFrame(draw) } },
+      spacer,
+    );
+    const select = (name, label, all, key) =>
+      ps.select("filter-" + name, label, choices(all, key, rows), ps.query.get(name) || "", set(name));
+    const sort = ps.select("sort", "Sort by", SORTS, ps.query.get("sort") || "-max_kl", set("sort"));
+    parts = { count, micro, spacer, scroller };
+    return [
+      ps.el(
+        "div",
+        { class: "filters" },
+        ps.searchBox(() => at, refresh, "search"),
+        ps.el(
+          "div",
+          { class: "three" },
+          select("env", "Environment", "all envs", "env_name"),
+          select("rank", "Rank", "all ranks", "rank"),
+          select("mode", "Mode", "all modes", "training_mode"),
+          field("reward ≥", "low", "filter-low"),
+          field("reward ≤", "high", "filter-high"),
+          field("stale ≥", "stale", "filter-stale"),
+        ),
+        ps.whereBox(refresh, "where"),
+        ps.el("label", { class: "check" }, masked, "only with masked tokens"),
+        ps.el("label", { class: "sort" }, "sort by", sort),
+        ps.el("div", { class: "found" }, count, micro),
+      ),
+      scroller,
+    ];
   }
 
   ps.list = {
     // Fill the column with a step's samples; filters are kept from step to step where they still mean something.
-    show(element, rows, open) {
+    show(element, rows, place, open) {
       samples = rows;
+      at = { ...place };
       onOpen = open;
-      for (const row of samples)
-        row.haystack = Object.entries(row)
-          .flatMap(([key, value]) => (key !== "haystack" && typeof value === "string" ? [value] : []))
-          .join(" ")
-          .toLowerCase();
+      const known = rows.map((row) => row.reward).filter((reward) => reward !== null);
+      rewards = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+      worst = Math.max(...rows.map((row) => row.max_kl || 0), 1e-9);
       for (const [name, key] of [
         ["env", "env_name"],
         ["rank", "rank"],
         ["mode", "training_mode"],
       ])
-        if (!rows.some((row) => (row[key] === null ? "–" : String(row[key])) === filters[name])) filters[name] = "";
-      const search = ps.el("input", {
-        type: "search",
-        id: "search",
-        placeholder: "Search samples  /",
-        "aria-label": "Search samples",
-        value: filters.search,
-      });
-      search.addEventListener("input", () => set("search")(search.value.trim().toLowerCase()));
-      const masked = ps.el("input", { type: "checkbox", id: "only-masked", checked: filters.masked });
-      masked.addEventListener("change", () => set("masked")(masked.checked));
-      const count = ps.el("span", { class: "count", id: "count", role: "status" });
-      const micro = ps.el("button", {
-        type: "button",
-        class: "chip",
-        id: "micro",
-        title: "Show all micro-steps again",
-      });
-      micro.addEventListener("click", () => set("micro")(-1));
-      const spacer = ps.el("div", { class: "spacer" });
-      const scroller = ps.el(
-        "div",
-        { class: "scroller", id: "rows", on: { scroll: () => requestAnimationFrame(draw) } },
-        spacer,
-      );
-      const kept = [
-        ["env", select("Environment", choices("all envs", "env_name", rows), set("env"), "filter-env")],
-        ["rank", select("Rank", choices("all ranks", "rank", rows), set("rank"), "filter-rank")],
-        ["mode", select("Mode", choices("all modes", "training_mode", rows), set("mode"), "filter-mode")],
-        ["low", field("reward ≥", set("low"), "filter-low")],
-        ["high", field("reward ≤", set("high"), "filter-high")],
-        ["stale", field("stale ≥", set("stale"), "filter-stale")],
-      ];
-      for (const [name, box] of kept) box.value = Number.isNaN(filters[name]) ? "" : filters[name];
-      const sort = select(
-        "Sort by",
-        SORTS.map(([, label], i) => [String(i), label]),
-        (value) => set("sort")(Number(value)),
-        "sort",
-      );
-      sort.value = String(filters.sort);
-      parts = { count, micro, spacer, scroller };
-      element.replaceChildren(
-        ps.el(
-          "div",
-          { class: "filters" },
-          search,
-          ps.el("div", { class: "three" }, ...kept.map(([, box]) => box)),
-          ps.el("label", { class: "check" }, masked, "only with masked tokens"),
-          ps.el("label", { class: "sort" }, "sort by", sort),
-          ps.el("div", { class: "found" }, count, micro),
-        ),
-        scroller,
-      );
+        if (!rows.some((row) => (row[key] === null ? "–" : String(row[key])) === ps.query.get(name)))
+          ps.query.set({ [name]: null });
+      element.replaceChildren(...make(rows));
       refresh();
+      if (ps.query.get("search")) ps.filters.search(at, refresh);
     },
     // Mark a sample as open, and bring it into sight.
     mark(index) {
@@ -226,11 +251,6 @@
       return next ? next.index : -1;
     },
     first: () => (shown.length ? shown[0].index : -1),
-    // Show only what one micro-batch of one rank held.
-    only(rank, micro) {
-      filters.rank = String(rank);
-      filters.micro = micro;
-    },
     redraw: () => parts && draw(),
   };
 }

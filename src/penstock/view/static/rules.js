@@ -10,7 +10,7 @@
       label: "DPPO",
       needs: ["prob_delta", "advantages"],
       inputs: { high: 0.2, low: 0.2 },
-      about: "probability rose by more than high under a push up, or fell by more than low otherwise",
+      about: "whose probability rose by more than high under a push up, or fell by more than low otherwise",
       judge: (c, t, i) =>
         c.advantages[i] > 0
           ? c.prob_delta[i] > t.high
@@ -26,14 +26,14 @@
       label: "IcePop",
       needs: ["importance_ratio"],
       inputs: { low: 0.2, high: 5 },
-      about: "ratio below low or above high, whatever the advantage",
+      about: "whose ratio is below low or above high, whatever the advantage",
       judge: (c, t, i) => (c.importance_ratio[i] > t.high ? HIGH : c.importance_ratio[i] < t.low ? LOW : 0),
     },
     ppo: {
       label: "PPO clip",
       needs: ["importance_ratio", "advantages"],
       inputs: { low: 0.2, high: 0.2 },
-      about: "ratio above 1 + high under a push up, or below 1 − low under a push down",
+      about: "whose ratio is above 1 + high under a push up, or below 1 − low under a push down",
       judge: (c, t, i) =>
         c.advantages[i] > 0 && c.importance_ratio[i] > 1 + t.high
           ? HIGH
@@ -45,7 +45,7 @@
       label: "IPO",
       needs: ["prob_delta"],
       inputs: { threshold: 0.1 },
-      about: "probability moved by more than the threshold, either way",
+      about: "whose probability moved by more than the threshold, either way",
       judge: (c, t, i) => (c.prob_delta[i] > t.threshold ? HIGH : c.prob_delta[i] < -t.threshold ? LOW : 0),
     },
   };
@@ -65,6 +65,29 @@
     const { is_masked: any, is_masked_high: high, is_masked_low: low } = sample.columns;
     if (!any) return null;
     return any.map((masked, i) => (masked ? (high && high[i] ? HIGH : low && low[i] ? LOW : OTHER) : 0));
+  };
+
+  // Boxes for thresholds; `changed` hears of them as they are typed, unless what is typed is none.
+  ps.thresholdBoxes = function (thresholds, changed, prefix) {
+    return Object.entries(thresholds).map(([name, value]) => {
+      const box = ps.el("input", {
+        type: "number",
+        step: "any",
+        min: "0",
+        value: String(value),
+        id: prefix + name,
+        "aria-label": name,
+      });
+      box.addEventListener("input", () => {
+        const typed = Number(box.value);
+        const valid = box.value !== "" && Number.isFinite(typed) && typed >= 0;
+        box.setCustomValidity(valid ? "" : "a number of 0 or more");
+        if (!valid) return;
+        thresholds[name] = typed;
+        changed();
+      });
+      return ps.el("label", {}, name, box);
+    });
   };
 
   // The thresholds a sample was trained with, where it says so.

@@ -1,19 +1,20 @@
 // Numbers to colours: which columns can be coloured by, what their zero is, and how strong a value shows.
 "use strict";
 {
-  // centre: the value without colour. Two-sided columns show above in the warm, below in the cool colour.
+  // centre: the value without colour. fixed: how far from it a value has full colour, in every sample, step and run.
+  // Two-sided columns show above in the warm, below in the cool colour.
   ps.columns = [
-    { key: "mismatch_kl", label: "mismatch KL", centre: 0 },
-    { key: "importance_ratio", label: "ratio", centre: 1, twoSided: true },
-    { key: "log_importance_ratio", label: "log ratio", centre: 0, twoSided: true },
-    { key: "prob_delta", label: "probability delta", centre: 0, twoSided: true },
-    { key: "advantages", label: "advantage", centre: 0, twoSided: true },
-    { key: "entropy", label: "entropy", centre: 0 },
-    { key: "trainer_logprobs", label: "logprob, trainer", centre: 0 },
-    { key: "inference_logprobs", label: "logprob, sampler", centre: 0 },
-    { key: "teacher_logprobs", label: "logprob, teacher", centre: 0 },
-    { key: "loss", label: "loss", centre: 0, twoSided: true },
-    { key: "rewards", label: "reward", centre: 0, twoSided: true },
+    { key: "mismatch_kl", label: "mismatch KL", centre: 0, fixed: 0.1 },
+    { key: "importance_ratio", label: "ratio", centre: 1, fixed: 0.5, twoSided: true },
+    { key: "log_importance_ratio", label: "log ratio", centre: 0, fixed: 0.5, twoSided: true },
+    { key: "prob_delta", label: "probability delta", centre: 0, fixed: 0.2, twoSided: true },
+    { key: "advantages", label: "advantage", centre: 0, fixed: 1, twoSided: true },
+    { key: "entropy", label: "entropy", centre: 0, fixed: 2 },
+    { key: "trainer_logprobs", label: "logprob, trainer", centre: 0, fixed: 5, negative: true },
+    { key: "inference_logprobs", label: "logprob, sampler", centre: 0, fixed: 5, negative: true },
+    { key: "teacher_logprobs", label: "logprob, teacher", centre: 0, fixed: 5, negative: true },
+    { key: "loss", label: "loss", centre: 0, fixed: 1, twoSided: true },
+    { key: "rewards", label: "reward", centre: 0, fixed: 1, twoSided: true },
   ];
   ps.labels = Object.fromEntries(ps.columns.map((column) => [column.key, column.label]));
   Object.assign(ps.labels, {
@@ -38,24 +39,32 @@
     return ps.columns.filter((column) => sample.columns[column.key]).concat(own);
   };
 
-  ps.percentile = function (values, percent) {
+  function percentile(values, percent) {
     const sorted = Float64Array.from(values).sort();
-    if (!sorted.length) return NaN;
     return sorted[Math.min(sorted.length - 1, Math.floor((sorted.length * percent) / 100))];
-  };
+  }
 
-  // How far from its centre a value must be for full colour: typed, or the percentile over trained tokens.
-  ps.scaleOf = function (sample, column, percent, typed) {
-    if (typed > 0) return typed;
+  function ofSample(sample, column) {
     const values = sample.columns[column.key];
-    if (!values) return 1;
     const mask = sample.columns.loss_mask;
     const sizes = [];
-    for (let i = 0; i < values.length; i++) {
+    for (let i = 0; values && i < values.length; i++) {
       const size = Math.abs(values[i] - column.centre);
       if (mask[i] && size > 0 && Number.isFinite(size)) sizes.push(size);
     }
-    return sizes.length ? Math.max(ps.percentile(sizes, percent), 1e-9) : 1;
+    return sizes.length ? Math.max(percentile(sizes, 95), 1e-9) : 1;
+  }
+
+  // How far from its centre a value must be for full colour, and in words where that comes from.
+  ps.scaleOf = function (sample, column, kind, scales, typed) {
+    const ofStep = scales && scales[column.key];
+    if (typed > 0) return { scale: typed, name: "value you typed" };
+    if (kind === "sample") return { scale: ofSample(sample, column), name: "95 % of this sample" };
+    if (kind === "step" && ofStep) return { scale: ofStep.p95, name: "95 % of this step" };
+    if (column.fixed) return { scale: column.fixed, name: "fixed, the same everywhere" };
+    return ofStep
+      ? { scale: ofStep.p95, name: "95 % of this step" }
+      : { scale: ofSample(sample, column), name: "95 % of this sample" };
   };
 
   ps.strength = (value, column, scale) => Math.max(-1, Math.min(1, (value - column.centre) / scale));

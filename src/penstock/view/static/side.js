@@ -2,6 +2,7 @@
 "use strict";
 {
   let sample = null;
+  let other = null; // the same sample of the run it is compared with
   let parts = null;
   let rule = "dppo";
   let thresholds = {};
@@ -10,9 +11,7 @@
   let pick = () => {};
   let onRule = () => {};
 
-  function section(title, ...children) {
-    return ps.el("section", {}, ps.el("h2", {}, title), ...children);
-  }
+  const section = (title, ...children) => ps.el("section", {}, ps.el("h2", {}, title), ...children);
 
   const ORDER = [
     "token_ids",
@@ -34,114 +33,110 @@
     "is_masked_low",
   ];
 
-  function showToken(i) {
-    const known = Object.keys(sample.columns);
-    const rows = [...ORDER.filter((key) => known.includes(key)), ...known.filter((key) => !ORDER.includes(key))];
-    const cells = rows.map((key) => {
-      const value = sample.columns[key][i];
-      const flag = sample.columns[key] instanceof Uint8Array;
-      const text = flag ? (value ? "yes" : "no") : key === "token_ids" ? String(value) : ps.value(value);
-      return ps.el(
-        "tr",
-        {},
-        ps.el("th", { scope: "row" }, ps.labels[key] || key),
-        ps.el("td", { data: { column: key } }, text),
-      );
-    });
-    if (live)
-      cells.push(
-        ps.el(
-          "tr",
-          {},
-          ps.el("th", { scope: "row" }, "masked by " + ps.rules[rule].label),
-          ps.el("td", { data: { column: "live" } }, live[i] ? "yes" : "no"),
-        ),
-      );
-    parts.token.replaceChildren(
-      ps.el(
-        "p",
-        { class: "piece" },
-        ps.el("code", {}, ps.tokens.text(i)),
-        ps.el("span", { class: "dim" }, "token " + i),
-      ),
-      ps.el("table", {}, ps.el("tbody", {}, ...cells)),
+  function text(of, key, i) {
+    const values = of.columns[key];
+    if (!values || i >= of.count) return "–";
+    if (values instanceof Uint8Array) return values[i] ? "yes" : "no";
+    return key === "token_ids" ? String(values[i]) : ps.value(values[i]);
+  }
+
+  function line(name, key, ...cells) {
+    const differs = cells.length > 1 && cells[0] !== cells[1];
+    return ps.el(
+      "tr",
+      { class: differs ? "differs" : "" },
+      ps.el("th", { scope: "row" }, name),
+      ...cells.map((cell, side) => ps.el("td", { data: side ? { other: key } : { column: key } }, cell)),
     );
   }
 
-  function count(masks) {
-    return masks ? masks.reduce((sum, mask) => sum + (mask ? 1 : 0), 0) : 0;
+  function showToken(i) {
+    const known = [...new Set([...Object.keys(sample.columns), ...(other ? Object.keys(other.columns) : [])])];
+    const rows = [...ORDER.filter((key) => known.includes(key)), ...known.filter((key) => !ORDER.includes(key))];
+    const cells = rows.map((key) =>
+      line(ps.labels[key] || key, key, ...[sample, other].filter(Boolean).map((one) => text(one, key, i))),
+    );
+    if (live) cells.push(line("masked by " + ps.rules[rule].label, "live", live[i] ? "yes" : "no"));
+    const head = other
+      ? ps.el("thead", {}, ps.el("tr", {}, ...["", "A", "B"].map((name) => ps.el("th", { scope: "col" }, name))))
+      : null;
+    ps.fill(
+      parts.token,
+      ps.el(
+        "p",
+        { class: "piece" },
+        ps.el("code", {}, ps.tokens.text(i) ?? "–"),
+        ps.el("span", { class: "dim" }, "token " + i),
+      ),
+      ps.el("table", {}, ...[head, ps.el("tbody", {}, ...cells)].filter(Boolean)),
+    );
   }
 
-  function recount() {
-    live = ps.judge(sample, rule, thresholds);
-    const trained = count(sample.columns.loss_mask);
-    if (!live) {
-      parts.counts.replaceChildren(ps.el("p", { class: "dim" }, "This sample has no values for this rule."));
-      onRule(null);
-      return;
-    }
-    let both = 0;
-    let only = 0;
-    let missed = 0;
-    for (let i = 0; i < sample.count; i++) {
-      const was = exported && exported[i];
-      if (live[i] && was) both += 1;
-      else if (live[i]) only += 1;
-      else if (was) missed += 1;
-    }
-    const line = (name, value, id) =>
+  // What a screen reader says of the token under the cursor.
+  function spoken(i) {
+    const column = ps.bar.column();
+    const words = [ps.tokens.text(i), "token " + i, sample.columns.loss_mask[i] ? "trained" : "context"];
+    if (column && sample.columns[column.key]) words.push(column.label + " " + text(sample, column.key, i));
+    if (exported && exported[i]) words.push("masked");
+    return words.join(", ");
+  }
+
+  const count = (masks) => (masks ? masks.reduce((sum, mask) => sum + (mask ? 1 : 0), 0) : 0);
+
+  // What a rule masks beside what training masked, as a table; `of` is the number of trained tokens.
+  ps.ruleTable = function (found, prefix) {
+    const row = (name, value, id) =>
       ps.el(
         "tr",
         {},
         ps.el("th", { scope: "row" }, name),
-        ps.el("td", { id }, ps.number(value)),
-        ps.el("td", { class: "dim" }, ps.percent(value, trained)),
+        ps.el("td", { id: prefix + id }, ps.number(value)),
+        ps.el("td", { class: "dim" }, ps.percent(value, found.trained)),
       );
-    const high = live.reduce((sum, mask) => sum + (mask === 1 ? 1 : 0), 0);
     const rows = [
-      line("masked now", both + only, "live-masked"),
-      line("of these high", high, "live-high"),
-      line("of these low", both + only - high, "live-low"),
+      row("masked now", found.masked, "live-masked"),
+      row("of these high", found.high, "live-high"),
+      row("of these low", found.low, "live-low"),
     ];
-    if (exported)
+    if (found.in_training !== undefined)
       rows.push(
-        line("masked in training", both + missed, "trained-masked"),
-        line("in both", both, "in-both"),
-        line("now only", only, "now-only"),
-        line("in training only", missed, "training-only"),
+        row("masked in training", found.in_training, "trained-masked"),
+        row("in both", found.both, "in-both"),
+        row("now only", found.now_only, "now-only"),
+        row("in training only", found.training_only, "training-only"),
       );
-    parts.counts.replaceChildren(ps.el("table", {}, ps.el("tbody", {}, ...rows)));
+    return ps.el("table", {}, ps.el("tbody", {}, ...rows));
+  };
+
+  function recount() {
+    live = ps.judge(sample, rule, thresholds);
+    if (!live) {
+      parts.counts.replaceChildren(ps.el("p", { class: "dim" }, "This sample has no values for this rule."));
+      onRule(null);
+      drawMarks();
+      return;
+    }
+    const found = { trained: count(sample.columns.loss_mask), masked: count(live), both: 0, now_only: 0 };
+    found.high = live.reduce((sum, mask) => sum + (mask === 1 ? 1 : 0), 0);
+    found.low = found.masked - found.high;
+    if (exported) {
+      for (let i = 0; i < sample.count; i++) if (live[i]) found[exported[i] ? "both" : "now_only"] += 1;
+      found.in_training = count(exported);
+      found.training_only = found.in_training - found.both;
+    }
+    parts.counts.replaceChildren(ps.ruleTable(found, ""));
     onRule(live);
     drawMarks();
   }
 
-  function inputs() {
-    const boxes = Object.entries(thresholds).map(([name, value]) => {
-      const box = ps.el("input", {
-        type: "number",
-        step: "0.05",
-        min: "0",
-        value: String(value),
-        id: "threshold-" + name,
-        "aria-label": name,
-      });
-      box.addEventListener("input", () => {
-        if (box.value === "" || Number.isNaN(Number(box.value))) return;
-        thresholds[name] = Number(box.value);
-        recount();
-      });
-      return ps.el("label", {}, name, box);
-    });
-    parts.about.textContent = "Masks a trained token whose " + ps.rules[rule].about + ".";
-    parts.inputs.replaceChildren(
-      ...boxes,
-      ps.el("button", { type: "button", id: "reset", on: { click: reset } }, "reset"),
-    );
-  }
-
   function reset() {
     thresholds = ps.thresholdsOf(sample, rule);
-    inputs();
+    parts.about.textContent =
+      "Masks a trained token " + ps.rules[rule].about + ". The Step page counts over all samples.";
+    parts.inputs.replaceChildren(
+      ...ps.thresholdBoxes(thresholds, recount, "threshold-"),
+      ps.el("button", { type: "button", id: "reset", on: { click: reset } }, "reset"),
+    );
     recount();
   }
 
@@ -151,27 +146,27 @@
     reset();
   }
 
+  // Where a rule's thresholds lie on the axis of the ratio, in powers of ten.
+  ps.edgesOf = function (name, t) {
+    const edges = name === "icepop" ? [t.low, t.high] : name === "ppo" ? [1 - t.low, 1 + t.high] : [];
+    return edges.map(Math.log10).filter(Number.isFinite);
+  };
+  ps.power = (value) => ps.number(Number((10 ** value).toPrecision(3)));
+
   function drawMarks() {
     const c = sample.columns;
     const log = (value) => Math.log10(value);
-    const power = (value) => ps.number(Number((10 ** value).toPrecision(3)));
-    const edges =
-      rule === "icepop"
-        ? [thresholds.low, thresholds.high]
-        : rule === "ppo"
-          ? [1 - thresholds.low, 1 + thresholds.high]
-          : [];
     ps.histogram(parts.ratio, c.importance_ratio || [], {
       mask: c.loss_mask,
       transform: log,
-      format: power,
-      marks: edges,
+      format: ps.power,
+      marks: ps.edgesOf(rule, thresholds).map((edge) => 10 ** edge),
       label: "ratio",
     });
     ps.histogram(parts.kl, c.mismatch_kl || [], {
       mask: c.loss_mask,
       transform: (value) => log(Math.max(value, 1e-9)),
-      format: power,
+      format: ps.power,
       label: "mismatch KL",
     });
     drawScatter();
@@ -189,8 +184,9 @@
 
   ps.side = {
     // Fill the column for a sample; `go` opens a token, `changed` hears of the masks of the rule being tried.
-    show(element, opened, go, changed) {
+    show(element, opened, compared, go, changed) {
       sample = opened;
+      other = compared;
       pick = go;
       onRule = changed;
       exported = ps.exported(sample);
@@ -204,18 +200,20 @@
         inputs: ps.el("div", { class: "inputs" }),
         about: ps.el("p", { class: "dim small" }),
       };
-      parts.rule = ps.el(
-        "select",
-        { id: "rule", "aria-label": "Rule", on: { change: () => choose(parts.rule.value) } },
-        ...Object.entries(ps.rules).map(([name, one]) => ps.el("option", { value: name }, one.label)),
+      parts.rule = ps.select(
+        "rule",
+        "Rule",
+        Object.entries(ps.rules).map(([name, one]) => [name, one.label]),
+        rule,
+        choose,
       );
       parts.token.append(ps.el("p", { class: "dim" }, "Point at a token, or move with the arrow keys."));
       element.replaceChildren(
         section("Token", parts.token),
+        section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
         section("Ratio", parts.ratio),
         section("Mismatch KL", parts.kl),
         section("Trainer and sampler", parts.scatter),
-        section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
       );
       const own = sample.facts.rule && sample.facts.rule.kind;
       choose(ps.rules[own] ? own : own === "opd" ? "dppo" : rule);
@@ -223,8 +221,12 @@
     token(i) {
       if (sample && parts) showToken(i);
     },
-    // The cursor moved for good: draw it into the scatter too.
-    settle: () => sample && parts && drawScatter(),
+    // The cursor moved for good: draw it into the scatter too, and say what is under it.
+    settle(i) {
+      if (!sample || !parts) return;
+      drawScatter();
+      document.getElementById("spoken").textContent = spoken(i);
+    },
     masks: () => live,
     exported: () => exported,
     redraw: () => sample && parts && drawMarks(),

@@ -4,6 +4,7 @@
   const holder = document.getElementById("embedded");
   const embedded = holder ? JSON.parse(holder.textContent) : null;
   const kept = new Map();
+  const FRESH = new Set(["overview", "dropped", "whatif", "search"]); // asked anew each time
 
   async function ask(name, query) {
     const key = name + "?" + new URLSearchParams(query || {});
@@ -15,9 +16,9 @@
     const answer = await fetch("api/" + key, { credentials: "same-origin" });
     if (!answer.ok) throw new Error(await answer.text());
     const found = await answer.json();
-    if (name !== "overview") {
+    if (!FRESH.has(name)) {
       kept.set(key, found);
-      if (kept.size > 12) kept.delete(kept.keys().next().value);
+      if (kept.size > 24) kept.delete(kept.keys().next().value);
     }
     return found;
   }
@@ -39,16 +40,72 @@
     return found;
   }
 
+  const opened = ({ record, texts }) => ({
+    facts: record,
+    columns: columns(record),
+    texts,
+    count: record.token_ids.length,
+  });
+  const ofRun = (at) => ({ export: at.export, run: at.run });
+  const ofStep = (at) => ({ ...ofRun(at), step: at.step });
+
+  function* embeddedSamples() {
+    for (const [key, answer] of Object.entries(embedded.answers))
+      if (key.startsWith("sample?")) yield [Number(new URLSearchParams(key.slice(7)).get("sample")), opened(answer)];
+  }
+
+  // What the server counts over a step, counted over the samples in the page.
+  function countRule(rule, thresholds) {
+    const sum = { trained: 0, masked: 0, high: 0, low: 0, samples: 0, in_training: 0, both: 0, now_only: 0 };
+    sum.training_only = 0;
+    let known = false;
+    for (const [, sample] of embeddedSamples()) {
+      const live = ps.judge(sample, rule, thresholds);
+      const trained = ps.exported(sample);
+      known = known || live !== null;
+      sum.trained += sample.columns.loss_mask.reduce((a, b) => a + b, 0);
+      if (live && live.some(Boolean)) sum.samples += 1;
+      for (let i = 0; live && i < sample.count; i++) {
+        const was = trained && trained[i];
+        if (was) sum.in_training += 1;
+        if (live[i]) {
+          sum.masked += 1;
+          sum[live[i] === 1 ? "high" : "low"] += 1;
+          sum[was ? "both" : "now_only"] += 1;
+        } else if (was) sum.training_only += 1;
+      }
+    }
+    return known ? sum : null;
+  }
+
+  function searchEmbedded(query) {
+    const wanted = query.trim().toLowerCase();
+    const ids = /^\d+([\s,]+\d+)*$/.test(wanted) ? " " + wanted.split(/[\s,]+/).join(" ") + " " : null;
+    const found = [];
+    for (const [index, sample] of embeddedSamples()) {
+      const all = Array.from(sample.columns.token_ids);
+      const text = all.map((id) => sample.texts[id] ?? "").join("");
+      if (text.toLowerCase().includes(wanted) || (ids && (" " + all.join(" ") + " ").includes(ids)))
+        found.push([index, -1]);
+    }
+    return { found };
+  }
+
   ps.source = {
     isEmbedded: Boolean(embedded),
     overview: () => ask("overview"),
-    run: (at) => ask("run", { export: at.export, run: at.run }),
-    step: (at) => ask("step", { export: at.export, run: at.run, step: at.step }),
-    async sample(at) {
-      const query = { export: at.export, run: at.run, step: at.step, sample: at.sample };
-      const { record, texts } = await ask("sample", query);
-      return { facts: record, columns: columns(record), texts, count: record.token_ids.length };
-    },
+    run: (at) => ask("run", ofRun(at)),
+    step: (at) => ask("step", ofStep(at)),
+    group: (at, group) => ask("group", { ...ofStep(at), group }),
+    dropped: (at) => ask("dropped", ofRun(at)),
+    droppedGroup: async (at, group) =>
+      (await ask("dropped_group", { ...ofRun(at), group })).samples.map((one) => opened(one)),
+    sample: async (at) => opened(await ask("sample", { ...ofStep(at), sample: at.sample })),
+    whatIf: (at, rule, thresholds) =>
+      embedded ? countRule(rule, thresholds) : ask("whatif", { ...ofStep(at), rule, ...thresholds }),
+    search: (at, query) => (embedded ? searchEmbedded(query) : ask("search", { ...ofStep(at), query })),
     image: (digest) => (embedded ? embedded.images[digest] || null : "image/" + encodeURIComponent(digest)),
+    // Forget what was asked of a run: it has gone on.
+    forgetRun: (at) => kept.delete("run?" + new URLSearchParams(ofRun(at))),
   };
 }

@@ -7,261 +7,277 @@
   const OVERSCAN = 12;
   const MARKS = ["", " high", " low", " other"];
 
-  let sample = null;
-  let view = null; // { scroller, spacer, tops, starts, blocks }
-  let lines = new Map(); // line number -> its element
-  let look = { column: ps.columns[0], scale: 1, exported: null, live: null };
-  let cursor = -1;
-  let onCursor = () => {};
-  let shownTexts = [];
-  const widths = new Map();
+  const widths = new Map(); // of texts, in the font they were measured in
+  let measured = "";
   let measuring = null;
 
-  function widthOf(text) {
-    let width = widths.get(text);
-    if (width === undefined) {
-      width = measuring.measureText(text).width;
-      if (widths.size < 200000) widths.set(text, width);
+  // A view of one sample at a time; a comparison has two of them.
+  ps.newTokens = function (id, label) {
+    let sample = null;
+    let view = null; // { scroller, spacer, tops, starts, blocks }
+    let lines = new Map(); // line number -> its element
+    const look = { column: ps.columns[0], scale: 1, exported: null, live: null, differs: null };
+    let cursor = -1;
+    let onCursor = () => {};
+    let shownTexts = [];
+
+    function widthOf(text) {
+      let width = widths.get(text);
+      if (width === undefined) {
+        width = measuring.measureText(text).width;
+        if (widths.size < 200000) widths.set(text, width);
+      }
+      return width;
     }
-    return width;
-  }
 
-  function textOf(i) {
-    const id = sample.columns.token_ids[i];
-    const text = sample.texts[id];
-    return text === undefined ? String(id) : text;
-  }
+    function textOf(i) {
+      const id = sample.columns.token_ids[i];
+      const text = sample.texts[id];
+      return text === undefined ? String(id) : text;
+    }
 
-  // Where a new block begins and what it is called: chat roles where the texts show them, else runs of the loss mask.
-  function blocksOf() {
-    const found = [];
-    for (let i = 0; i < sample.count; i++)
-      if (shownTexts[i] === "<|im_start|>")
-        found.push({ start: i, label: (shownTexts[i + 1] || "").trim() || "message" });
-    if (found.length) {
-      if (found[0].start > 0) found.unshift({ start: 0, label: "context" });
+    // Where a new block begins and what it is called: chat roles where the texts show them, else runs of the loss mask.
+    function blocksOf() {
+      const found = [];
+      for (let i = 0; i < sample.count; i++)
+        if (shownTexts[i] === "<|im_start|>")
+          found.push({ start: i, label: (shownTexts[i + 1] || "").trim() || "message" });
+      if (found.length) {
+        if (found[0].start > 0) found.unshift({ start: 0, label: "context" });
+        return found;
+      }
+      const mask = sample.columns.loss_mask;
+      for (let i = 0; i < sample.count; i++)
+        if (i === 0 || mask[i] !== mask[i - 1]) found.push({ start: i, label: mask[i] ? "trained" : "context" });
       return found;
     }
-    const mask = sample.columns.loss_mask;
-    for (let i = 0; i < sample.count; i++)
-      if (i === 0 || mask[i] !== mask[i - 1]) found.push({ start: i, label: mask[i] ? "trained" : "context" });
-    return found;
-  }
 
-  function layOut(width) {
-    const starts = []; // first token of each line
-    const tops = [];
-    const images = new Map((sample.facts.images || []).map((image) => [image.offset, image]));
-    const labels = new Map(view.blocks.map((block) => [block.start, block.label]));
-    const hasTexts = Object.keys(sample.texts).length > 0;
-    const gap = hasTexts ? 1 : 7;
-    let x = Infinity;
-    let top = 6;
-    const begin = (i) => {
-      starts.push(i);
-      tops.push(top);
-      top += LINE;
-      x = 0;
-    };
-    view.pictures = new Map();
-    for (let i = 0; i < sample.count; i++) {
-      const image = images.get(i);
-      if (image) {
-        if (labels.has(i) && starts.length) top += 10;
-        begin(i);
-        view.pictures.set(starts.length - 1, image);
-        top += LINE * (IMAGE_LINES - 1);
-        i += image.length - 1;
-        x = Infinity;
-        continue;
+    function layOut(width) {
+      const starts = []; // first token of each line
+      const tops = [];
+      const images = new Map((sample.facts.images || []).map((image) => [image.offset, image]));
+      const labels = new Map(view.blocks.map((block) => [block.start, block.label]));
+      const hasTexts = Object.keys(sample.texts).length > 0;
+      const gap = hasTexts ? 1 : 7;
+      let x = Infinity;
+      let top = 6;
+      const begin = (i) => {
+        starts.push(i);
+        tops.push(top);
+        top += LINE;
+        x = 0;
+      };
+      view.pictures = new Map();
+      for (let i = 0; i < sample.count; i++) {
+        const image = images.get(i);
+        if (image) {
+          if (labels.has(i) && starts.length) top += 10;
+          begin(i);
+          view.pictures.set(starts.length - 1, image);
+          top += LINE * (IMAGE_LINES - 1);
+          i += image.length - 1;
+          x = Infinity;
+          continue;
+        }
+        const text = shownTexts[i];
+        const wide = widthOf(text) + gap;
+        if (labels.has(i) && starts.length) {
+          top += 10;
+          begin(i);
+        } else if (x === Infinity || (x > 0 && x + wide > width)) begin(i);
+        x += wide;
+        if (hasTexts && text.endsWith("↵")) x = Infinity;
       }
-      const text = shownTexts[i];
-      const wide = widthOf(text) + gap;
-      if (labels.has(i) && starts.length) {
-        top += 10;
-        begin(i);
-      } else if (x === Infinity || (x > 0 && x + wide > width)) begin(i);
-      x += wide;
-      if (hasTexts && text.endsWith("↵")) x = Infinity;
+      Object.assign(view, { starts, tops, labels, height: top + 40 });
     }
-    Object.assign(view, { starts, tops, labels, height: top + 40 });
-  }
 
-  function lineAt(position) {
-    let low = 0;
-    let high = view.tops.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (view.tops[middle] <= position) low = middle;
-      else high = middle - 1;
-    }
-    return low;
-  }
-
-  function lineOf(token) {
-    let low = 0;
-    let high = view.starts.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (view.starts[middle] <= token) low = middle;
-      else high = middle - 1;
-    }
-    return low;
-  }
-
-  function endOf(line) {
-    return line + 1 < view.starts.length ? view.starts[line + 1] : sample.count;
-  }
-
-  function tokenElement(i) {
-    const trained = sample.columns.loss_mask[i];
-    let name = "tok" + (trained ? "" : " context") + (i === cursor ? " cursor" : "");
-    if (look.exported && look.exported[i]) name += " masked" + MARKS[look.exported[i]];
-    if (look.live && look.live[i]) name += " live";
-    const element = document.createElement("span");
-    element.className = name;
-    element.dataset.i = i;
-    element.textContent = shownTexts[i];
-    const values = sample.columns[look.column.key];
-    if (trained && values)
-      element.style.backgroundColor = ps.colour(ps.strength(values[i], look.column, look.scale), look.column);
-    return element;
-  }
-
-  function pictureElement(image, first) {
-    const source = ps.source.image(image.hash);
-    const caption = image.width + " × " + image.height + " · " + image.length + " tokens from " + first;
-    const shown = source
-      ? ps.el("img", {
-          src: source,
-          alt: "image of the sample",
-          loading: "lazy",
-          on: { error: () => shown.replaceWith("image " + image.hash.slice(0, 12)) },
-        })
-      : ps.el("span", { class: "dim" }, "image " + image.hash.slice(0, 12));
-    return ps.el("figure", {}, shown, ps.el("figcaption", {}, caption));
-  }
-
-  function lineElement(line) {
-    const start = view.starts[line];
-    const element = ps.el("div", { class: "tokline" });
-    const label = view.labels.get(start);
-    element.append(ps.el("span", { class: "gutter" }, label ? ps.el("b", {}, label) : null, String(start)));
-    const image = view.pictures.get(line);
-    if (image) element.append(pictureElement(image, start));
-    else for (let i = start; i < endOf(line); i++) element.append(tokenElement(i));
-    element.style.top = view.tops[line] + "px";
-    return element;
-  }
-
-  function draw() {
-    if (!view) return;
-    const { scroller, spacer } = view;
-    const first = Math.max(0, lineAt(scroller.scrollTop) - OVERSCAN);
-    const last = Math.min(view.tops.length - 1, lineAt(scroller.scrollTop + scroller.clientHeight) + OVERSCAN);
-    for (const [line, element] of lines)
-      if (line < first || line > last) {
-        element.remove();
-        lines.delete(line);
+    function lineAt(position) {
+      let low = 0;
+      let high = view.tops.length - 1;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (view.tops[middle] <= position) low = middle;
+        else high = middle - 1;
       }
-    for (let line = first; line <= last; line++)
-      if (!lines.has(line)) {
-        const element = lineElement(line);
-        lines.set(line, element);
-        spacer.append(element);
+      return low;
+    }
+
+    function lineOf(token) {
+      let low = 0;
+      let high = view.starts.length - 1;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (view.starts[middle] <= token) low = middle;
+        else high = middle - 1;
       }
-  }
-
-  function redraw() {
-    for (const element of lines.values()) element.remove();
-    lines = new Map();
-    draw();
-  }
-
-  function reflow() {
-    const style = getComputedStyle(view.scroller);
-    measuring = document.createElement("canvas").getContext("2d");
-    const font = style.fontSize + " " + style.fontFamily;
-    if (measuring.font !== font) {
-      measuring.font = font;
-      if (view.font !== font) widths.clear();
-      view.font = font;
+      return low;
     }
-    layOut(view.scroller.clientWidth - 96 - 24);
-    view.spacer.style.height = view.height + "px";
-    redraw();
-  }
 
-  function place(token) {
-    if (cursor >= 0) {
-      const old = view.spacer.querySelector(".cursor");
-      if (old) old.classList.remove("cursor");
+    function endOf(line) {
+      return line + 1 < view.starts.length ? view.starts[line + 1] : sample.count;
     }
-    cursor = token;
-    const element = view.spacer.querySelector('[data-i="' + token + '"]');
-    if (element) element.classList.add("cursor");
-  }
 
-  ps.tokens = {
-    // Show a sample in the column; `tell` hears of the token under the cursor.
-    show(element, opened, tell) {
-      sample = opened;
-      cursor = -1;
-      onCursor = tell;
-      shownTexts = Array.from({ length: sample.count }, (_, i) => ps.visible(textOf(i)));
-      const spacer = ps.el("div", { class: "spacer" });
-      const named = Object.keys(sample.texts).length > 0;
-      const scroller = ps.el(
-        "div",
-        { class: "scroller tokens" + (named ? "" : " ids"), id: "tokens", tabIndex: 0 },
-        spacer,
-      );
-      scroller.setAttribute("aria-label", "Tokens; arrow keys move between them");
-      scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
-      scroller.addEventListener("mouseover", (event) => {
-        if (event.target.dataset && event.target.dataset.i !== undefined)
-          onCursor(Number(event.target.dataset.i), false);
-      });
-      scroller.addEventListener("click", (event) => {
-        if (event.target.dataset && event.target.dataset.i !== undefined)
-          ps.tokens.go(Number(event.target.dataset.i), false);
-      });
-      view = { scroller, spacer, blocks: blocksOf() };
+    function tokenElement(i) {
+      const trained = sample.columns.loss_mask[i];
+      let name = "tok" + (trained ? "" : " context") + (i === cursor ? " cursor" : "");
+      if (look.exported && look.exported[i]) name += " masked" + MARKS[look.exported[i]];
+      if (look.live && look.live[i]) name += " live";
+      if (look.differs && look.differs[i]) name += " differs";
+      const element = document.createElement("span");
+      element.className = name;
+      element.dataset.i = i;
+      element.textContent = shownTexts[i];
+      const values = sample.columns[look.column.key];
+      if (trained && values)
+        element.style.backgroundColor = ps.colour(ps.strength(values[i], look.column, look.scale), look.column);
+      return element;
+    }
+
+    function pictureElement(image, first) {
+      const source = ps.source.image(image.hash);
+      const caption = image.width + " × " + image.height + " · " + image.length + " tokens from " + first;
+      const shown = source
+        ? ps.el("img", {
+            src: source,
+            alt: "image of the sample",
+            loading: "lazy",
+            on: { error: () => shown.replaceWith("image " + image.hash.slice(0, 12)) },
+          })
+        : ps.el("span", { class: "dim" }, "image " + image.hash.slice(0, 12));
+      return ps.el("figure", {}, shown, ps.el("figcaption", {}, caption));
+    }
+
+    function lineElement(line) {
+      const start = view.starts[line];
+      const element = ps.el("div", { class: "tokline" });
+      const label = view.labels.get(start);
+      element.append(ps.el("span", { class: "gutter" }, label ? ps.el("b", {}, label) : null, String(start)));
+      const image = view.pictures.get(line);
+      if (image) element.append(pictureElement(image, start));
+      else for (let i = start; i < endOf(line); i++) element.append(tokenElement(i));
+      element.style.top = view.tops[line] + "px";
+      return element;
+    }
+
+    function draw() {
+      if (!view) return;
+      const { scroller, spacer } = view;
+      const first = Math.max(0, lineAt(scroller.scrollTop) - OVERSCAN);
+      const last = Math.min(view.tops.length - 1, lineAt(scroller.scrollTop + scroller.clientHeight) + OVERSCAN);
+      for (const [line, element] of lines)
+        if (line < first || line > last) {
+          element.remove();
+          lines.delete(line);
+        }
+      for (let line = first; line <= last; line++)
+        if (!lines.has(line)) {
+          const element = lineElement(line);
+          lines.set(line, element);
+          spacer.append(element);
+        }
+    }
+
+    function redraw() {
+      for (const element of lines.values()) element.remove();
       lines = new Map();
-      element.replaceChildren(scroller);
-      reflow();
-      return scroller;
-    },
-    // Change what tokens are coloured and marked by.
-    paint(changes) {
-      Object.assign(look, changes);
-      if (view) redraw();
-    },
-    // Put the cursor on a token, scrolling to it where it is out of sight.
-    go(token, scroll = true) {
-      if (!view || !(token >= 0 && token < sample.count)) return;
-      const line = lineOf(token);
-      const { scroller } = view;
-      const top = view.tops[line];
-      if (scroll && (top < scroller.scrollTop + LINE || top > scroller.scrollTop + scroller.clientHeight - 2 * LINE)) {
-        scroller.scrollTop = top - scroller.clientHeight / 2;
-        draw();
+      draw();
+    }
+
+    function reflow() {
+      const style = getComputedStyle(view.scroller);
+      measuring = document.createElement("canvas").getContext("2d");
+      const font = style.fontSize + " " + style.fontFamily;
+      measuring.font = font;
+      if (measured !== font) widths.clear();
+      measured = font;
+      const gutter = view.scroller.clientWidth < 520 ? 52 : 96;
+      view.scroller.style.setProperty("--gutter", gutter + "px");
+      layOut(view.scroller.clientWidth - gutter - 24);
+      view.spacer.style.height = view.height + "px";
+      redraw();
+    }
+
+    function place(token) {
+      if (cursor >= 0) {
+        const old = view.spacer.querySelector(".cursor");
+        if (old) old.classList.remove("cursor");
       }
-      place(token);
-      onCursor(token, true);
-    },
-    // The token above or below the cursor, at about the same distance from the margin.
-    vertical(by) {
-      const line = lineOf(Math.max(cursor, 0));
-      const next = Math.max(0, Math.min(view.starts.length - 1, line + by));
-      return Math.min(view.starts[next] + Math.max(cursor, 0) - view.starts[line], endOf(next) - 1);
-    },
-    cursor: () => cursor,
-    text: (i) => shownTexts[i],
-    resize: () => view && sample && reflow(),
-    clear: () => {
-      view = null;
-      sample = null;
-    },
+      cursor = token;
+      const element = view.spacer.querySelector('[data-i="' + token + '"]');
+      if (element) element.classList.add("cursor");
+    }
+
+    const self = {
+      // Show a sample in the column; `tell` hears of the token under the cursor.
+      show(element, opened, tell) {
+        sample = opened;
+        cursor = -1;
+        onCursor = tell;
+        shownTexts = Array.from({ length: sample.count }, (_, i) => ps.visible(textOf(i)));
+        const spacer = ps.el("div", { class: "spacer" });
+        const named = Object.keys(sample.texts).length > 0;
+        const scroller = ps.el(
+          "div",
+          { class: "scroller tokens" + (named ? "" : " ids"), id, tabIndex: 0, role: "application" },
+          spacer,
+        );
+        scroller.setAttribute("aria-label", label);
+        scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
+        scroller.addEventListener("mouseover", (event) => {
+          if (event.target.dataset && event.target.dataset.i !== undefined)
+            onCursor(Number(event.target.dataset.i), false);
+        });
+        scroller.addEventListener("click", (event) => {
+          if (event.target.dataset && event.target.dataset.i !== undefined)
+            self.go(Number(event.target.dataset.i), false);
+        });
+        view = { scroller, spacer, blocks: blocksOf() };
+        lines = new Map();
+        element.replaceChildren(scroller);
+        reflow();
+        return scroller;
+      },
+      // Change what tokens are coloured and marked by.
+      paint(changes) {
+        Object.assign(look, changes);
+        if (view) redraw();
+      },
+      // Put the cursor on a token, scrolling to it where it is out of sight.
+      go(token, scroll = true) {
+        if (!view || !(token >= 0 && token < sample.count)) return;
+        const line = lineOf(token);
+        const { scroller } = view;
+        const top = view.tops[line];
+        if (
+          scroll &&
+          (top < scroller.scrollTop + LINE || top > scroller.scrollTop + scroller.clientHeight - 2 * LINE)
+        ) {
+          scroller.scrollTop = top - scroller.clientHeight / 2;
+          draw();
+        }
+        place(token);
+        onCursor(token, true);
+      },
+      // The token above or below the cursor, at about the same distance from the margin.
+      vertical(by) {
+        const line = lineOf(Math.max(cursor, 0));
+        const next = Math.max(0, Math.min(view.starts.length - 1, line + by));
+        return Math.min(view.starts[next] + Math.max(cursor, 0) - view.starts[line], endOf(next) - 1);
+      },
+      cursor: () => cursor,
+      text: (i) => shownTexts[i],
+      resize() {
+        if (!view || !sample) return;
+        reflow();
+        if (cursor >= 0) self.go(cursor);
+      },
+      clear: () => {
+        view = null;
+        sample = null;
+      },
+    };
+    return self;
   };
+
+  ps.tokens = ps.newTokens("tokens", "Tokens; arrow keys move between them");
 }

@@ -1,0 +1,48 @@
+"""The run's page while the run goes on: the viewer in a thread of the launcher, gone with it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.view.access import new_token
+from penstock.view.library import Library
+from penstock.view.reader import Export
+from penstock.view.vocabulary import open_vocabulary
+from penstock.view.web import listening, make_app, make_server
+
+_END_S = 10.0
+
+
+@contextlib.contextmanager
+def live_page(folder: Path) -> Iterator[str]:
+    """Serve the page of the run in a folder; gives its address, which holds the token."""
+    vocabulary = open_vocabulary(folder) if (folder / "tokenizer.json").is_file() else None
+    library = Library(exports={folder.name or "run": Export(folder, awaited=True)}, vocabulary=vocabulary)
+    if (folder / "assets").is_dir():
+        from penstock.assets import AssetStore
+
+        library.images = AssetStore(folder / "assets")
+    token = new_token()
+    with listening(0) as (listener, port):
+        server = make_server(make_app(library, token=token))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="run-page", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}/?token={token}"
+        finally:
+            server.should_exit = True
+            thread.join(_END_S)
+
+
+@contextlib.contextmanager
+def watched(folder: Path, *, quiet: bool) -> Iterator[None]:
+    """Serve the page of a run and say where, unless nothing is to be said: then nobody would know where it is."""
+    if quiet:
+        yield
+        return
+    with live_page(folder) as url:
+        print(f"Watch it: {url}", flush=True)
+        yield

@@ -1,0 +1,256 @@
+"""What the viewer shows: the runs of one or more folders, their steps, samples, groups and numbers. It only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.errors import InvalidInput, UnknownKey
+from penstock.view.dropped import dropped_of, records_of
+from penstock.view.evaluation_runs import EVALUATION, plane_of
+from penstock.view.folders import EXPORTS
+from penstock.view.index import StepIndex
+from penstock.view.jsonl import encode_line
+from penstock.view.prefix_tree import branches
+from penstock.view.reader import Export, Step
+from penstock.view.run_metrics import Places, as_columns, is_written, rows_since
+from penstock.view.run_state import state_of
+from penstock.view.tally import Tally, tally
+from penstock.view.token_search import find
+from penstock.view.vocabulary import Vocabulary, texts
+
+if TYPE_CHECKING:
+    from penstock.assets import AssetStore
+
+_IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_KEPT_STEPS = 6
+"""Indexes held in memory: about 80 bytes per token and some hundred per sample."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Library:
+    """What is shown: one or more exports by name, texts and images for them."""
+
+    exports: Mapping[str, Export]
+    """By the name shown for it; a diff has two."""
+    vocabulary: Vocabulary | None = None
+    images: AssetStore | None = None
+    parting: dict[str, Any] | None = None
+    """Where two runs first differ, when they were compared."""
+    _index: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._index = lru_cache(maxsize=_KEPT_STEPS)(self._read_index)
+
+    # -------------------------------------------------------------- runs
+
+    def overview(self) -> dict[str, Any]:
+        """Exports, runs, whether they are at work, and the numbers of their finished steps."""
+        return {
+            "exports": [
+                {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
+                for name, export in self.exports.items()
+            ],
+            "has_text": self.vocabulary is not None,
+            "has_images": self.images is not None,
+            "parting": self.parting,
+        }
+
+    def _run(self, export: str, run: str) -> dict[str, Any]:
+        state = state_of(self.home(export, run))
+        steps = [step.number for step in self._steps(export, run)]
+        return {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+
+    def _steps(self, export: str, run: str) -> list[Step]:
+        found = self._export(export)
+        return list(found.steps(run)) if not run or run in found.runs else []
+
+    def home(self, export: str, run: str) -> Path:
+        """The folder in which a run writes its numbers and its state."""
+        folder = self._export(export).folder
+        return folder / run if run and run != EVALUATION else folder
+
+    def run(self, export: str, run: str) -> dict[str, Any]:
+        """A run's numbers over steps: those of every step that it wrote down, and those of the exported ones."""
+        self._check_run(export, run)
+        rows: dict[float, dict[str, float | None]] = {}
+        places: Places = {}
+        while run != EVALUATION:
+            more, now = rows_since(self.home(export, run), places)
+            for row in more:
+                rows.setdefault(row["step"] or 0, {}).update(row)
+            if now == places:
+                break
+            places = now
+        metrics = as_columns(rows[step] for step in sorted(rows))
+        return {"steps": [run_point(step) for step in self._steps(export, run)], "metrics": metrics, "at": places}
+
+    def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
+        """Rows that a run wrote since, and where the next look begins."""
+        return rows_since(self.home(export, run), places)
+
+    def dropped(self, export: str, run: str) -> dict[str, Any]:
+        """What did not reach the trainer."""
+        self._check_run(export, run)
+        return dropped_of(self.home(export, run))
+
+    def dropped_group(self, export: str, run: str, group: str) -> dict[str, Any]:
+        """The rollouts of a group that was set aside, as samples are shown."""
+        self._check_run(export, run)
+        lines = [encode_line(record) for record in records_of(self.home(export, run), group)]
+        return {"samples": [self._shown(line) for line in lines]}
+
+    # -------------------------------------------------------------- steps
+
+    def step(self, export: str, run: str, number: int) -> dict[str, Any]:
+        """A step's samples, packed grid and summary, and the scales and histograms of its trained tokens."""
+        index = self.index(export, run, number)
+        return {
+            "samples": index.rows,
+            "summary": index.summary,
+            "grid": step_grid(self._export(export).step(number, run)),
+            "skipped": index.skipped.lines,
+            "scales": index.tokens.scales(),
+            "histograms": index.tokens.histograms(),
+            "masked": index.tokens.masked(),
+        }
+
+    def what_if(
+        self, export: str, run: str, number: int, rule: str, thresholds: Mapping[str, float]
+    ) -> dict[str, Any] | None:
+        """What a rule would have masked of a step."""
+        return self.index(export, run, number).tokens.what_if(rule, thresholds)
+
+    def search(self, export: str, run: str, number: int, query: str) -> dict[str, Any]:
+        """Samples whose tokens say it, and where."""
+        index = self.index(export, run, number)
+        known: dict[int, str] = {}
+        if self.vocabulary is not None:
+            known = texts(self.vocabulary, {int(i) for own in index.ids for i in own.tolist()})
+        return {"found": find(query[:400], index.ids, known)}
+
+    def group(self, export: str, run: str, number: int, group: str) -> dict[str, Any]:
+        """The rollouts of a prompt as a tree, with the tokens of each branch."""
+        index = self.index(export, run, number)
+        members = [row["index"] for row in index.rows if (row["group_id"] or "") == group]
+        if not members:
+            raise UnknownKey(f"group {group[:80]!r}: not in step {number}")
+        sequences = [index.ids[i] for i in members]
+        found = branches(sequences)
+        shown = [sequences[one.members[0]][one.start : one.end][:_SHOWN_TOKENS].tolist() for one in found]
+        distinct = {i for ids in shown for i in ids}
+        return {
+            "members": members,
+            "branches": [{**asdict(one), "ids": ids} for one, ids in zip(found, shown, strict=True)],
+            "texts": {} if self.vocabulary is None else texts(self.vocabulary, distinct),
+        }
+
+    def sample(self, export: str, run: str, number: int, sample: int) -> dict[str, Any]:
+        """A sample's record as it was exported, the texts of its distinct ids, and the hashes of its images."""
+        return self._shown(self.index(export, run, number).line(sample))
+
+    def _shown(self, line: bytes) -> dict[str, Any]:
+        shown = msgspec.json.decode(line, type=_Shown)
+        return {
+            "record": msgspec.Raw(line),
+            "texts": {} if self.vocabulary is None else texts(self.vocabulary, shown.token_ids),
+            "images": [image.hash for image in shown.images or ()],
+        }
+
+    def image(self, digest: str) -> tuple[bytes, str]:
+        """An image and its type, one of a few that are only ever images."""
+        if self.images is None:
+            raise UnknownKey("images: none; give --assets FOLDER")
+        media_type = self.images.ref(digest).media_type
+        if media_type not in _IMAGE_TYPES:
+            raise InvalidInput(f"image {digest}: {media_type} is not shown")
+        return self.images.get(digest), media_type
+
+    def index(self, export: str, run: str, number: int) -> StepIndex:
+        step = self._export(export).step(number, run)
+        found: StepIndex = self._index(export, run, number, step.stamp)
+        return found
+
+    def _read_index(self, export: str, run: str, number: int, _: int) -> StepIndex:
+        return StepIndex.of(self._export(export).step(number, run))
+
+    def _export(self, name: str) -> Export:
+        if name not in self.exports:
+            raise UnknownKey(f"export {name[:80]!r}: there are {', '.join(self.exports)}")
+        return self.exports[name]
+
+    def _check_run(self, export: str, run: str) -> None:
+        found = self._export(export)
+        if run not in runs_of(found):
+            found.choose(run)  # raises, with the ones there are
+            raise UnknownKey(f"run {run[:80]!r}: nothing is known of it")
+
+
+_SHOWN_TOKENS = 400
+"""Of a branch; the sample itself has all of them."""
+
+
+class _Image(msgspec.Struct):
+    hash: str
+
+
+class _Shown(msgspec.Struct):
+    token_ids: list[int]
+    images: list[_Image] | None = None
+
+
+def runs_of(export: Export) -> list[str]:
+    """Names of the runs of a folder, also of those that write numbers and have exported no token; never none."""
+    exported = export.runs
+    named = sorted(p.name for p in export.folder.iterdir() if p.is_dir() and p.name != EXPORTS and is_written(p))
+    own = [""] if "" in exported or is_written(export.folder) or state_of(export.folder) is not None else []
+    others = [name for name in dict.fromkeys((*exported, *named)) if name]
+    return [*own, *sorted(others, key=lambda name: (name == EVALUATION, name))] or [""]
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run is in it, or runs are, that may not have exported a token yet."""
+    return any(
+        is_written(path) or state_of(path) is not None or plane_of(path) is not None
+        for path in (folder, *(one for one in folder.glob("*") if one.is_dir()))
+    )
+
+
+def step_grid(step: Step) -> list[dict[str, Any]]:
+    """Per rank its micro-batches, as the exporter saw them; empty for exports without markers."""
+    return [
+        {"rank": rank, "micro_batches": done.micro_batches, "records": done.records, "skipped": done.skipped}
+        for rank, done in step.done().items()
+    ]
+
+
+def run_point(step: Step) -> dict[str, Any]:
+    """What the curves of a run show of one exported step."""
+    marks = list(step.done().values())
+    sums = [mark.summary for mark in marks if mark.summary is not None]
+    if marks and len(sums) == len(marks):
+        total = Tally()
+        for own in sums:
+            total.merge(own)
+    else:
+        total = tally(step.records())
+    summary = total.as_dict()
+    batches = [batch for mark in marks for batch in mark.micro_batches]
+    computed = sum(batch.tokens for batch in batches)
+    packed = computed - sum(batch.padding for batch in batches)
+    seconds = max((mark.seconds for mark in marks if mark.seconds), default=None)
+    return {
+        "step": step.number,
+        "tokens": summary["tokens"],
+        "loss_tokens": summary["loss_tokens"],
+        "waste": 1 - packed / computed if computed else None,
+        "tokens_per_s": packed / seconds if seconds else None,
+        "masked_fraction": summary["masked_fraction"].get("is_masked"),
+        **{name: summary[name] for name in ("reward", "mismatch_kl", "entropy", "loss", "staleness", "length")},
+        "metrics": {name: value for mark in marks for name, value in mark.metrics.items()},
+    }

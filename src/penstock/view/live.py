@@ -1,0 +1,88 @@
+"""What changes while a run is watched, as server-sent events: new steps, new numbers, how the run is.
+
+    event: overview    runs, finished steps and states, when any of them changed
+    event: rows        what one run wrote for its steps since the last such event
+
+A page that loses the line comes back by itself and says how far it had read (`Last-Event-ID`), so it misses nothing.
+Files are looked at by size, and only what was added is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.view.library import Library, runs_of
+from penstock.view.run_metrics import Places, as_columns
+
+LOOK_S = 0.4
+_ALIVE_EVERY = 25
+"""Looks without news after which a comment keeps the line open."""
+Read = dict[str, Places]
+"""By export and run: how far its files were read."""
+
+
+class Watch:
+    """Remembers what was told."""
+
+    def __init__(self, library: Library, read: Read | None = None) -> None:
+        self._library = library
+        self._read: Read = dict(read or {})
+        self._overview = b""
+
+    def look(self) -> Iterator[bytes]:
+        """Events of what changed since the last look."""
+        overview = msgspec.json.encode(self._library.overview())
+        if overview != self._overview:
+            self._overview = overview
+            yield _event("overview", overview, self._read)
+        for export, opened in self._library.exports.items():
+            for run in runs_of(opened):
+                yield from self._rows(export, run)
+
+    def _rows(self, export: str, run: str) -> Iterator[bytes]:
+        key = f"{export}\n{run}"
+        if key not in self._read:  # nobody has asked for its curves yet
+            return
+        rows, now = self._library.rows_since(export, run, self._read[key])
+        if now == self._read[key]:
+            return
+        self._read[key] = now
+        if rows:
+            data: dict[str, Any] = {"export": export, "run": run, "metrics": as_columns(rows)}
+            yield _event("rows", msgspec.json.encode(data), self._read)
+
+
+async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """Events until whoever listens goes away, or the server ends."""
+    watch, quiet = Watch(library, read), 0
+    yield b"retry: 1000\n\n"
+    while not is_over():
+        try:
+            found = await asyncio.to_thread(lambda: list(watch.look()))
+        except (PenstockError, OSError):  # a step is being written again, a folder is on its way: look once more
+            found = []
+        for event in found:
+            yield event
+        quiet = 0 if found else quiet + 1
+        if quiet >= _ALIVE_EVERY:
+            quiet = 0
+            yield b": still here\n\n"
+        await asyncio.sleep(LOOK_S)
+
+
+def parse_read(text: str) -> Read:
+    """How far a page says that it has read; what cannot be understood counts as nothing."""
+    try:
+        return msgspec.json.decode(text, type=Read)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _event(name: str, data: bytes, read: Read) -> bytes:
+    place = msgspec.json.encode(read)
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (place, name.encode(), data)

@@ -1,0 +1,74 @@
+"""The numbers a run wrote for every step, read as its files grow: only what was added since the last look.
+
+`metrics.jsonl` is the trainer's, one line per step; `plane.jsonl` is what the plane held, accepted and dropped when
+the step was trained. A step that was trained again after a crash counts with its last line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+FILES = ("metrics.jsonl", "plane.jsonl")
+_MAX_READ = 64 << 20
+"""Bytes of a file read in one look."""
+Places = dict[str, int]
+"""How far each file was read."""
+
+
+def is_written(folder: Path) -> bool:
+    """Whether a run writes its numbers there."""
+    return any((folder / name).is_file() for name in FILES)
+
+
+def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | None]], Places]:
+    """Lines added since, merged by step and in the order of steps, and where the next look begins."""
+    rows: dict[int, dict[str, float | None]] = {}
+    now = dict(places)
+    for name in FILES:
+        lines, now[name] = _lines(folder / name, places.get(name, 0))
+        for line in lines:
+            row = _row(line)
+            if row is not None:
+                rows.setdefault(int(row["step"] or 0), {}).update(row)
+    return [rows[step] for step in sorted(rows)], now
+
+
+def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    """One list per name, null where a step lacks it: a third of the bytes of a list of rows."""
+    kept = list(rows)
+    names = dict.fromkeys(name for row in kept for name in row)
+    return {name: [row.get(name) for row in kept] for name in names}
+
+
+def _lines(path: Path, start: int) -> tuple[list[bytes], int]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            begin = start if start <= size else 0  # the file was begun anew
+            file.seek(begin)
+            data = file.read(_MAX_READ)
+    except FileNotFoundError:
+        return [], 0
+    end = data.rfind(b"\n") + 1
+    return data[:end].splitlines(), begin + end
+
+
+def _row(line: bytes) -> dict[str, float | None] | None:
+    """The numbers in a line; None for a line without a step, as a crash may leave one."""
+    try:
+        found: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    if not isinstance(step, int | float) or not 0 <= step < 2**53:
+        return None
+    return {str(name)[:120]: value for name, value in found.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

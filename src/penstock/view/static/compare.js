@@ -1,0 +1,49 @@
+// Two recordings of one sample beside each other: the cursor is on the same token in both, what differs is framed.
+"use strict";
+{
+  const second = ps.newTokens("tokens-b", "Tokens of B; arrow keys move between them");
+  let isOn = false;
+
+  // Per token 1 where any number differs; a token that only one of them has differs too.
+  function differing(a, b) {
+    const out = new Uint8Array(Math.max(a.count, b.count));
+    for (const key of new Set([...Object.keys(a.columns), ...Object.keys(b.columns)])) {
+      const [left, right] = [a.columns[key], b.columns[key]];
+      for (let i = 0; i < out.length; i++) {
+        const [x, y] = [left ? left[i] : NaN, right ? right[i] : NaN];
+        if (Array.isArray(x) ? JSON.stringify(x) !== JSON.stringify(y) : !Object.is(x, y)) out[i] = 1;
+      }
+    }
+    return out;
+  }
+
+  ps.compare = {
+    // Fill the holder with A and B; `tell` hears of the token under either cursor.
+    show(holder, a, b, tell) {
+      isOn = true;
+      const sides = ["A", "B"].map((name) => ps.el("div", { class: "holder side-" + name.toLowerCase() }));
+      holder.classList.add("both");
+      holder.replaceChildren(
+        ...sides.map((side, i) =>
+          ps.el("div", { class: "half" }, ps.el("h2", {}, "AB"[i] + ": " + ps.visible([a, b][i].home)), side),
+        ),
+      );
+      const both = (from, to) => (token, settled) => {
+        if (settled && to.cursor() !== token) to.go(token);
+        tell(token, settled);
+      };
+      ps.tokens.show(sides[0], a, both(ps.tokens, second));
+      second.show(sides[1], b, both(second, ps.tokens));
+      const differs = differing(a, b);
+      ps.tokens.paint({ differs });
+      second.paint({ differs });
+    },
+    end() {
+      isOn = false;
+      second.clear();
+      ps.tokens.paint({ differs: null });
+    },
+    paint: (look) => isOn && second.paint({ ...look, live: null, exported: look.exported }),
+    resize: () => isOn && second.resize(),
+  };
+}

@@ -1,0 +1,160 @@
+// Which numbers of a run are drawn, under which names: what it wrote for every step, and what its exports add.
+"use strict";
+{
+  const minus = (a, b) => a && b && a.map((value, i) => value - b[i]);
+  const shareOf = (part, rest) => part && rest && part.map((value, i) => value / (value + rest[i]));
+
+  // A line is a label and where its numbers may come from, best first: a name of the run's metrics, "@name.field" of
+  // an exported step, or a function of such names.
+  const CHARTS = [
+    ["Reward", "mean of the step's samples", [["reward", "train/reward", "@reward.mean"]]],
+    ["Loss", "mean over trained tokens", [["loss", "train/loss", "@loss.mean"]]],
+    ["Grad norm", "before clipping", [["grad norm", "train/grad_norm", "grad_norm"]]],
+    ["Entropy", "mean over trained tokens", [["entropy", "train/entropy", "@entropy.mean"]]],
+    ["Mismatch KL", "trainer against sampler, mean", [["mismatch KL", "train/mismatch_kl", "@mismatch_kl.mean"]]],
+    [
+      "Worst mismatch",
+      "largest of the step",
+      [
+        ["log ratio", "train/max_log_ratio"],
+        ["KL of a token", "@mismatch_kl.max"],
+      ],
+    ],
+    ["Clipped or masked", "share of trained tokens", [["masked", "train/masked", "@masked_fraction"]]],
+    [
+      "Staleness",
+      "policy versions behind",
+      [
+        ["mean", "buffer/staleness", "@staleness.mean"],
+        ["oldest", "buffer/max_staleness", "@staleness.max"],
+      ],
+    ],
+    [
+      "Wait against compute",
+      "seconds of a step",
+      [
+        ["waiting for samples", "perf/wait_s"],
+        ["computing", (get) => minus(get("perf/step_s"), get("perf/wait_s"))],
+      ],
+    ],
+    ["Tokens per second", "computed tokens, wall clock", [["tokens/s", "perf/tokens_per_s", "@tokens_per_s"]]],
+    [
+      "Padding and waste",
+      "share of what was computed",
+      [
+        ["waste", "perf/waste", "@waste"],
+        ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))],
+      ],
+    ],
+    [
+      "Accepted and trained",
+      "samples since the start",
+      [
+        ["accepted", "gen/accepted"],
+        ["trained", "train/committed"],
+      ],
+    ],
+    ["Held", "samples that wait for training", [["held", "buffer/held"]]],
+    ["Dropped, by reason", "samples since the start", "buffer/dropped/"],
+    [
+      "Memory",
+      "resident bytes of rank 0 and of its device",
+      [
+        ["host", "perf/memory_bytes"],
+        ["device", "perf/device_bytes"],
+      ],
+    ],
+    [
+      "Length",
+      "tokens of a sample, exported steps",
+      [
+        ["mean", "@length.mean"],
+        ["longest", "@length.max"],
+      ],
+    ],
+    ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
+  ];
+  const USED = new Set(["step", "perf/step_s", "perf/padding_tokens", "perf/tokens"]);
+
+  const numbers = (list) => list.map((value) => (value === null || value === undefined ? NaN : value));
+
+  function reader(found) {
+    const metrics = found.metrics || {};
+    const at = numbers(metrics.step || []);
+    const steps = found.steps.map((point) => point.step);
+    return (name) => {
+      if (name.startsWith("@")) {
+        const [key, field] = name.slice(1).split(".");
+        const ys = numbers(found.steps.map((p) => (field ? p[key] && p[key][field] : p[key])));
+        return ys.some(Number.isFinite) ? { xs: steps, ys } : null;
+      }
+      if (metrics[name]) return { xs: at, ys: numbers(metrics[name]) };
+      const own = numbers(found.steps.map((point) => point.metrics[name]));
+      return own.some(Number.isFinite) ? { xs: steps, ys: own } : null;
+    };
+  }
+
+  function line(read, found, label, sources) {
+    for (const source of sources) {
+      if (typeof source === "string") {
+        const one = read(source);
+        if (one) return { label, ...one };
+        continue;
+      }
+      const ys = source((name) => (found.metrics && found.metrics[name] ? numbers(found.metrics[name]) : null));
+      if (ys) return { label, xs: numbers(found.metrics.step), ys };
+    }
+    return null;
+  }
+
+  // Charts of a run: title, note and lines ({ label, xs, ys }); those without a number are left out.
+  ps.curvesOf = function (found) {
+    const read = reader(found);
+    const names = [
+      ...Object.keys(found.metrics || {}),
+      ...new Set(found.steps.flatMap((point) => Object.keys(point.metrics))),
+    ];
+    const used = new Set(USED);
+    const charts = [];
+    for (const [title, note, wanted] of CHARTS) {
+      const specs =
+        typeof wanted === "string"
+          ? names.filter((name) => name.startsWith(wanted)).map((name) => [name.slice(wanted.length), name])
+          : wanted;
+      const lines = specs.map(([label, ...sources]) => line(read, found, label, sources)).filter(Boolean);
+      for (const [, ...sources] of specs) for (const source of sources) used.add(source);
+      if (lines.length) charts.push({ title, note, lines });
+    }
+    for (const name of [...new Set(names)].filter((one) => !used.has(one)).sort()) {
+      const one = read(name);
+      if (one && one.ys.some(Number.isFinite))
+        charts.push({
+          title: name.replaceAll("_", " "),
+          note: "as the training loop gave it",
+          lines: [{ label: name, ...one }],
+        });
+    }
+    return charts;
+  };
+
+  // New rows of a run, put where they belong: a step that was trained again replaces what was there.
+  ps.mergeRows = function (metrics, more) {
+    if (!metrics.step) metrics.step = [];
+    const place = new Map(metrics.step.map((step, i) => [step, i]));
+    more.step.forEach((step, row) => {
+      let i = place.get(step);
+      if (i === undefined) {
+        i = metrics.step.findLastIndex((one) => one < step) + 1;
+        for (const values of Object.values(metrics)) values.splice(i, 0, null);
+        metrics.step[i] = step;
+        place.set(step, i);
+        if (i < metrics.step.length - 1) metrics.step.forEach((one, at) => place.set(one, at));
+      }
+      for (const [name, values] of Object.entries(more)) {
+        if (!metrics[name]) metrics[name] = metrics.step.map(() => null);
+        if (values[row] !== null) metrics[name][i] = values[row];
+      }
+    });
+    return metrics;
+  };
+}

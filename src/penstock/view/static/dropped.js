@@ -1,0 +1,117 @@
+// What did not reach the trainer: by reason, group by group, with their tokens while the plane keeps them.
+"use strict";
+{
+  const WHY = {
+    stale: "older than max_staleness allows",
+    evicted: "the run was evicted",
+    overflow: "the table was full, and others were worth more",
+    reuse: "used as often as it may be",
+    quarantined: "set aside, then given up",
+  };
+  const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
+  let at = null;
+
+  function reasons(ledger) {
+    const total = Object.values(ledger.dropped).reduce((a, b) => a + b, 0);
+    const filtered = Object.values(ledger.discarded).reduce((a, b) => a + b, 0);
+    const listed = (found) =>
+      Object.entries(found)
+        .map(([why, n]) => ps.number(n) + " " + ps.visible(why))
+        .join(", ");
+    return ps.el(
+      "div",
+      { class: "cards" },
+      ps.card("accepted", ps.number(ledger.accepted), "samples"),
+      ps.card("trained", ps.number(ledger.committed), ps.percent(ledger.committed, ledger.accepted) + " of accepted"),
+      ps.card("held", ps.number(ledger.held + ledger.scheduled + ledger.delivered), "waiting or under way"),
+      ps.card("dropped", ps.number(total), listed(ledger.dropped) || "none"),
+      ps.card("quarantined", ps.number(ledger.quarantined), "no step could be made with them"),
+      ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put"),
+    );
+  }
+
+  async function show(group, holder) {
+    try {
+      const samples = await ps.source.droppedGroup(at, group.id);
+      const view = ps.el("div", { class: "holder kept" });
+      const pick = (value) => tokens.show(view, samples[Number(value)], () => {});
+      const rollouts = samples.map((sample, i) => [String(i), ps.visible(sample.facts.sample_id || "rollout " + i)]);
+      ps.fill(holder, ps.select("dropped-sample", "Rollout", rollouts, "0", pick), view);
+      tokens.paint({ column: ps.columns[0], scale: 1 });
+      pick("0");
+    } catch (error) {
+      holder.replaceChildren(ps.el("p", { class: "dim" }, error.message));
+    }
+  }
+
+  function table(groups, holder) {
+    const names = ["group", "prompt", "what became of it", "samples", "tokens", "policy", "its tokens"];
+    const rows = groups.map((group) => {
+      const button = ps.el("button", { type: "button", data: { group: group.id } }, "show");
+      button.addEventListener("click", () => show(group, holder));
+      const why = group.state === "quarantined" ? "quarantined: " + group.reason : "dropped: " + group.reason;
+      return ps.el(
+        "tr",
+        {},
+        ps.el("td", { class: "name" }, ps.visible(group.id)),
+        ps.el("td", { class: "name" }, ps.visible(group.prompt || "–")),
+        ps.el("td", { class: "name why", title: WHY[group.reason] || "" }, ps.visible(why)),
+        ...["samples", "tokens", "policy_version"].map((key) => ps.el("td", {}, ps.number(group[key]))),
+        ps.el("td", {}, group.is_kept ? button : ps.el("span", { class: "dim" }, "given back")),
+      );
+    });
+    const head = names.map((name, i) => ps.el("th", { scope: "col", class: i < 3 ? "name" : "" }, name));
+    return ps.el(
+      "table",
+      { class: "grid", id: "dropped" },
+      ps.el("thead", {}, ps.el("tr", {}, ...head)),
+      ps.el("tbody", {}, ...rows),
+    );
+  }
+
+  ps.droppedPage = function (element, found, place) {
+    at = { ...place };
+    if (!found.ledger) {
+      const words = found.error || "No plane has kept its log here, so what was dropped is not known.";
+      return ps.fill(element, ps.el("p", { class: "empty" }, words));
+    }
+    const holder = ps.el("div", { id: "dropped-group" });
+    const why = [...new Set(found.groups.map((group) => group.reason))].sort();
+    const list = ps.el("div", { class: "table" });
+    const fill = () => {
+      const wanted = ps.query.get("reason") || "";
+      ps.fill(
+        list,
+        table(
+          found.groups.filter((group) => !wanted || group.reason === wanted),
+          holder,
+        ),
+      );
+    };
+    const box = ps.select(
+      "reason",
+      "Reason",
+      [["", "all reasons"], ...why.map((one) => [one, ps.visible(one)])],
+      ps.query.get("reason") || "",
+      (value) => {
+        ps.query.set({ reason: value || null });
+        fill();
+      },
+    );
+    ps.fill(
+      element,
+      reasons(found.ledger),
+      ps.el(
+        "div",
+        { class: "controls tools" },
+        ps.el("label", {}, "reason", box),
+        ps.el("span", { class: "dim" }, "the last " + ps.number(found.groups.length) + " groups, newest first"),
+      ),
+      holder,
+      found.groups.length
+        ? list
+        : ps.el("p", { class: "empty" }, "Everything that was accepted was trained, or waits for it."),
+    );
+    fill();
+  };
+}

@@ -1,0 +1,174 @@
+// Lines over steps with axes: ticks, a cursor shared by all charts of the page, a range to look at more closely.
+"use strict";
+{
+  const LEFT = 46;
+  const RIGHT = 10;
+  const TOP = 8;
+  const BOTTOM = 20;
+  const TALL = 150;
+
+  // Round numbers that divide a range into about so many parts.
+  ps.ticks = function (low, high, wanted) {
+    const rough = (high - low) / Math.max(wanted, 1);
+    if (!(rough > 0) || !Number.isFinite(rough)) return [low];
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+    const out = [];
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
+      out.push(Number((i * step).toPrecision(12)));
+    return out;
+  };
+
+  // Exponential smoothing that begins unbiased; 0 leaves the values as they are, gaps stay gaps.
+  ps.smoothed = function (values, amount) {
+    if (!(amount > 0)) return values;
+    let sum = 0;
+    let weight = 0;
+    return values.map((value) => {
+      if (!Number.isFinite(value)) return NaN;
+      sum = sum * amount + (1 - amount) * value;
+      weight = weight * amount + (1 - amount);
+      return sum / weight;
+    });
+  };
+
+  const tick = (value) => {
+    const size = Math.abs(value);
+    if (size >= 1e9) return Number((value / 1e9).toPrecision(3)) + "G";
+    if (size >= 1e6) return Number((value / 1e6).toPrecision(3)) + "M";
+    if (size >= 1e4) return Number((value / 1e3).toPrecision(3)) + "k";
+    return ps.number(value);
+  };
+
+  // The index of the value nearest to x in a rising list.
+  ps.nearest = function (xs, x) {
+    let low = 0;
+    let high = xs.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] <= x) low = middle;
+      else high = middle;
+    }
+    return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
+  };
+
+  // The line through points; where several fall on one pixel column, its lowest and highest are drawn.
+  function trace(pen, xs, ys, x, y) {
+    let open = false;
+    let column = NaN;
+    let [low, high] = [Infinity, -Infinity];
+    const flush = () => {
+      if (high > low) {
+        pen.moveTo(column, y(low));
+        pen.lineTo(column, y(high));
+      }
+    };
+    pen.beginPath();
+    for (let i = 0; i < xs.length; i++) {
+      if (!Number.isFinite(ys[i])) {
+        open = false;
+        continue;
+      }
+      const px = Math.round(x(xs[i]) * 2) / 2;
+      if (px === column && open) {
+        low = Math.min(low, ys[i]);
+        high = Math.max(high, ys[i]);
+        continue;
+      }
+      const before = open ? y(ys[i - 1]) : 0;
+      const from = column;
+      flush();
+      if (open) pen.moveTo(from, before);
+      if (open) pen.lineTo(px, y(ys[i]));
+      else pen.moveTo(px, y(ys[i]));
+      [column, low, high, open] = [px, ys[i], ys[i], true];
+    }
+    flush();
+    pen.stroke();
+  }
+
+  function extent(series, range, isLog) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const { xs, ys } of series)
+      for (let i = 0; i < xs.length; i++)
+        if (xs[i] >= range[0] && xs[i] <= range[1] && Number.isFinite(ys[i]) && (!isLog || ys[i] > 0)) {
+          if (ys[i] < low) low = ys[i];
+          if (ys[i] > high) high = ys[i];
+        }
+    if (low > high) return null;
+    if (isLog) return low === high ? [low / 2, high * 2] : [low, high];
+    const room = (high - low) * 0.06 || Math.abs(low) * 0.1 || 0.5;
+    // A line that comes near zero is drawn from zero: half of nothing must not look like half of all.
+    if (low >= 0 && low < high / 3) return [0, high + room];
+    return [low - room, high + room];
+  }
+
+  function yTicks([low, high], isLog) {
+    if (!isLog) return ps.ticks(low, high, 4);
+    const out = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) out.push(10 ** power);
+    const inside = out.filter((value) => value >= low && value <= high);
+    return inside.length > 1 ? inside : [low, high].map((value) => Number(value.toPrecision(1)));
+  }
+
+  // Draw series ({ xs, ys, colour, faint }) between two steps; gives the functions between steps and pixels.
+  ps.drawLines = function (canvas, series, range, isLog) {
+    const { pen, width, height } = ps.prepare(canvas, TALL);
+    const colour = ps.palette();
+    const floor = height - BOTTOM;
+    const limits = extent(series, range, isLog);
+    const wide = Math.max(width - LEFT - RIGHT, 10);
+    const x = (step) =>
+      range[1] === range[0] ? LEFT + wide / 2 : LEFT + ((step - range[0]) / (range[1] - range[0])) * wide;
+    const back = (px) => range[0] + ((px - LEFT) / wide) * (range[1] - range[0]);
+    pen.fillStyle = colour.ink;
+    pen.strokeStyle = colour.faint;
+    pen.lineWidth = 1;
+    if (!limits) {
+      pen.textAlign = "center";
+      pen.fillText("nothing here yet", width / 2, height / 2);
+      return { x, back, left: LEFT, right: width - RIGHT };
+    }
+    const of = isLog ? Math.log10 : (value) => value;
+    const [low, high] = limits.map(of);
+    const y = (value) => floor - ((of(value) - low) / (high - low)) * (floor - TOP);
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    for (const value of yTicks(limits, isLog)) {
+      const at = Math.round(y(value)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(LEFT, at);
+      pen.lineTo(width - RIGHT, at);
+      pen.stroke();
+      pen.fillText(tick(value), LEFT - 6, at);
+    }
+    pen.textAlign = "center";
+    pen.textBaseline = "alphabetic";
+    const steps = ps.ticks(range[0], range[1], Math.max(2, Math.floor(wide / 70))).filter(Number.isInteger);
+    for (const step of steps) {
+      pen.fillText(step.toLocaleString("en"), x(step), height - 5);
+      pen.fillRect(Math.round(x(step)), floor, 1, 4);
+    }
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT - 1, 0, wide + 2, floor + 1);
+    pen.clip();
+    pen.lineJoin = "round";
+    for (const one of series) {
+      pen.strokeStyle = pen.fillStyle = one.colour;
+      pen.globalAlpha = one.faint ? 0.28 : 1;
+      pen.lineWidth = one.faint ? 1 : 1.7;
+      trace(pen, one.xs, one.ys, x, y);
+      const inside = one.xs.filter((step) => step >= range[0] && step <= range[1]).length;
+      if (inside <= wide / 16)
+        one.xs.forEach((step, i) => {
+          if (!Number.isFinite(one.ys[i])) return;
+          pen.beginPath();
+          pen.arc(x(step), y(one.ys[i]), 2.2, 0, 7);
+          pen.fill();
+        });
+    }
+    pen.restore();
+    return { x, back, left: LEFT, right: width - RIGHT };
+  };
+}

@@ -1,0 +1,317 @@
+// The run page: every number over steps, one cursor through all charts, several runs over one another.
+"use strict";
+{
+  let charts = []; // { title, lines, canvas, read, box, scale, rule }
+  let shown = []; // runs: { at, name, found }
+  let page = null;
+  let open = () => {};
+  let full = [0, 1];
+  let cursor = NaN;
+
+  const state = {
+    smooth: () => Number(ps.query.get("smooth") || 0),
+    isLog: () => ps.query.get("log") === "1",
+    range() {
+      const [low, high] = (ps.query.get("range") || "").split("-").map(Number);
+      return high > low ? [low, high] : full;
+    },
+    over: () => (ps.query.get("with") || "").split(",").filter(Boolean).map(decodeURIComponent),
+  };
+
+  const nameOf = (at) => (at.run === "" ? at.export : at.run);
+
+  function merged() {
+    const out = new Map();
+    shown.forEach((run, r) => {
+      for (const chart of ps.curvesOf(run.found)) {
+        const kept = out.get(chart.title) || { ...chart, lines: [] };
+        chart.lines.forEach((line, i) => kept.lines.push({ ...line, run: run.name, colour: r * 3 + i }));
+        out.set(chart.title, kept);
+      }
+    });
+    return [...out.values()];
+  }
+
+  function limits(found) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const chart of found)
+      for (const { xs } of chart.lines)
+        for (const x of xs) {
+          if (x < low) low = x;
+          if (x > high) high = x;
+        }
+    return low > high ? [0, 1] : [low, high];
+  }
+
+  // ---------------------------------------------------------------- one chart
+
+  function series(chart) {
+    const colours = ps.palette().lines;
+    const amount = state.smooth();
+    return chart.lines.flatMap((line) => {
+      const colour = colours[line.colour % colours.length];
+      const raw = { ...line, colour };
+      return amount > 0
+        ? [
+            { ...raw, faint: true },
+            { ...raw, ys: ps.smoothed(line.ys, amount) },
+          ]
+        : [raw];
+    });
+  }
+
+  function draw(chart) {
+    chart.scale = ps.drawLines(chart.canvas, series(chart), state.range(), state.isLog());
+    const last = chart.lines[0] && [...chart.lines[0].ys].reverse().find(Number.isFinite);
+    chart.canvas.setAttribute(
+      "aria-label",
+      chart.title + " over steps " + full[0] + " to " + full[1] + ", latest " + ps.number(last ?? NaN),
+    );
+    point(chart);
+  }
+
+  // The values at the cursor, or the latest ones, beside the names of the lines.
+  function point(chart) {
+    const colours = ps.palette().lines;
+    const many = chart.lines.length > 1;
+    const values = chart.lines.map((line) => {
+      const known = line.xs.length > 0;
+      let i = Number.isNaN(cursor) ? line.xs.length - 1 : ps.nearest(line.xs, cursor);
+      while (known && Number.isNaN(cursor) && i > 0 && !Number.isFinite(line.ys[i])) i -= 1;
+      const value = ps.el("b", {}, known ? ps.number(line.ys[i]) : "–");
+      if (!many) return ps.el("span", { class: "key" }, value);
+      const dot = ps.el("i", {});
+      dot.style.background = colours[line.colour % colours.length];
+      const name =
+        shown.length > 1 ? line.run + (line.label === chart.title.toLowerCase() ? "" : " " + line.label) : line.label;
+      return ps.el("span", { class: "key" }, dot, ps.visible(name), value);
+    });
+    ps.fill(chart.read, ...values);
+    const hidden = Number.isNaN(cursor) || !chart.scale;
+    const x = hidden ? 0 : chart.scale.x(cursor);
+    chart.rule.hidden = hidden || x < chart.scale.left - 1 || x > chart.scale.right + 1;
+    chart.rule.style.left = x + "px";
+  }
+
+  function moveTo(step) {
+    cursor = step;
+    for (const chart of charts) point(chart);
+    const at = document.getElementById("at-step");
+    if (at) at.textContent = Number.isNaN(step) ? "latest values" : "step " + step;
+  }
+
+  function stepAt(chart, event) {
+    const x = event.clientX - chart.canvas.getBoundingClientRect().left;
+    const xs = chart.lines[0].xs;
+    return xs.length ? xs[ps.nearest(xs, chart.scale.back(x))] : NaN;
+  }
+
+  function listen(chart) {
+    const { canvas, band } = chart;
+    let from = null;
+    canvas.addEventListener("pointermove", (event) => {
+      moveTo(stepAt(chart, event));
+      if (from === null) return;
+      const x = event.clientX - canvas.getBoundingClientRect().left;
+      band.hidden = Math.abs(x - from) < 5;
+      band.style.left = Math.min(x, from) + "px";
+      band.style.width = Math.abs(x - from) + "px";
+    });
+    canvas.addEventListener("pointerleave", () => from === null && moveTo(NaN));
+    canvas.addEventListener("pointerdown", (event) => {
+      from = event.clientX - canvas.getBoundingClientRect().left;
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      const x = event.clientX - canvas.getBoundingClientRect().left;
+      const far = from !== null && Math.abs(x - from) > 5;
+      band.hidden = true;
+      const [a, b] = [from, x].map((px) => Math.round(chart.scale.back(px))).sort((p, q) => p - q);
+      from = null;
+      if (!far) return open(stepAt(chart, event));
+      if (b > a) zoom([Math.max(a, full[0]), Math.min(b, full[1])]);
+    });
+    canvas.addEventListener("dblclick", () => zoom(null));
+    canvas.addEventListener("keydown", (event) => {
+      const xs = chart.lines[0].xs;
+      const i = Number.isNaN(cursor) ? xs.length - 1 : ps.nearest(xs, cursor);
+      const next = { ArrowLeft: i - 1, ArrowRight: i + 1, Home: 0, End: xs.length - 1 }[event.key];
+      if (next !== undefined) moveTo(xs[Math.max(0, Math.min(xs.length - 1, next))]);
+      else if (event.key === "Enter") open(xs[i]);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+  }
+
+  function zoom(range) {
+    ps.query.set({ range: range ? range.join("-") : null });
+    redraw();
+  }
+
+  function panel(found) {
+    const canvas = ps.el("canvas", { data: { curve: found.title }, tabIndex: 0, role: "img" });
+    const chart = { ...found, canvas, read: ps.el("div", { class: "keys" }) };
+    chart.rule = ps.el("i", { class: "rule", hidden: true });
+    chart.band = ps.el("i", { class: "band", hidden: true });
+    chart.element = ps.el(
+      "section",
+      { class: "panel chart" },
+      ps.el("div", { class: "head" }, ps.el("h2", {}, found.title), ps.el("span", { class: "dim small" }, found.note)),
+      chart.read,
+      ps.el("div", { class: "canvas" }, canvas, chart.rule, chart.band),
+    );
+    listen(chart);
+    return chart;
+  }
+
+  // ---------------------------------------------------------------- export
+
+  function save(name, blob) {
+    const link = ps.el("a", { href: URL.createObjectURL(blob), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+
+  function csv() {
+    const quoted = (text) => (/[",\n]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text);
+    const lines = charts.flatMap((chart) => chart.lines.map((line) => ({ ...line, title: chart.title })));
+    const head = lines.map((line) =>
+      quoted((shown.length > 1 ? line.run + " " : "") + line.title + " / " + line.label),
+    );
+    const steps = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
+    const tables = lines.map((line) => new Map(line.xs.map((x, i) => [x, line.ys[i]])));
+    const rows = steps.map((step) =>
+      [step, ...tables.map((table) => (Number.isFinite(table.get(step)) ? table.get(step) : ""))].join(","),
+    );
+    save(
+      shown[0].name + ".csv",
+      new Blob([["step", ...head].join(",") + "\n" + rows.join("\n") + "\n"], { type: "text/csv" }),
+    );
+  }
+
+  function png() {
+    const ratio = window.devicePixelRatio || 1;
+    const wide = Math.max(...charts.map((chart) => chart.canvas.width));
+    const tall = Math.max(...charts.map((chart) => chart.canvas.height)) + 26 * ratio;
+    const across = Math.min(3, charts.length);
+    const sheet = ps.el("canvas", { width: wide * across, height: tall * Math.ceil(charts.length / across) });
+    const pen = sheet.getContext("2d");
+    const colour = ps.palette();
+    pen.fillStyle = colour.paper;
+    pen.fillRect(0, 0, sheet.width, sheet.height);
+    pen.font = 600 + " " + 13 * ratio + "px system-ui, sans-serif";
+    pen.fillStyle = colour.text;
+    charts.forEach((chart, i) => {
+      const [x, y] = [(i % across) * wide, Math.floor(i / across) * tall];
+      pen.fillText(chart.title, x + 10 * ratio, y + 18 * ratio);
+      pen.drawImage(chart.canvas, x, y + 26 * ratio);
+    });
+    sheet.toBlob((blob) => save(shown[0].name + ".png", blob));
+  }
+
+  // ---------------------------------------------------------------- the page
+
+  function controls(others) {
+    const smooth = ps.el("input", {
+      type: "range",
+      id: "smooth",
+      min: "0",
+      max: "0.98",
+      step: "0.02",
+      value: String(state.smooth()),
+    });
+    smooth.addEventListener("input", () => {
+      ps.query.set({ smooth: Number(smooth.value) || null });
+      redraw();
+    });
+    const log = ps.el("input", { type: "checkbox", id: "log", checked: state.isLog() });
+    log.addEventListener("change", () => {
+      ps.query.set({ log: log.checked ? "1" : null });
+      redraw();
+    });
+    const over = others.map((other) => {
+      const box = ps.el("input", {
+        type: "checkbox",
+        checked: state.over().includes(other.key),
+        data: { run: other.key },
+      });
+      box.addEventListener("change", () => {
+        const now = state.over().filter((key) => key !== other.key);
+        if (box.checked) now.push(other.key);
+        ps.query.set({ with: now.map(encodeURIComponent).join(",") || null });
+        ps.runPage.again();
+      });
+      return ps.el("label", { class: "check" }, box, ps.visible(other.name));
+    });
+    return ps.el(
+      "div",
+      { class: "controls tools" },
+      ps.el("label", {}, "smoothing", smooth),
+      ps.el("label", { class: "check" }, log, "logarithmic"),
+      ps.el("button", { type: "button", id: "whole", on: { click: () => zoom(null) } }, "all steps"),
+      ps.el("button", { type: "button", id: "csv", on: { click: csv } }, "CSV"),
+      ps.el("button", { type: "button", id: "png", on: { click: png } }, "PNG"),
+      ps.el("span", { class: "dim", id: "at-step" }, "latest values"),
+      over.length ? ps.el("fieldset", { class: "over" }, ps.el("legend", {}, "together with"), ...over) : null,
+    );
+  }
+
+  function redraw() {
+    for (const chart of charts) draw(chart);
+    const zoomed = state.range() !== full;
+    const back = document.getElementById("whole");
+    if (back) back.hidden = !zoomed;
+  }
+
+  function fill() {
+    const found = merged();
+    full = limits(found);
+    const same =
+      charts.length && found.length === charts.length && found.every((one, i) => one.title === charts[i].title);
+    if (same) found.forEach((one, i) => (charts[i].lines = one.lines));
+    else {
+      charts = found.map(panel);
+      ps.fill(page.querySelector(".curves"), ...charts.map((chart) => chart.element));
+    }
+    page.querySelector(".said").textContent = charts.length
+      ? "Drag over a chart to look closer, double-click to see all. A click opens the nearest exported step."
+      : "No number yet: curves begin with the first step.";
+    redraw();
+  }
+
+  ps.runPage = {
+    // Show a run, and those chosen to be shown with it; `others` are all runs there are.
+    async show(element, at, others, words, opens) {
+      open = opens;
+      const wanted = others.filter((other) => state.over().includes(other.key));
+      const runs = await Promise.all(
+        [at, ...wanted.map((other) => other.at)].map(async (one) => ({
+          at: one,
+          name: nameOf(one),
+          found: await ps.source.run(one),
+        })),
+      );
+      shown = runs;
+      for (const run of runs) ps.live.follow(run.at, run.found.at);
+      page = element;
+      charts = [];
+      ps.fill(
+        element,
+        ps.el("p", { class: "state", id: "state", role: "status" }, words),
+        controls(others),
+        ps.el("p", { class: "dim small said" }),
+        ps.el("div", { class: "curves" }),
+      );
+      fill();
+    },
+    // New rows of a run that may be among those shown.
+    add({ export: name, run, metrics }) {
+      for (const one of shown)
+        if (one.at.export === name && one.at.run === run) one.found.metrics = ps.mergeRows(one.found.metrics, metrics);
+      if (page && !page.hidden && page.querySelector(".curves")) fill();
+    },
+    redraw: () => page && page.querySelector(".curves") && redraw(),
+    again: () => {},
+  };
+}

@@ -1,0 +1,134 @@
+"""The trained tokens of a step as flat arrays: scales of colours, histograms, and what another rule would have masked.
+
+Kept beside a step's index, so that a question about all tokens of a step is one pass over arrays and no file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.columns import Array
+from penstock.arrays.ragged import Ragged
+from penstock.view.masking_rules import judge
+from penstock.view.record import COLUMNS, Record
+from penstock.view.tally import MASKS
+
+CENTRES = {"importance_ratio": 1.0}
+"""The value without colour, where that is not 0."""
+_RATIO, _KL = (-2.0, 2.0), (-9.0, 2.0)
+"""Powers of ten between which tokens are counted; what lies beyond is counted at the edge."""
+_BINS = 88
+
+
+class StepTokens:
+    """Collects the trained tokens of records; columns of one number per token."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[tuple[int, Array]]] = {}
+        self._counts: list[int] = []
+
+    def add(self, record: Record) -> None:
+        mask = record.loss_mask
+        for name, values in record.columns.items():
+            if _is_plain(name, values):
+                self._parts.setdefault(name, []).append((len(self._counts), values[mask]))
+        self._counts.append(int(np.count_nonzero(mask)))
+
+    @property
+    def count(self) -> int:
+        """Trained tokens."""
+        return sum(self._counts)
+
+    def column(self, name: str) -> Array | None:
+        """[trained tokens], NaN where a sample lacks the column (False in masks); None where all do."""
+        parts = self._parts.get(name)
+        if parts is None:
+            return None
+        if len(parts) == len(self._counts):
+            return np.concatenate([values for _, values in parts])
+        starts = np.concatenate([[0], np.cumsum(self._counts)])
+        is_mask = parts[0][1].dtype == np.bool_
+        out = np.zeros(self.count, np.bool_) if is_mask else np.full(self.count, np.nan, np.float32)
+        for sample, values in parts:
+            out[starts[sample] : starts[sample + 1]] = values
+        return out
+
+    def scales(self) -> dict[str, dict[str, float]]:
+        """By column: how far from its centre half, 95 % and 99 % of the trained tokens are, and the furthest."""
+        found = {}
+        for name in self._parts:
+            values = self.column(name)
+            assert values is not None
+            if values.dtype.kind != "f":
+                continue
+            sizes = np.abs(values.astype(np.float64) - CENTRES.get(name, 0.0))
+            sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
+            if len(sizes):
+                marks = np.percentile(sizes, [50, 95, 99, 100]).tolist()
+                found[name] = dict(zip(("p50", "p95", "p99", "max"), marks, strict=True))
+        return found
+
+    def histograms(self) -> dict[str, dict[str, Any]]:
+        """Ratio and mismatch KL of the trained tokens, counted by powers of ten."""
+        wanted = {"importance_ratio": _RATIO, "mismatch_kl": _KL}
+        found = ((name, self.column(name), limits) for name, limits in wanted.items())
+        return {name: _counted(values, limits) for name, values, limits in found if values is not None}
+
+    def masked(self) -> dict[str, int]:
+        """Trained tokens that the loss masked, and by which threshold."""
+        found = {name: self.column(name) for name in MASKS}
+        return {name: int(np.count_nonzero(values)) for name, values in found.items() if values is not None}
+
+    def what_if(self, rule: str, thresholds: Mapping[str, float]) -> dict[str, Any] | None:
+        """What a rule would have masked of the step, beside what was; None where no sample has what it looks at."""
+        names = [name for name in ("prob_delta", "advantages", "importance_ratio") if name in self._parts]
+        columns: dict[str, Any] = {name: self.column(name) for name in names}
+        columns["loss_mask"] = np.ones(self.count, np.bool_)
+        sides = judge(Record(facts={}, columns=columns), rule, thresholds)
+        if sides is None:
+            return None
+        now, trained = sides[0] | sides[1], self.column("is_masked")
+        counts = {"trained": self.count, "masked": _n(now), "high": _n(sides[0]), "low": _n(sides[1])}
+        counts["samples"] = len(np.unique(np.repeat(np.arange(len(self._counts)), self._counts)[now]))
+        if trained is None:
+            return counts
+        both = now & trained
+        return {
+            **counts,
+            "in_training": _n(trained),
+            "both": _n(both),
+            "now_only": _n(now & ~trained),
+            "training_only": _n(trained & ~now),
+        }
+
+
+def tokens_of(records: Iterable[Record]) -> StepTokens:
+    """The trained tokens of records."""
+    out = StepTokens()
+    for record in records:
+        out.add(record)
+    return out
+
+
+def _is_plain(name: str, values: Any) -> bool:
+    """Whether it is worth keeping: a number or a mask per token, no ids."""
+    if isinstance(values, Ragged) or values.ndim != 1:
+        return False
+    return name in MASKS or values.dtype.kind == "f" or name not in COLUMNS
+
+
+def _counted(values: Array, limits: tuple[float, float]) -> dict[str, Any]:
+    low, high = limits
+    with np.errstate(divide="ignore", invalid="ignore"):
+        powers = np.log10(values.astype(np.float64))
+    known = ~np.isnan(powers)  # a KL of exactly 0 counts at the lower edge
+    counts, _ = np.histogram(np.clip(powers[known], low, high), bins=_BINS, range=limits)
+    return {"low": low, "high": high, "counts": counts.tolist(), "values": int(known.sum())}
+
+
+def _n(mask: NDArray[np.bool_]) -> int:
+    return int(np.count_nonzero(mask))
