@@ -48,6 +48,8 @@ PROCESS = {
     "train/test_trainer_kit_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_browser.py",
+    "view/test_pages.py",
+    "view/test_watching.py",
     "view/test_columns.py::test_a_column_added_in_one_line_travels_all_the_way",
     "view/test_export_torture.py",
     "view/test_server.py::test_reading_and_showing_need_no_torch",

@@ -21,7 +21,7 @@ from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
 from penstock.commands.diff import place
 from penstock.pack import pack
-from penstock.testing.browser import browsing, find_chromium, serving
+from penstock.testing.browser import keep_pictures, serving, wait_until
 from penstock.testing.exports import Words, make_export, terms_of
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter, masking_rules
@@ -41,21 +41,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    find_chromium()
-    with browsing() as page:
-        yield page
-
-
-@pytest.fixture
-def page(browser: Any) -> Any:
-    """The one browser's page, with nothing of the test before on it."""
-    browser.goto("about:blank")
-    browser.errors.clear()
-    return browser
-
-
-@pytest.fixture(scope="module")
 def url(demo: Path) -> Iterator[str]:
     library = Library(exports={"demo": Export(demo)}, vocabulary=open_vocabulary(demo))
     with serving(library) as (url, _, _):
@@ -69,14 +54,6 @@ def opened(page: Any, url: str) -> Iterator[Any]:
     page.wait_for_selector("#counts table")
     yield page
     assert page.errors == []
-
-
-def wait_until(page: Any, expression: str, arg: Any = None) -> None:
-    """Ask from outside until it is so: the page's policy forbids what Playwright does to look a second time."""
-    deadline = time.monotonic() + 30
-    while not page.evaluate(expression, arg):
-        assert time.monotonic() < deadline, f"not so after 30 s: {expression}"
-        page.wait_for_timeout(20)
 
 
 def keep(page: Any, name: str) -> None:
@@ -543,6 +520,15 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
         page.wait_for_selector(".cursor")
         assert page.text_content("#notice") == parting.sentence
         assert page.text_content("h1") == lines[2]["sample_id"] and page.get_attribute(".cursor", "data-i") == "33"
+        both = page.eval_on_selector_all(".half .cursor", "all => all.map(e => e.dataset.i)")
+        assert both == ["33", "33"], "A and B stand beside each other, both at the token"
+        assert page.locator(".half .tok.differs").count() == 2
+        assert page.text_content('#token [data-other="trainer_logprobs"]') == "−7.5" != cell(page, "trainer_logprobs")
+        assert page.locator("#token tr.differs").count() == 1
+        page.keyboard.press("ArrowRight")
+        assert page.eval_on_selector_all(".half .cursor", "all => all.map(e => e.dataset.i)") == ["34", "34"]
+        page.keyboard.press("ArrowLeft")
+        keep_pictures(page, ARTIFACTS, "diff")
         page.select_option("#export", "B")
         wait_until(page, "document.querySelector('#export').value === 'B' && location.hash.includes('/B/')")
         keep(page, "diff")

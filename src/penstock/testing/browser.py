@@ -6,7 +6,9 @@ import contextlib
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -14,6 +16,8 @@ from penstock.view.access import new_token
 from penstock.view.library import Library
 from penstock.view.web import listening, make_app, make_server
 
+SIZES = (1400, 700)
+"""Widths at which pages are looked at: a desk's screen and half of one."""
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--no-sandbox",
@@ -72,3 +76,25 @@ def browsing(*, width: int = 1440, height: int = 900, dark: bool = False) -> Ite
             yield page
         finally:
             context.close()
+
+
+def wait_until(page: Any, expression: str, arg: Any = None, *, seconds: float = 30.0) -> None:
+    """Ask from outside until it is so: the page's policy forbids what Playwright does to look a second time."""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(expression, arg):
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not so after {seconds:g} s: {expression}; the page says: {page.inner_text('body')[:500]}"
+            )
+        page.wait_for_timeout(20)
+
+
+def keep_pictures(page: Any, folder: Path, name: str) -> None:
+    """Pictures of what is shown, at both widths and in both themes; the page is left wide and light."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)
+        for width in reversed(SIZES):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(120)
+            page.screenshot(path=str(folder / f"{name}-{width}-{theme}.png"))

@@ -59,9 +59,10 @@ class Watch:
 
 async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Events until whoever listens goes away, or the server ends."""
-    watch, quiet = Watch(library, read), 0
+    watch, quiet, is_last = Watch(library, read), 0, False
     yield b"retry: 1000\n\n"
-    while not is_over():
+    while not is_last:
+        is_last = is_over()  # looked at before the last look: how a run ended is told before the line ends
         try:
             found = await asyncio.to_thread(lambda: list(watch.look()))
         except (PenstockError, OSError):  # a step is being written again, a folder is on its way: look once more
@@ -72,7 +73,8 @@ async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> A
         if quiet >= _ALIVE_EVERY:
             quiet = 0
             yield b": still here\n\n"
-        await asyncio.sleep(LOOK_S)
+        if not is_last:
+            await asyncio.sleep(LOOK_S)
 
 
 def parse_read(text: str) -> Read:

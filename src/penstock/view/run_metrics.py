@@ -64,8 +64,8 @@ def _row(line: bytes) -> dict[str, float | None] | None:
         found: Any = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    step = found.get("step") if isinstance(found, dict) else None
-    if not isinstance(step, int | float) or not 0 <= step < 2**53:
+    step: Any = found.get("step") if isinstance(found, dict) else None
+    if not _is_number(step) or not 0 <= step < 2**53:
         return None
     return {str(name)[:120]: value for name, value in found.items() if value is None or _is_number(value)}
 

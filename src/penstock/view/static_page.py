@@ -58,13 +58,22 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
             raise UnknownKey(f"sample {sample}: the step has {len(index.rows)}, counted from 0")
         found = {**found, "samples": [index.rows[sample]]}
     answers: dict[str, Any] = {f"step?{urlencode(at)}": found}
+    if sample is None:
+        groups = {row["group_id"] or "" for row in index.rows}
+        answers |= {
+            f"group?{urlencode({**at, 'group': group})}": library.group(name, run, number, group) for group in groups
+        }
     hashes: set[str] = set()
     for i in chosen:
         answer = library.sample(name, run, number, i)
         answers[f"sample?{urlencode({**at, 'sample': str(i)})}"] = answer
         hashes |= set(answer["images"])
     start = f"#/samples/{name}/{run or '~'}/{number}" + (f"/{sample}" if sample is not None else "")
-    one = {"name": name, "folder": library.exports[name].folder.name, "runs": [{"run": run, "steps": [number]}]}
+    one = {
+        "name": name,
+        "folder": library.exports[name].folder.name,
+        "runs": [{"run": run, "steps": [number], "state": None}],
+    }
     answers["overview?"] = {
         "exports": [one],
         "has_text": library.vocabulary is not None,

@@ -121,7 +121,7 @@ def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = N
     names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
     states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
     query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
-    with _reading(Path(folder) / LOG) as log:
+    with reading(Path(folder) / LOG) as log:
         rows = log.execute(query, (*states, *([] if group is None else [group]), most)).fetchall()
     found = (dict(zip(names, row, strict=True)) for row in rows)
     return [UnusedGroup(**{**row, "state": State(row["state"]).name.lower()}) for row in found]

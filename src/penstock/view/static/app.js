@@ -76,13 +76,10 @@
     const said = run.state;
     const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
     const lost = ps.live.isOpen() ? "" : " Nobody answers at the address of this page; it tries again by itself.";
-    if (!said)
-      return [
-        lost ? "offline" : "",
-        (run.steps.length
-          ? run.steps.length + " exported steps."
-          : "Nothing was exported yet; it appears here when it is.") + lost,
-      ];
+    const exported = run.steps.length
+      ? run.steps.length + (run.steps.length === 1 ? " exported step." : " exported steps.")
+      : "Nothing was exported yet; it appears here when it is.";
+    if (!said) return [lost ? "offline" : "", exported + lost];
     const took = said.ended ? ", after " + ps.number(Math.round(said.ended - said.began)) + " s" : "";
     const words = {
       running: "Running since " + clock(said.began) + ".",
@@ -93,7 +90,8 @@
     }[said.state];
     const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
     const steps = run.steps.length ? "" : " No step has been exported yet; the first appears here when it comes.";
-    return [word, words + steps + lost];
+    const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
+    return [word, words + steps + again];
   }
 
   function runPicker(chosen) {
@@ -336,6 +334,7 @@
   async function follow() {
     const before = { ...at };
     parse();
+    if (!location.hash) history.replaceState(null, "", address(at));
     notice(overview.parting ? overview.parting.sentence : "");
     drawTop();
     document.body.dataset.page = at.page;
@@ -420,7 +419,8 @@
     cancelAnimationFrame(resizing);
     resizing = requestAnimationFrame(() => {
       if (at.page === "run") return void ps.runPage.redraw();
-      if (at.page !== "samples") return void showPage();
+      if (at.page === "step") return void showPage();
+      if (at.page !== "samples") return;
       ps.list.redraw();
       ps.tokens.resize();
       ps.compare.resize();

@@ -171,6 +171,8 @@
     const slots = Math.max(...ranks.map((rank) => rank.micro_batches.length), 0);
     const rowHeight = Math.max(9, Math.min(26, Math.floor(520 / Math.max(ranks.length, 1))));
     const { pen, width, height } = prepare(canvas, ranks.length * rowHeight + 18);
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", "packed grid of " + ranks.length + " ranks and " + slots + " micro-steps");
     const colour = colours();
     if (!slots) return nothing(pen, width, height, colour.ink);
     const longest = Array.from({ length: slots }, (_, m) =>

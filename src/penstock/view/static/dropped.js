@@ -91,7 +91,7 @@
     const box = ps.select(
       "reason",
       "Reason",
-      [["", "all reasons"], ...why.map((one) => [one, ps.visible(one)])],
+      [["", "all reasons"], ...why.map((one) => [one, ps.visible(one.length > 60 ? one.slice(0, 60) + "…" : one)])],
       ps.query.get("reason") || "",
       (value) => {
         ps.query.set({ reason: value || null });

@@ -82,8 +82,8 @@
       if (!many) return ps.el("span", { class: "key" }, value);
       const dot = ps.el("i", {});
       dot.style.background = colours[line.colour % colours.length];
-      const name =
-        shown.length > 1 ? line.run + (line.label === chart.title.toLowerCase() ? "" : " " + line.label) : line.label;
+      const alone = chart.lines.length <= shown.length; // one line of each run
+      const name = shown.length < 2 ? line.label : line.run + (alone ? "" : " " + line.label);
       return ps.el("span", { class: "key" }, dot, ps.visible(name), value);
     });
     ps.fill(chart.read, ...values);

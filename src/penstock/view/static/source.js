@@ -4,6 +4,14 @@
   const holder = document.getElementById("embedded");
   const embedded = holder ? JSON.parse(holder.textContent) : null;
   const kept = new Map();
+  if (embedded) {
+    // The questions as this browser writes them: others escape other characters.
+    const asked = Object.entries(embedded.answers).map(([key, answer]) => {
+      const [name, query] = [key.slice(0, key.indexOf("?")), key.slice(key.indexOf("?") + 1)];
+      return [name + "?" + new URLSearchParams(query), answer];
+    });
+    embedded.answers = Object.fromEntries(asked);
+  }
   const FRESH = new Set(["overview", "dropped", "whatif", "search"]); // asked anew each time
 
   async function ask(name, query) {
