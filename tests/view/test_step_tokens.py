@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.exports import make_export
 from penstock.view import Export, Record
+from penstock.view.group_tree import branches
 from penstock.view.library import Library
 from penstock.view.masking_rules import RULES, judge
-from penstock.view.prefix_tree import branches
 from penstock.view.step_tokens import tokens_of
 from penstock.view.token_search import find
 from penstock.view.vocabulary import open_vocabulary

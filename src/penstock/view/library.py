@@ -14,9 +14,9 @@ from penstock.errors import InvalidInput, UnknownKey
 from penstock.view.dropped import dropped_of, records_of
 from penstock.view.evaluation_runs import EVALUATION, plane_of
 from penstock.view.folders import EXPORTS
+from penstock.view.group_tree import branches
 from penstock.view.index import StepIndex
 from penstock.view.jsonl import encode_line
-from penstock.view.prefix_tree import branches
 from penstock.view.reader import Export, Step
 from penstock.view.run_metrics import Places, as_columns, is_written, rows_since
 from penstock.view.run_state import state_of
