@@ -42,6 +42,7 @@ from penstock.send.messages import (
     SetWeight,
     Trace,
 )
+from penstock.send.roster import Roster
 
 _REMEMBERED = 4096
 _MAX_WAITING = 1 << 16
@@ -98,8 +99,18 @@ class Admission:
     """Answers producers."""
 
     def __init__(
-        self, *, run: str, run_id: bytes, epoch: int, ranks: int, promise_s: float, pulse: Callable[[], Pulse]
+        self,
+        *,
+        run: str,
+        run_id: bytes,
+        epoch: int,
+        ranks: int,
+        promise_s: float,
+        pulse: Callable[[], Pulse],
+        roster: Roster | None = None,
     ) -> None:
+        """`roster` knows the keepers of a plane that has some."""
+        self._roster = roster
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._promise_s, self._pulse = promise_s, pulse
         self.policy_version: int | None = None
@@ -132,6 +143,8 @@ class Admission:
                 epoch=self._epoch,
                 ranks=self._ranks,
                 policy_version=self.policy_version,
+                copies=0 if self._roster is None else self._roster.terms.copies,
+                keepers=() if self._roster is None else self._roster.told_to(message.node[:MAX_NAME]),
             ),
         )
 

@@ -12,7 +12,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-SCHEMA = 2
+from penstock.send.keeper_messages import FromKeeper, KeeperAt, OfKeeper, PlaneToKeeper, ToKeeper
+from penstock.send.message_record import SCHEMA as SCHEMA
+from penstock.send.message_record import Message as _Message
+
 MAX_VERSION = 2**53
 """Policy versions are counted from 0 to this: beyond, JSON and floats would change them."""
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -24,10 +27,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
 BEHIND: Frames = (b"",)
 """The payload of a message that has none, and must not overtake those that have."""
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    pass
 
 
 # ------------------------------------------------------------------ from a rank
@@ -77,8 +76,8 @@ class Report(_Message, frozen=True, tag="report"):
 
     session: int
     step: int
-    priorities: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    priorities: dict[str, float] = {}  # noqa: RUF012 - copied by msgspec
+    metrics: dict[str, float] = {}  # noqa: RUF012
     number: int = 0
     """Counts this process's reports from 1, so that one sent again is not applied again."""
 
@@ -120,7 +119,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class Deliver(_Message, frozen=True, tag="deliver"):
-    """A step for one rank; its payload is the rank's samples."""
+    """A step for one rank; its payload is the rank's samples, or where to take them from (`penstock.send.picks`)."""
 
     run: str
     epoch: int
@@ -133,6 +132,8 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA
+    keepers: tuple[KeeperAt, ...] | None = None
+    """Who has the samples; None where they are the payload."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):
@@ -215,6 +216,8 @@ class Attach(_Message, frozen=True, tag="attach"):
     ticket: int
     run: str = ""
     """The name of the run it wants; empty for whichever is here."""
+    node: str = ""
+    """Where it runs."""
 
 
 class Attached(_Message, frozen=True, tag="attached"):
@@ -224,6 +227,10 @@ class Attached(_Message, frozen=True, tag="attached"):
     epoch: int
     ranks: int
     policy_version: int | None = None
+    copies: int = 0
+    """Keepers that a frame must be synced by; 0: the plane keeps frames itself."""
+    keepers: tuple[KeeperAt, ...] = ()
+    """Whom to put groups to, the own node's first; a few."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -267,6 +274,8 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     size: int
     waits: bool = True
     """Whether to be told when there is room; else the answer is for now."""
+    evaluation: bool = False
+    """Of a group that waits in no table: only a keeper is asked for that."""
 
 
 class GiveUp(_Message, frozen=True, tag="give-up"):
@@ -346,7 +355,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
 FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
-FromClient: TypeAlias = FromRank | FromProducer | Attach
+FromClient: TypeAlias = FromRank | FromProducer | Attach | FromKeeper | ToKeeper
 FromPlane: TypeAlias = (
     Welcome
     | Deliver
@@ -365,4 +374,6 @@ FromPlane: TypeAlias = (
     | Room
     | Rejected
     | Status
+    | PlaneToKeeper
+    | OfKeeper
 )

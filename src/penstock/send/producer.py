@@ -87,7 +87,9 @@ class _Put(Pending):
         return self.message
 
     def ask_room(self) -> AskRoom:
-        return AskRoom(ticket=self.put.ticket, run=self.run(), size=len(self.frames[0]), waits=self.waits)
+        put = self.put
+        size = len(self.frames[0])
+        return AskRoom(ticket=put.ticket, run=self.run(), size=size, waits=self.waits, evaluation=put.evaluation)
 
     def reminders(self) -> list[Event]:
         """What to say while there is no answer."""
@@ -101,9 +103,18 @@ class _Put(Pending):
 class ProducerSession:
     """One client that puts groups, or looks on. `where` names the plane in errors."""
 
-    def __init__(self, *, run: str = "", where: str = "the plane", timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        run: str = "",
+        where: str = "the plane",
+        node: str = "",
+        asks_first: bool = False,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        """`asks_first`: no group is sent before there is room for it, as keepers want it."""
         self.timeouts = timeouts or Timeouts()
-        self.run, self.where = run, where
+        self.run, self.where, self._node, self._asks_first = run, where, node, asks_first
         self.run_id = NO_RUN
         """Of the run this client belongs to; everything it says carries it."""
         self.policy_version: int | None = None
@@ -140,8 +151,9 @@ class ProducerSession:
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
-        if self._full and not evaluation and run() in self._full:
-            question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: no room")
+        if self._asks_first or (self._full and not evaluation and run() in self._full):
+            words = f"{self.where} has not answered yet" if self._asks_first else "no room"
+            question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: {words}")
             return ticket, self._say(Out(question.ask_room()), now)
         return ticket, self._say(Out(message, question.frames), now)
 
@@ -171,7 +183,7 @@ class ProducerSession:
             return [out]
         if self._attach is not None:
             return []
-        self._attach = Pending(Attach(ticket=0, run=self.run), now, self.timeouts.resend_s)
+        self._attach = Pending(Attach(ticket=0, run=self.run, node=self._node), now, self.timeouts.resend_s)
         return [Out(self._attach.message)]
 
     # -------------------------------------------------------------- messages
@@ -206,7 +218,13 @@ class ProducerSession:
         self.run_id, self._attach = message.run_id, None
         for question in self._open.values():
             question.ask_anew(now, self.timeouts.resend_s)
-        return [Out(question.message, question.frames) for question in self._open.values()]
+        return [self._first(question) for question in self._open.values()]
+
+    def _first(self, question: Pending) -> Out:
+        """What is said of a question at first."""
+        if isinstance(question, _Put) and question.refused is not None:
+            return Out(question.ask_room())
+        return Out(question.message, question.frames)
 
     def _on_rejected(self, message: Rejected, now: float) -> list[Event]:
         question = self._open.get(message.ticket)

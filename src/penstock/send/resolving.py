@@ -108,6 +108,11 @@ class ResolvingClient:
         if first is None:
             self._resolver.ask()
 
+    @property
+    def keys(self) -> ClientKeys | None:
+        """What it connects with now."""
+        return None if self._address is None else self._address.keys
+
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self._move()
         self._resolver.said()

@@ -13,14 +13,14 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 
 from penstock.errors import ConfigError
 from penstock.send import forked_sockets
 from penstock.send.carrier import Envelope, Peer
-from penstock.send.keys import ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.send.keys import KEEPER, ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake
 
@@ -33,8 +33,10 @@ _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ip
 _QUEUE = 256
 _PAYLOAD_MS = 1 << 30
 """How long a payload may be under way before ZeroMQ gives up its connection: the protocol's deadlines come first."""
-_SMALL, _LARGE = b"c", b"d"
+SMALL, LARGE = b"c", b"d"
 """How the names of a client's two connections begin; the rest is the same."""
+_KEEPER = b"k"
+"""How the peer of a keeper begins: by its key, whatever name its connection has."""
 
 
 def check_url(url: str, *, secured: bool) -> None:
@@ -65,12 +67,14 @@ class SocketPlane:
     _url = ""
 
     def __init__(self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None) -> None:
+        self.keys = keys
+        """Its own, and those of whom it lets in."""
         check_url(url, secured=keys is not None)
         if url.startswith("ipc://"):
             _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket, payloads=True)
+        configure(self._socket, payloads=True)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
         self._guard = guard(self._context, self._socket, keys) if keys else None
@@ -108,17 +112,28 @@ class SocketPlane:
             except zmq.Again:
                 break
             if 2 <= len(parts) <= MAX_FRAMES:
-                name = parts[0].bytes
-                peer = _SMALL + name[1:] if name.startswith(_LARGE) else name
-                got.append((peer, parts[1].buffer, [part.buffer for part in parts[2:]]))
+                kind = _KEEPER if self._guard and _user_of(parts[1]) == KEEPER else SMALL
+                got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
+
+    def is_keeper(self, peer: Peer) -> bool:
+        assert isinstance(peer, bytes)
+        return self._guard is None or peer.startswith(_KEEPER)
+
+    def admit(self, clients: Iterable[bytes], keepers: Iterable[bytes]) -> None:
+        """Let these public keys in from now on; without keys everybody is in."""
+        if self._guard is not None:
+            for key in clients:
+                self._guard.admit(key)
+            for key in keepers:
+                self._guard.admit(key, keeper=True)
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         assert isinstance(peer, bytes)
-        ways = [peer, _LARGE + peer[1:]]
+        ways = [SMALL + peer[1:], LARGE + peer[1:]]
         for way in reversed(ways) if frames else ways:  # the other one if this is not there, or not there yet
             try:
-                _send(self._socket, [way, header], frames)
+                send_parts(self._socket, [way, header], frames)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
                     continue
@@ -142,17 +157,19 @@ class SocketClient:
     """A client's end."""
 
     def __init__(self, url: str, *, keys: ClientKeys | None = None) -> None:
+        self.keys = keys
+        """What it connects with."""
         check_url(url, secured=keys is not None)
         self._context = zmq.Context()
         self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
         name = secrets.token_bytes(15)
-        self._small, self._large = (self._connect(url, keys, kind + name) for kind in (_SMALL, _LARGE))
+        self._small, self._large = (self._connect(url, keys, kind + name) for kind in (SMALL, LARGE))
 
     def _connect(self, url: str, keys: ClientKeys | None, name: bytes) -> zmq.Socket[bytes]:
         end = self._context.socket(zmq.DEALER)
-        _configure(end, payloads=name.startswith(_LARGE))
+        configure(end, payloads=name.startswith(LARGE))
         end.setsockopt(zmq.IDENTITY, name)
         if keys:
             keys.apply(end)
@@ -162,7 +179,7 @@ class SocketClient:
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:
-            _send(self._large if frames else self._small, [header], frames)
+            send_parts(self._large if frames else self._small, [header], frames)
         except zmq.Again:
             return  # the plane is away and the queue full; the protocol asks again
 
@@ -192,6 +209,14 @@ class SocketClient:
         self._wake.close()
 
 
+def _user_of(part: zmq.Frame) -> str:
+    """Who sent it, as the guard said when the connection was made."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
 def _check_free(path: str) -> None:
     """ZeroMQ would take the path from a plane that lives; refuse, unless nobody answers there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
@@ -202,7 +227,7 @@ def _check_free(path: str) -> None:
     raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
 
 
-def _configure(end: zmq.Socket[bytes], *, payloads: bool) -> None:
+def configure(end: zmq.Socket[bytes], *, payloads: bool) -> None:
     end.setsockopt(zmq.SNDHWM, _QUEUE)
     end.setsockopt(zmq.RCVHWM, _QUEUE)
     end.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -223,7 +248,7 @@ def _configure(end: zmq.Socket[bytes], *, payloads: bool) -> None:
     end.setsockopt(zmq.IPV6, 1)
 
 
-def _send(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
+def send_parts(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
     if not frames:
         end.send_multipart(head, zmq.NOBLOCK)
         return

@@ -106,6 +106,17 @@ class PlaneSettings:
             description="key folder made by `penstock keys`; needed where other hosts can connect", extra={"path": True}
         ),
     ] = None
+    node: Annotated[
+        str,
+        Meta(description="the node this process runs on, as its keeper names it; empty: the host's name"),
+    ] = ""
+    copies: Annotated[
+        Literal[0, 1, 2, 3, "shared"],
+        Meta(
+            description="nodes that a group's frame must be synced on, by keepers (`penstock keep`), before it is "
+            'accepted; "shared": one, on a filesystem that all keepers share; 0: the plane keeps frames itself'
+        ),
+    ] = 0
     replicas: Annotated[
         int,
         Meta(ge=1, description="processes per data rank (tensor or context parallel); each gets the rank's data"),
@@ -124,6 +135,13 @@ class PlaneSettings:
     max_held_bytes: Annotated[
         int, Meta(ge=1, description="encoded bytes that may wait for training; beyond, puts wait or raise Overloaded")
     ] = 4 << 30
+    locking: Annotated[
+        Literal["wal", "exclusive"],
+        Meta(
+            description='how the log is locked; "exclusive" for a folder on a network filesystem: no other process may '
+            "read it meanwhile"
+        ),
+    ] = "wal"
     max_disk_bytes: Annotated[
         int | None,
         Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),

@@ -101,6 +101,9 @@ class Wire:
         if isinstance(message, Deliver):
             self.digests[peer] = message.digest
 
+    def is_keeper(self, peer: Peer) -> bool:  # noqa: ARG002 - the fuzzer may say anything
+        return True
+
     def forget(self, peer: Peer) -> None:
         pass
 
@@ -138,7 +141,7 @@ class Messages:
         frame = encode(samples)
         digest = step_digest(self._one, sample_digests(samples))
         same: dict[str, int] = {"epoch": 1, "session": 1}
-        step = Deliver(run=_RUN, **same, step=1, rank=0, world=1, digest=digest, plan=self._one)
+        step = Deliver(run=_RUN, epoch=1, session=1, step=1, rank=0, world=1, digest=digest, plan=self._one)
         return [
             _from_plane(Attached(ticket=0, run_id=bytes(16), run=_RUN, epoch=1, ranks=1)),
             _from_plane(Welcome(**same, ready=True, step=1)),

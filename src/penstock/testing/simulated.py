@@ -109,6 +109,9 @@ class Wire:
                 raise Crash
         self._world.travel(lambda: self._world.deliver(peer, header, frames))
 
+    def is_keeper(self, peer: Peer) -> bool:
+        return str(peer).startswith("keeper")
+
     def forget(self, peer: Peer) -> None:
         pass
 

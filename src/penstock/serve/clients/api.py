@@ -37,7 +37,7 @@ from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSett
 logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
 _RAY = "ray://"
-_CALLERS = ("keys", "timeouts", "run")
+_CALLERS = ("keys", "timeouts", "run", "node")
 """Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
 
@@ -102,7 +102,16 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     thread.start()
     url = usable_url(others[0].url) if others else where
     handle = Handle.of(url, settings.run, settings.keys, settings.timeouts) if others else None
-    return Plane(memory.connect, url=url, timeouts=settings.timeouts, handle=handle, server=server, thread=thread)
+    return Plane(
+        memory.connect,
+        url=url,
+        timeouts=settings.timeouts,
+        handle=handle,
+        keys=ClientKeys.load(settings.keys) if settings.keys is not None and settings.copies else None,
+        node=settings.node,
+        server=server,
+        thread=thread,
+    )
 
 
 def _ray() -> Any:
@@ -119,7 +128,14 @@ def _line_to(address: str, given: dict[str, Any]) -> Plane:
     keys = given.get("keys")
     timeouts, run = given.get("timeouts"), given.get("run", "")
     handle = Handle.of(address, run, keys, timeouts)
-    return Plane(lambda: client_carrier(address, keys), url=address, run=run, timeouts=timeouts, handle=handle)
+    return Plane(
+        lambda: client_carrier(address, keys),
+        url=address,
+        run=run,
+        timeouts=timeouts,
+        handle=handle,
+        node=given.get("node", ""),
+    )
 
 
 def _run(server: Server) -> None:
@@ -140,12 +156,13 @@ def connect(
     prefetch: int = 1,
     run: str = "",
     keys: str | Path | None = None,
+    node: str = "",
     timeouts: Timeouts | None = None,
 ) -> Source:
     """One rank's source of steps, from a plane elsewhere.
 
     `resume_step` is one above the last step of the checkpoint that is loaded; by default the first step that is not
-    committed.
+    committed. `node` names the node whose keeper is asked first, where the plane has keepers: by default the host.
     """
     return Source(
         client_carrier(url, keys),
@@ -158,6 +175,7 @@ def connect(
         prefetch=prefetch,
         timeouts=CLUSTER_TIMEOUTS if timeouts is None and url.startswith(_RAY) else timeouts,
         handle=Handle.of(url, run, keys, timeouts),
+        node=node,
     )
 
 

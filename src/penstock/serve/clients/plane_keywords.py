@@ -63,6 +63,11 @@ class PlaneKeywords(TypedDict, total=False):
     `keys`."""
     keys: str | Path | None
     """Key folder made by `penstock keys`; needed where other hosts can connect."""
+    node: str
+    """The node this process runs on, as its keeper names it; empty: the host's name."""
+    copies: Literal[0, 1, 2, 3, "shared"]
+    """Nodes that a group's frame must be synced on, by keepers (`penstock keep`), before it is accepted; "shared":
+    one, on a filesystem that all keepers share; 0: the plane keeps frames itself."""
     replicas: int
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
     requires: Sequence[str]
@@ -73,6 +78,9 @@ class PlaneKeywords(TypedDict, total=False):
     """Bytes that a group may decode to; none: 2 GiB."""
     max_held_bytes: int
     """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
+    locking: Literal["wal", "exclusive"]
+    """How the log is locked; "exclusive" for a folder on a network filesystem: no other process may read it
+    meanwhile."""
     max_disk_bytes: int | None
     """Bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has."""
     disk_reserve_bytes: int

@@ -10,20 +10,24 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self, overload
+from typing import Self
 
 from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
-from penstock.encode import Limits, decode
+from penstock.encode import decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
-from penstock.pack import MicroBatch, RankPlan, StepOfRank, fill
-from penstock.send.carrier import ClientCarrier
+from penstock.pack import RankPlan, fill
+from penstock.send.carrier import ClientCarrier, keys_of
+from penstock.send.keys import ClientKeys
 from penstock.send.messages import MAX_VERSION, Frames, FromPlane
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
 from penstock.serve.clients.handles import Handle, nowhere
+from penstock.serve.clients.source_step import SourceStep as SourceStep
+from penstock.serve.clients.taker import ANY_SIZE, NotHad, Taker
+from penstock.serve.keepers.keeper_settings import this_node
 
 logger = logging.getLogger("penstock.source")
 _MAX_STEP = 2**53
@@ -33,36 +37,6 @@ _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
 _LEAVE_S = 2.0
 """How long a rank that failed at once waits for the plane to hear of it."""
-_ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
-"""A step is as large as the plane was told to make it; its size was checked group by group."""
-
-
-class SourceStep(StepOfRank):
-    """One rank's micro-batches of one step, received, checked and filled.
-
-    Iterate it for the micro-batches; `loss_tokens` is the denominator over all ranks.
-    """
-
-    def __init__(self, number: int, digest: str, rank_plan: RankPlan, batches: list[MicroBatch]) -> None:
-        super().__init__(rank_plan)
-        self.number = number
-        """Steps are counted from 1."""
-        self.digest = digest
-        """Of the rank's plan and samples: equal digests, equal steps."""
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self._batches)
-
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
-    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
-        return self._batches[index]
-
-    def __repr__(self) -> str:
-        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
 
 
 class Source:
@@ -85,9 +59,12 @@ class Source:
         prefetch: int = 1,
         timeouts: Timeouts | None = None,
         handle: Handle | None = None,
+        keys: ClientKeys | None = None,
+        node: str = "",
     ) -> None:
         """`resume_step` is one above the last step of the checkpoint that is loaded; None goes on at the first step
-        that is not committed."""
+        that is not committed. `node` is where this process runs, and whose keeper is asked first; `keys` are for lines
+        to keepers, where the line to the plane has none."""
         if prefetch not in (0, 1, 2):
             raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
         if resume_step is not None and not 1 <= resume_step <= _MAX_STEP:
@@ -118,6 +95,9 @@ class Source:
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None
+        self._taker = Taker(lambda: keys or keys_of(carrier), node=node or this_node(), timeouts=self.timeouts)
+        self._untaken: dict[int, float] = {}
+        """Steps that could not be taken from keepers -> since when."""
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps that wait to be checked and filled."""
         threading.Thread(target=self._work, name=f"penstock-fill-{rank}", daemon=True).start()
@@ -270,6 +250,7 @@ class Source:
             if self._error is None:
                 self._error = Closed("this source was closed")
             self._changed.notify_all()
+        self._taker.stop()
         self._received.put(None)
         self._loop.stop()
 
@@ -311,14 +292,21 @@ class Source:
         while (arrived := self._received.get()) is not None:
             self._receive(arrived)
             del arrived  # its payload must not live until the next one comes
+        self._taker.close()
 
     def _receive(self, arrived: Arrived) -> None:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
-            samples = _samples(arrived.frames)
+            samples = self._samples(arrived)
+        except NotHad as error:
+            self._not_had(message.step, str(error))
+            return
+        except Closed:
+            return
         except CorruptFrame:
             samples = None
+        self._untaken.pop(message.step, None)
         if samples is None or step_digest(message.plan, sample_digests(samples)) != message.digest:
             logger.warning("step %d: not what was sent; asking again", message.step)
             with self._lock:
@@ -334,6 +322,25 @@ class Source:
         with self._lock:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
+
+    def _samples(self, arrived: Arrived) -> Samples:
+        """Of a step: its payload, or what keepers have of it."""
+        if arrived.deliver.keepers is None:
+            return _samples(arrived.frames)
+        return self._taker.take(arrived.frames, arrived.deliver.keepers, self._session.run_id)
+
+    def _not_had(self, step: int, words: str) -> None:
+        """Nobody gave some samples: ask the plane again, who may know more by then, but not for ever."""
+        now = time.monotonic()
+        since = self._untaken.setdefault(step, now)
+        if now - since > self.timeouts.delivery_s + self.timeouts.keeper_s:
+            with self._lock:
+                self._handle(self._session.fail(step, words, now))
+            return
+        logger.warning("step %d: %s; asking again", step, words)
+        self._taker.pause(min(self.timeouts.resend_s, 0.25))
+        with self._lock:
+            self._handle(self._session.altered(step, time.monotonic()))
 
     def _ask_ahead(self, step: int) -> None:
         for ahead in range(step, step + self._prefetch):
@@ -384,4 +391,4 @@ class Source:
 def _samples(frames: Frames) -> Samples:
     """The samples of a payload, which travels in one piece unless it is very large."""
     data = frames[0] if len(frames) == 1 else b"".join(frames)
-    return decode(data, limits=_ANY_SIZE) if len(data) else Samples.of([])
+    return decode(data, limits=ANY_SIZE) if len(data) else Samples.of([])

@@ -71,7 +71,14 @@ class DropGroup(_Record, frozen=True, tag="drop"):
     op: int
 
 
-Record: TypeAlias = Advance | Prioritize | Quarantine | Discard | Weigh | EvictRun | ReleaseGroup | DropGroup
+class Lose(_Record, frozen=True, tag="lose"):
+    """Groups whose frames no keeper has any more."""
+
+    groups: dict[int, str]
+    """Group, by op -> why."""
+
+
+Record: TypeAlias = Advance | Prioritize | Quarantine | Discard | Weigh | EvictRun | ReleaseGroup | DropGroup | Lose
 
 _PACK = msgspec.msgpack.Encoder()
 _READ: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -237,6 +237,11 @@ class Engine:
         plan = PlannedStep(rank_plans=manifest.rank_plans, needs=manifest.needs, digests=manifest.digests)
         return plan, self._places(manifest.groups)
 
+    def is_planned(self, step: int, planned: PlannedStep) -> bool:
+        """Whether a step is still planned as it was."""
+        found = self.state.steps.get(step)
+        return found is not None and found.digests == planned.digests
+
     def _places(self, ops: Sequence[int]) -> tuple[Place, ...]:
         """Where groups are; one that was set aside since it was drawn is still kept, unless it was dropped there."""
         rows = [self.state.rows.get(op) or self.state.quarantined.get(op) for op in ops]

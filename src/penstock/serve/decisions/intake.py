@@ -35,6 +35,16 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
+class Vouched:
+    """A group whose frame a keeper has checked and kept: only its facts are to be looked at."""
+
+    group: str
+    facts: GroupFacts
+    location: str
+    eval_facts: EvalFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A group that is checked and kept: only the decision to accept it is missing."""
 
@@ -64,6 +74,20 @@ class Intake:
         """The run that a group says it belongs to, found without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
 
+    def look_at(self, vouched: Vouched) -> Arrived | Refused:
+        """What becomes of a group that a keeper has checked."""
+        try:
+            if vouched.eval_facts is None:
+                self._check_facts(vouched.facts)
+            else:
+                self._check_own(vouched.facts)
+        except PenstockError as error:
+            return Refused(vouched.group, error)
+        except Exception as error:  # noqa: BLE001 - facts must not end the plane, whatever they provoke
+            words = f"group {vouched.group!r}: {type(error).__name__}: {error}; its facts cannot be used"
+            return Refused(vouched.group, InvalidInput(words))
+        return Arrived(vouched.group, vouched.facts, vouched.location, vouched.eval_facts)
+
     def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
         """What became of each group, in order."""
         checked = [self._check(incoming) for incoming in batch]
@@ -90,26 +114,30 @@ class Intake:
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
         """The facts of a frame; raises what is wrong with it."""
+        facts = check_group(frame, group=group, seq_len=self._settings.packing.seq_len, limits=self.limits)
+        self._check_facts(facts)
+        return facts
+
+    def _check_facts(self, facts: GroupFacts) -> None:
+        """Raise what this plane's settings have against a group that is to be trained."""
         packing = self._settings.packing
-        facts = check_group(frame, group=group, seq_len=packing.seq_len, limits=self.limits)
         self._check_own(facts)
         self._check_required(facts)
-        if facts.policy_version is None and self._settings.replay.max_staleness is not None:
+        most = self._settings.replay.max_staleness
+        if facts.policy_version is None and most is not None:
             raise InvalidInput(
-                f"group {group!r}: no policy_version, and max_staleness is {self._settings.replay.max_staleness}; "
+                f"group {facts.group!r}: no policy_version, and max_staleness is {most}; "
                 "say which policy sampled it: plane.group(..., policy_version=plane.policy_version)"
             )
         if packing.over_cap == "strict":
             plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
-        return facts
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
         """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
         length) is not asked of it."""
-        facts = check_group(frame, group=group, seq_len=_UNCUT, limits=self.limits)
+        facts, eval_facts = facts_for_evaluation(group, frame, self.limits)
         self._check_own(facts)
-        _, samples, _ = describe(frame, limits=self.limits)
-        return facts, EvalFacts.of(samples)
+        return facts, eval_facts
 
     def _check_own(self, facts: GroupFacts) -> None:
         for name, description in facts.own.items():
@@ -133,6 +161,13 @@ class Intake:
                     f"group {facts.group!r}: no {name}, which this plane requires of every group; record it, or open "
                     "the plane without it in `requires`"
                 )
+
+
+def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:
+    """Of a group that is not to be trained: its samples are not cut, and what is shown of it is made too."""
+    facts = check_group(frame, group=group, seq_len=_UNCUT, limits=limits)
+    _, samples, _ = describe(frame, limits=limits)
+    return facts, EvalFacts.of(samples)
 
 
 def limits_of(settings: PlaneSettings) -> Limits:

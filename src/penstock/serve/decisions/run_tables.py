@@ -136,14 +136,19 @@ class RunTables:
                 del self.lines[name]
         return stale
 
-    def remove(self, row: GroupRow) -> None:
-        """Let go of one group, wherever it waits."""
+    def remove(self, row: GroupRow) -> bool:
+        """Let go of one group, wherever it waits; False if it does not."""
         line = self.lines.pop(row.run, [])
         others = [waiting for waiting in line if waiting.op != row.op]
         if others:
             self.lines[row.run] = others
-        if len(others) == len(line):
-            self.table(row.run).remove([row.id])
+        if len(others) < len(line):
+            return True
+        return self.table(row.run).remove([row.id]) > 0
+
+    def is_waiting(self, row: GroupRow) -> bool:
+        """Whether a group is in a table, or in line before one."""
+        return row.id in self or any(waiting.op == row.op for waiting in self.lines.get(row.run, ()))
 
     def __len__(self) -> int:
         return sum(map(len, self.tables.values())) + sum(map(len, self.lines.values()))

@@ -32,6 +32,7 @@ from penstock.serve.decisions.decision_records import (
     Advance,
     Discard,
     EvictRun,
+    Lose,
     Prioritize,
     Quarantine,
     Record,
@@ -194,6 +195,11 @@ class PlaneState:
             self._left = [(key, "evicted") for key, _ in self._left]
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
+        elif isinstance(record, Lose):
+            for row in [self.rows[op] for op in record.groups if op in self.rows]:
+                if self.run_tables.remove(row):
+                    self._left.append((row.id, ""))
+            self._left = list({key: "lost" for key, _ in self._left}.items())
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")

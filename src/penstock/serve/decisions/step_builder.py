@@ -20,7 +20,10 @@ from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
 from penstock.keep.keeper import Keeper, Pick
 from penstock.pack import Packing, plan
-from penstock.send.messages import Frames
+from penstock.send.copies import copies_of
+from penstock.send.messages import Buffer, Frames
+from penstock.send.picks import PickedGroup, StepPicks
+from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 
 PIECE_BYTES = 1 << 30
@@ -102,9 +105,40 @@ class StepBuilder:
         return Staged(
             step=step,
             plans=list(planned.rank_plans),
-            payloads=[_pieces(payload) for payload in payloads],
+            payloads=[pieces_of(payload) for payload in payloads],
             digests=list(planned.digests),
         )
+
+
+@dataclass(slots=True)
+class PickBuilder(StepBuilder):
+    """For a plane whose frames are with keepers: a rank is sent which samples to take from whom."""
+
+    roster: Roster = field(kw_only=True)
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
+        picks = [step_picks(request) for request in requests]
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=[[found.to_bytes()] for found in picks],
+            digests=list(planned.digests),
+            keepers=[found.keepers for found in picks],
+            find=self.roster.addresses,
+        )
+
+
+def step_picks(request: Sequence[Pick]) -> StepPicks:
+    """What one rank takes, with each keeper named once."""
+    copies = [copies_of(pick.location) for pick in request]
+    names = sorted({name for found in copies for name, _ in found})
+    place = {name: k for k, name in enumerate(names)}
+    groups = [
+        PickedGroup(pick.group, tuple((place[name], number) for name, number in found), pick.rows)
+        for pick, found in zip(request, copies, strict=True)
+    ]
+    return StepPicks(keepers=tuple(names), groups=tuple(groups))
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
@@ -123,5 +157,6 @@ def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> lis
     return requests
 
 
-def _pieces(payload: memoryview) -> Frames:
+def pieces_of(payload: Buffer) -> Frames:
+    """A payload, as it travels."""
     return [payload[at : at + PIECE_BYTES] for at in range(0, max(len(payload), 1), PIECE_BYTES)]

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
@@ -22,13 +23,16 @@ from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.keeper import DamagedFrame
+from penstock.send.copies import copies_of
 from penstock.send.messages import Buffer
+from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Vouched
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
+from penstock.serve.decisions.remote_frames import RemoteFrames
+from penstock.serve.decisions.step_builder import Builder, PickBuilder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
 
 logger = logging.getLogger("penstock.plane")
@@ -47,8 +51,12 @@ class _Unplannable:
 class Pipeline:
     """An engine, and the workers that do the heavy part of what it decides."""
 
-    def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
+    def __init__(
+        self, engine: Engine, intake: Intake, builder: Builder, workers: Workers, roster: Roster | None = None
+    ) -> None:
+        """`roster` knows who has the frames, where that is not the plane itself."""
         self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
+        self._roster = roster
         self._incoming: deque[tuple[bytes, Incoming]] = deque()
         """Groups that were offered and wait to be checked, with their digests as they were sent."""
         self._outcomes: list[Outcome] = []
@@ -61,6 +69,8 @@ class Pipeline:
         """What the session that asks next is told."""
         self._session = self._asked_by = 0
         """Counts the sessions that began, and which of them asked for what is being made."""
+        self.awaits_keepers = False
+        """Whether a planned step waits for somebody who has its frames."""
         self.replanned = 0
         """The first of the steps that were planned anew: what was staged of them is no more; 0 if there is none."""
 
@@ -81,6 +91,27 @@ class Pipeline:
             self._incoming.append((digest, Incoming(group, frame, evaluation)))
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
+
+    def put_facts(self, ticket: object, vouched: Vouched, digest: bytes, size: int) -> Outcome | None:
+        """Offer a group that keepers have checked and kept; from here on it is as any other."""
+        assert self._roster is not None
+        group, evaluation = vouched.group, vouched.eval_facts is not None
+        found = self._engine.acceptance.offer(ticket, group, digest, size, vouched.facts.run, evaluation=evaluation)
+        if isinstance(found, Outcome):
+            return found
+        if found:
+            fault = self._roster.fault_of(copies_of(vouched.location))
+            if fault:
+                self._outcomes += self._engine.acceptance.refuse(group, CopiesGone(f"group {group!r}: {fault}"))
+                return None
+            self._roster.add(vouched.location)
+            self._workers.submit("intake", lambda: self._intake.look_at(vouched), partial(self._looked_at, vouched))
+        return None
+
+    def _looked_at(self, vouched: Vouched, result: Arrived | Refused | Exception) -> None:
+        if isinstance(result, Refused):
+            self._engine.journal.forget([vouched.location])
+        self._taken_in(result if isinstance(result, Exception) else [result])
 
     def _run_of(self, frame: Buffer) -> str:
         """The run a group belongs to, where that decides whether there is room; found without reading the body."""
@@ -142,9 +173,9 @@ class Pipeline:
         if self._busy:
             return f"step {self._engine.last_step} to be built"
         if step <= self._engine.last_step:
-            self._build(step)
+            waits = self._build(step)
             self._raise_failure()
-            return f"step {step} to be built"
+            return waits or f"step {step} to be built"
         drawn = self._engine.draw_step(step)
         if isinstance(drawn, str):
             return drawn
@@ -176,7 +207,10 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """On a worker's thread."""
-        facts = self._fitting(drawn)
+        try:
+            facts = self._fitting(drawn)
+        except _Outgrown as error:
+            return _Unplannable(error, {error.position: f"{error}, and the plane cannot read frames of keepers"})
         try:
             return self._builder.plan(facts)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
@@ -186,10 +220,12 @@ class Pipeline:
         """Facts of an earlier format, or made for another `seq_len` which cuts some of their samples, are made anew."""
         settings, keeper = self._engine.settings, self._engine.keeper
         seq_len = settings.packing.seq_len
-        found = []
+        found: list[GroupFacts] = []
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
             facts = GroupFacts.from_bytes(data) if GroupFacts.is_current(data) else None
             if facts is None or not facts.fits(seq_len):
+                if self._roster is not None:
+                    raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len if facts else '?'}")
                 facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
             found.append(facts)
         return found
@@ -211,14 +247,31 @@ class Pipeline:
             self._to_record = None
             self._build(drawn.step)
 
-    def _build(self, step: int) -> None:
+    def _build(self, step: int) -> str:
+        """Begin to; or say in words whom it has to wait for."""
         try:
             planned, groups = self._engine.planned(step)
         except CorruptFrame as error:
             self._asked_by = self._session
             self._built(step, error)
-            return
-        self._submit(lambda: self._builder.build(step, planned, groups), lambda found: self._built(step, found))
+            return ""
+        if self._roster is not None:
+            away = {words: at.group for at in groups if (words := self._roster.missing(at.location))}
+            self.awaits_keepers = bool(away)
+            if away:
+                words, group = next(iter(away.items()))
+                return f"{words} to come back, for group {group!r}"
+
+        def built(found: Staged | Exception) -> None:
+            if self._engine.is_planned(step, planned):
+                self._built(step, found)
+
+        self._submit(lambda: self._builder.build(step, planned, groups), built)
+        return ""
+
+    def unplanned(self, first: int) -> None:
+        """Steps from this one on are no more."""
+        self._staged = {step: staged for step, staged in self._staged.items() if step < first}
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
@@ -238,6 +291,18 @@ class AlteredOnTheWay(CorruptFrame):
     """A frame is not what was sent: it must be sent again."""
 
 
+class CopiesGone(CorruptFrame):
+    """Copies of a frame do not count any more: it must be kept anew."""
+
+
+class _Outgrown(Exception):
+    """Facts that do not hold for this plane, and cannot be made anew here."""
+
+    def __init__(self, position: int, words: str) -> None:
+        super().__init__(words)
+        self.position = position
+
+
 def failure_in_words(error: Exception) -> str:
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
@@ -249,6 +314,9 @@ def keeper_of(log: Log) -> Keeper:
 
 def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:
     """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
-    settings = engine.settings
-    builder = StepBuilder(settings.packing, engine.keeper, allocate)
-    return Pipeline(engine, Intake(settings, engine.keeper), builder, workers)
+    settings, keeper = engine.settings, engine.keeper
+    intake = Intake(settings, keeper)
+    if isinstance(keeper, RemoteFrames):
+        builder = PickBuilder(settings.packing, keeper, roster=keeper.roster)
+        return Pipeline(engine, intake, builder, workers, keeper.roster)
+    return Pipeline(engine, intake, StepBuilder(settings.packing, keeper, allocate), workers)

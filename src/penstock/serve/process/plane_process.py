@@ -27,11 +27,13 @@ class PlaneProcess:
     True
     """
 
+    command = "serve"
+
     def __init__(self, words: Sequence[str], *, stderr: IO[Any] | int | None = None, timeout_s: float = 60.0) -> None:
-        command = [sys.executable, "-m", "penstock.cli", "serve", *words, "--json", f"--parent={os.getpid()}"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
+        words_of = [sys.executable, "-m", "penstock.cli", self.command, *words, "--json", f"--parent={os.getpid()}"]
+        self.process = subprocess.Popen(words_of, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
         self.ready: dict[str, Any] = {}
-        """What `penstock serve --json` prints."""
+        """What it prints with --json."""
         try:
             self.ready = json.loads(self._first_line(time.monotonic() + timeout_s))
         except BaseException:
@@ -84,10 +86,10 @@ class PlaneProcess:
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise PlaneLost("penstock serve: did not say where it listens in time; its log says why")
+                raise PlaneLost(f"penstock {self.command}: did not say where it listens in time; its log says why")
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 code = self.process.wait()
-                raise PlaneLost(f"penstock serve: ended with code {code} before it listened; its log says why")
+                raise PlaneLost(f"penstock {self.command}: ended with code {code} before it listened; its log says why")
             line += data
         return line

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,24 +17,14 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.arrays.coerce import MAX_TEXT
-from penstock.errors import CallerError, CorruptFrame, DiskFull, Fenced, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, InvalidInput, PenstockError
 from penstock.keep import Keeper
 from penstock.send.admission import Admission, Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.coordinator import Coordinator
-from penstock.send.effects import (
-    Detach,
-    Effect,
-    MemberLeft,
-    Note,
-    Reported,
-    Resume,
-    Send,
-    StepCommitted,
-    StepReceived,
-)
+from penstock.send.effects import Send
+from penstock.send.keeper_messages import CopyFrame, DropCopies, Enlist, FromKeeper, KeeperBeat, PutFacts, Take
 from penstock.send.message_header import Packer, read_from_client, run_of
 from penstock.send.messages import (
     Ask,
@@ -47,6 +36,7 @@ from penstock.send.messages import (
     FromPlane,
     GiveUp,
     Put,
+    Refused,
     SettleGroup,
     SetWeight,
     Status,
@@ -58,17 +48,27 @@ from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.remembered import left_name, members_left
+from penstock.serve.decisions.remembered import members_left
+from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.process.archiver import Archiving
-from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, failure_in_words, keeper_of, pipeline_of
+from penstock.serve.process.effect_runner import EffectRunner
+from penstock.serve.process.keeper_desk import KeeperDesk, roster_of
+from penstock.serve.process.pipeline import (
+    AlteredOnTheWay,
+    CopiesGone,
+    Pipeline,
+    failure_in_words,
+    keeper_of,
+    pipeline_of,
+)
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
+from penstock.serve.process.small_decisions import decide
 from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = _LOOK_S = 1.0
-MAX_KEY = 1024
 
 
 class Server:
@@ -88,7 +88,8 @@ class Server:
         """`keeper` holds the frames: by default in the log's folder, or in memory as the log is. `workers` and
         `pipeline` are for simulations."""
         self.settings = settings
-        self._keeper = keeper or keeper_of(log)
+        self.roster = roster_of(settings, log.epoch, carriers)
+        self._keeper = keeper or (keeper_of(log) if self.roster is None else RemoteFrames(self.roster))
         self.engine = Engine(settings, log, self._keeper)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
@@ -115,7 +116,9 @@ class Server:
             ranks=settings.packing.ranks,
             promise_s=2 * settings.timeouts.resend_s,
             pulse=lambda: self.coordinator.pulse(self._now),
+            roster=self.roster,
         )
+        self._desk = None if self.roster is None else KeeperDesk(self.roster, self.engine, self._pipeline)
         self.story = RunStory(self.engine.counts)
         self.story.started(settings.run, log, self.engine)
         self._poller = zmq.Poller()
@@ -126,8 +129,7 @@ class Server:
         if isinstance(self._workers, Threads):
             self._poller.register(self._workers.wake.descriptor, zmq.POLLIN)
         self._stopping = threading.Event()
-        self._deferred: deque[Effect] = deque()
-        """What is decided and could not be done for want of disk space."""
+        self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -153,7 +155,7 @@ class Server:
 
     def _end_session(self, error: BaseException) -> None:
         """Tell every rank, also those whose message was not read yet."""
-        self._carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
+        self._effects.carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
         words = self.coordinator.failure
         for carrier in self._carriers:
             for peer, _header, _frames in carrier.receive():
@@ -200,13 +202,25 @@ class Server:
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
+        self._notice_losses(now)
         if now >= self._retry_at:
-            self._retry_at = now + _RETRY_S if not (self._run_deferred() and self._plan(now)) else 0.0
-        self._carry_out(self.coordinator.on_tick(now))
+            self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
+        self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(self.engine.acceptance, now))
         self.story.look()
         self.archiving.turn()
         self._on_turn()
+
+    def _notice_losses(self, now: float) -> None:
+        """A planned step that needs a group which nobody has any more ends the session for everybody."""
+        found = None if self._desk is None else self._desk.look(now)
+        if found is None:
+            return
+        first, words = found
+        if self.coordinator.phase is Phase.RUNNING and self.coordinator.wanted >= first:
+            self._effects.carry_out(self.coordinator.fail(words, step=first))
+        else:
+            self.coordinator.unstage(first)
 
     def _unstage(self) -> None:
         """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
@@ -227,56 +241,69 @@ class Server:
             return
         run_id = run_of(header)
         if isinstance(message, Attach):
-            self._do(self.admission.on_attach(peer, message))
+            self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
             self.story.count("messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here")
-            self._do(self.admission.on_foreign(peer, run_id))
+            self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
+        elif isinstance(message, (Enlist, KeeperBeat, PutFacts)):
+            self._on_keeper(peer, message, frames, now)
+        elif isinstance(message, (Take, CopyFrame, DropCopies)):
+            self.story.count("messages_misled", f"dropped a {type(message).__name__}: it is for keepers")
         elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
-            self._carry_out(self.coordinator.on_message(peer, message, now))
+            self._effects.carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _on_keeper(self, peer: Peer, message: FromKeeper, frames: Frames, now: float) -> None:
+        assert isinstance(peer, tuple)  # as made in `turn`
+        if self._desk is None:
+            self._effects.do(
+                Send(peer, Refused(epoch=self._log.epoch, reason="this plane keeps frames itself: copies is 0"))
+            )
+            return
+        is_keeper = peer[0].is_keeper(peer[1])
+        found = self._desk.on_message(peer, message, frames, now, is_keeper=is_keeper)
+        if isinstance(found, Outcome):
+            self._answer(found)
+        else:
+            for send in found or ():
+                self._effects.do(send)
 
     def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Offer):
                 self._offer(effect)
             elif isinstance(effect, Decide):
-                self._do(self.admission.decided(effect.ticket, self._decide(effect.message)))
+                self._effects.do(self.admission.decided(effect.ticket, decide(self.engine, self.story, effect.message)))
             else:
-                self._do(effect)
+                self._effects.do(effect)
 
     def _offer(self, offer: Offer) -> None:
+        if self.roster is not None:
+            words = f"group {offer.group!r}: this plane has keepers and takes no frames; put it to one of them"
+            self._answer(Outcome(offer.ticket, InvalidInput(words)))
+            return
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
         outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation)
         if outcome is not None:
             self._answer(outcome)
 
-    def _decide(self, message: Discard | SettleGroup | SetWeight) -> PenstockError | None:
-        try:
-            if isinstance(message, Discard):
-                reason = self.story.discarded(message.reason, self.engine)
-                self.engine.discard(reason, max(message.samples, 0), message.key[:MAX_KEY])
-            elif isinstance(message, SettleGroup):
-                self.engine.settle(message.group, drop=message.drop)
-            elif message.weight:
-                self.engine.share(message.run[:MAX_TEXT], message.weight)
-            else:
-                self.engine.evict(message.run, message.reason[:200])
-        except PenstockError as refused:
-            return refused
-        return None
-
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)  # as made by admission
+        if self._desk is not None:
+            self._desk.on_outcome(outcome)
+        if isinstance(outcome.error, CopiesGone):
+            self._effects.do(self.admission.missing(outcome.ticket))
+            return
         if isinstance(outcome.error, AlteredOnTheWay):
             self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
-            self._do(self.admission.missing(outcome.ticket))
+            self._effects.do(self.admission.missing(outcome.ticket))
             return
         self.story.put(outcome.error, stale=outcome.stale)
         answer = self.admission.answer(outcome.ticket, outcome.error, duplicate=outcome.duplicate, stale=outcome.stale)
-        self._do(answer)
+        self._effects.do(answer)
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
         """What was put is written by now, or was refused, or never came."""
@@ -300,65 +327,6 @@ class Server:
         carrier, address = peer
         carrier.send(address, self._pack(message), frames)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        """Do what was decided, in order; what needs the disk waits until there is room on it."""
-        if all(isinstance(effect, (Note, Send, Detach)) for effect in effects):
-            for effect in effects:
-                self._do(effect)
-        else:
-            self._deferred.extend(effects)
-            self._run_deferred()
-
-    def _run_deferred(self) -> bool:
-        """Do what is still to be done; False if the disk is full."""
-        while self._deferred:
-            effect = self._deferred.popleft()
-            try:
-                self._do(effect)
-            except DiskFull as error:
-                self._deferred.appendleft(effect)
-                self.coordinator.waiting_for = f"disk space: {error}"
-                return False
-        return True
-
-    def _do(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            self._send(effect.peer, effect.message, effect.frames)
-        elif isinstance(effect, Note):
-            logger.info("%s", effect.text)
-        elif isinstance(effect, Detach):
-            assert isinstance(effect.peer, tuple)  # as made in `turn`
-            carrier, address = effect.peer
-            carrier.forget(address)
-        elif isinstance(effect, MemberLeft):
-            with self._log.transaction():
-                self._log.set_meta(left_name(effect.session, effect.rank, effect.replica), effect.step)
-        elif isinstance(effect, Resume):
-            self._resume(effect)
-        elif isinstance(effect, StepReceived):
-            self.engine.received(effect.step)
-        elif isinstance(effect, StepCommitted):
-            self.engine.commit(effect.step, effect.policy_version)
-            self._carry_out(self.coordinator.committed(effect.session, effect.step))
-        else:
-            self._report(effect)
-
-    def _resume(self, effect: Resume) -> None:
-        try:
-            note = self.engine.resume(effect.session, effect.step)
-        except CallerError as error:
-            self._carry_out(self.coordinator.refuse(effect, self.engine.next_step, str(error)))
-            return
-        self._pipeline.begin_session()
-        if note:
-            logger.warning("session %d: %s", effect.session, note)
-
-    def _report(self, effect: Reported) -> None:
-        try:
-            self.engine.report(effect.priorities, self.story.metrics(effect.metrics, self.engine.numbers))
-        except PenstockError as error:
-            self.story.count("reports_refused", f"step {effect.step}: priorities refused: {error}")
-
     def _plan(self, now: float) -> bool:
         """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
         coordinator, engine = self.coordinator, self.engine
@@ -373,24 +341,24 @@ class Server:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
             except Exception as error:  # noqa: BLE001 - an error to ranks and a line in the log, not the end of the plane
-                self._carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
+                self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
                 break
             if isinstance(staged, Staged):
                 self._pipeline.handed_over(step)
-                self._carry_out(coordinator.stage(staged, now))
+                self._effects.carry_out(coordinator.stage(staged, now))
                 coordinator.waiting_for = "the trainer"
                 continue
             coordinator.waiting_for = staged
             if engine.is_full and engine.last_step < engine.next_step:
                 reason = f"can never be filled: {staged}, and all that may be held is; raise max_held_bytes or capacity"
-                self._carry_out(coordinator.fail(reason, step=step))
+                self._effects.carry_out(coordinator.fail(reason, step=step))
             break
         return True
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
         more = {"archive": self.archiving.status(), "uptime_s": time.monotonic() - self._started}
-        return status_of(self.engine, self.coordinator, self.admission) | more
+        return status_of(self.engine, self.coordinator, self.admission, self.roster) | more
 
 
 def _raise_if_failed(result: object) -> None:

@@ -1,0 +1,36 @@
+"""What a rank trains: its micro-batches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import overload
+
+from penstock.pack import MicroBatch, RankPlan, StepOfRank
+
+
+class SourceStep(StepOfRank):
+    """One rank's micro-batches of one step, received, checked and filled.
+
+    Iterate it for the micro-batches; `loss_tokens` is the denominator over all ranks.
+    """
+
+    def __init__(self, number: int, digest: str, rank_plan: RankPlan, batches: list[MicroBatch]) -> None:
+        super().__init__(rank_plan)
+        self.number = number
+        """Steps are counted from 1."""
+        self.digest = digest
+        """Of the rank's plan and samples: equal digests, equal steps."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
