@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "a complete RL run on this machine, in one command",
     "train": "run a configuration file",
     "serve": "run a plane: workers put groups in, ranks take steps out",
+    "keep": "keep the frames of one node, for a plane that has keepers",
     "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
     "runs": "the runs that share a plane: what each has and had, give or take away a share",
     "view": "look at every token of a run in the browser",

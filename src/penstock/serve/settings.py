@@ -210,6 +210,10 @@ class PlaneSettings:
         check(self)
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
+        if self.copies and self.archive is not None:
+            raise ConfigError(
+                f"archive: {self.archive!r} with copies {self.copies!r}; a plane sends only frames it keeps"
+            )
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:

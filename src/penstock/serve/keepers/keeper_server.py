@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 import time
 from collections import deque
@@ -60,6 +59,7 @@ from penstock.send.put_desk import PutDesk
 from penstock.send.resolving import Address, Resolve, Resolver
 from penstock.send.sockets import SocketPlane
 from penstock.send.take_desk import TakeDesk
+from penstock.serve.clients.handles import usable_url
 from penstock.serve.decisions import fork
 from penstock.serve.decisions.disk import own
 from penstock.serve.decisions.step_builder import pieces_of
@@ -347,13 +347,9 @@ def _own(folder: str) -> int:
 
 
 def _told(url: str, host: str) -> str:
-    """The address that others are told: a wildcard is no host."""
-    match = re.fullmatch(r"tcp://(\[[^\]]*\]|[^:]*):(\d+)", url)
-    if match is None:
-        return url
-    if not host and match[1] in ("0.0.0.0", "[::]", "*"):  # noqa: S104 - not bound here
-        host = socket.gethostbyname(socket.gethostname())
-    return f"tcp://{host or match[1]}:{match[2]}"
+    """The address that others are told."""
+    match = re.fullmatch(r"tcp://(?:\[[^\]]*\]|[^:]*):(\d+)", url)
+    return f"tcp://{host}:{match[1]}" if match and host else usable_url(url)
 
 
 def _raise_if_failed(result: object) -> None:

@@ -1,0 +1,194 @@
+"""Keepers, plane, ranks and a producer as real processes over tcp with keys: killed, and what everybody sees then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.errors import StepAborted
+from penstock.send.keys import make_keys
+from penstock.serve import PlaneProcess
+from penstock.serve.keepers import KeeperProcess
+from penstock.testing.groups import named_group
+from tests.serve.conftest import FAST
+from tests.serve.processes import wait_until
+
+TIMES = replace(FAST, keeper_s=3 * FAST.peer_s, plane_s=12 * FAST.peer_s)
+NAMES = [f"g{i}" for i in range(6)]
+
+
+class Run:
+    """A plane and two keepers, each a process; killed and started again as a test likes."""
+
+    def __init__(self, folder: Path, copies: int, stack: ExitStack) -> None:
+        self.folder, self.copies, self._stack = folder, copies, stack
+        self.keys = folder / "keys"
+        make_keys(self.keys, keepers=("keeper",))
+        self.plane = self.start_plane("tcp://127.0.0.1:*")
+        self.keepers = {node: self.start_keeper(node) for node in "ab"}
+
+    def _times(self) -> list[str]:
+        names = ("heartbeat_s", "peer_s", "delivery_s", "plane_s", "resend_s", "keeper_s")
+        return [f"--set=timeouts.{name}={getattr(TIMES, name)}" for name in names]
+
+    def start_plane(self, listen: str) -> PlaneProcess:
+        words = [str(self.folder / "run"), "--ranks=2", "--seq-len=64", "--groups-per-step=2", f"--listen={listen}"]
+        words += [f"--copies={self.copies}", f"--keys={self.keys}", *self._times()]
+        self.plane = self._stack.enter_context(PlaneProcess(words))
+        return self.plane
+
+    def start_keeper(self, node: str) -> KeeperProcess:
+        words = [f"--plane={self.plane.url}", f"--folder={self.folder / node}", f"--node={node}", f"--keys={self.keys}"]
+        return self._stack.enter_context(KeeperProcess([*words, *self._times()]))
+
+    def client(self, node: str) -> ps.Plane:
+        return ps.open(self.plane.url, keys=self.keys, timeouts=TIMES, node=node)
+
+    def put(self, names: list[str], node: str) -> None:
+        with self.client(node) as plane:
+            for name in names:
+                plane.put(named_group(name, samples=3, tokens=12), timeout=120)
+
+    def train(self, steps: int) -> list[list[str]]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(lambda rank: self._train(rank, steps), range(2)))
+
+    def _train(self, rank: int, steps: int) -> list[str]:
+        found = []
+        with ps.connect(self.plane.url, rank=rank, world=2, keys=self.keys, timeouts=TIMES, node="a") as source:
+            for _ in range(steps):
+                step = source.step(timeout=180)
+                found.append(step.digest)
+                source.commit(step)
+            source.flush(120)
+        return found
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[str]]:
+    """What ranks get of these groups when nothing happens; a plane that keeps frames itself gives the same."""
+    with ps.open("memory:", ranks=2, seq_len=64, groups_per_step=2, timeouts=TIMES) as plane:
+        for name in NAMES:
+            plane.put(named_group(name, samples=3, tokens=12))
+
+        def train(rank: int) -> list[str]:
+            found = []
+            with plane.source(rank) as source:
+                for _ in range(3):
+                    step = source.step(timeout=120)
+                    found.append(step.digest)
+                    source.commit(step)
+                source.flush()
+            return found
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(train, range(2)))
+
+
+def test_with_two_copies_a_killed_keeper_changes_no_byte(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    run = Run(tmp_path, 2, stack)
+    run.put(NAMES, "a")
+    run.keepers["a"].kill()
+    assert run.train(3) == undisturbed
+
+
+def test_with_one_copy_a_keeper_that_is_started_again_changes_no_byte(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    run = Run(tmp_path, 1, stack)
+    run.put(NAMES, "a")
+    run.keepers["a"].kill()
+    run.start_keeper("a")
+    assert run.train(3) == undisturbed
+
+
+def test_with_one_copy_a_killed_keeper_ends_the_step_with_the_same_words_on_every_rank(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    run = Run(tmp_path, 1, stack)
+    run.put(NAMES[:2], "a")
+    run.put(NAMES[2:], "b")
+    lost = run.keepers["a"].name
+    run.keepers["a"].kill()
+
+    def first(rank: int) -> str:
+        with ps.connect(run.plane.url, rank=rank, world=2, keys=run.keys, timeouts=TIMES) as source:
+            with pytest.raises(StepAborted) as raised:
+                source.step(timeout=180)
+            return str(raised.value)
+
+    with ThreadPoolExecutor() as pool:
+        words = set(pool.map(first, range(2)))
+    assert len(words) == 1
+    assert f"lost with keeper {lost}" in words.pop()
+    run.train(2)
+    with run.client("b") as plane:
+        assert plane.ledger.as_dict()["dropped"] == {"lost": 6}
+        assert plane.ledger.balanced
+
+
+def test_a_killed_plane_comes_back_to_its_keepers(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    run = Run(tmp_path, 2, stack)
+    with run.client("a") as plane, ThreadPoolExecutor() as pool:
+        plane.put(named_group(NAMES[0], samples=3, tokens=12), timeout=120)
+        ranks = pool.submit(run.train, 3)
+        run.plane.kill()
+        rest = pool.submit(lambda: [plane.put(named_group(n, samples=3, tokens=12), timeout=180) for n in NAMES[1:]])
+        run.start_plane(run.plane.url)
+        assert rest.result() == [True] * 5
+        assert ranks.result() == undisturbed
+        wait_until(lambda: plane.ledger.committed == 18)
+
+
+PRODUCER = """
+import sys
+import penstock as ps
+from penstock.testing.groups import named_group
+plane = ps.open(sys.argv[1], keys=sys.argv[2], node="a")
+for name in sys.argv[3:]:
+    plane.put(named_group(name, samples=3, tokens=12))
+    print(name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_producer_loses_nothing_that_was_acknowledged(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    run = Run(tmp_path, 2, stack)
+    command = [sys.executable, "-c", PRODUCER, run.plane.url, str(run.keys), *NAMES]
+    producer = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    assert producer.stdout is not None
+    acknowledged = [producer.stdout.readline().decode().strip() for _ in range(3)]
+    producer.send_signal(signal.SIGKILL)
+    assert acknowledged == NAMES[:3]
+    run.put(NAMES, "b")  # those that were there are recognised
+    assert run.train(3) == undisturbed
+
+
+def test_a_keeper_ends_in_order_and_says_why_it_does_not_start(tmp_path: Path, stack: ExitStack) -> None:
+    run = Run(tmp_path, 2, stack)
+    second = [sys.executable, "-m", "penstock.cli", "keep", f"--plane={run.plane.url}", f"--keys={run.keys}"]
+    found = subprocess.run([*second, f"--folder={tmp_path / 'a'}"], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "another" in found.stderr and len(found.stderr.strip().splitlines()) == 1
+    assert run.keepers["a"].stop() == 0
