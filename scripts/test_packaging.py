@@ -1,9 +1,10 @@
 """Build the wheel and the sdist, install them where nothing else is, and try them: `make test-packaging`.
 
-    .venv/bin/python scripts/test_packaging.py [--python 3.12] [--extra view]
+    .venv/bin/python scripts/test_packaging.py [--python 3.12] [--extra view] [--page docs/integrations/verifiers.md]
 
 - Without extras, on every Python from 3.11 up that is found: the tests of the core, as they lie in the sdist.
 - With each extra: what it brings can be imported, and so can the modules of ours that need it.
+- Pages of the docs that begin with an installation: every command of theirs, in an empty folder.
 
 Everything happens in a temporary folder. Versions are those of constraints.txt.
 """
@@ -44,11 +45,14 @@ SMOKE = {
     "tensorboard": "import penstock.train.metrics_sinks",
     "wandb": "import penstock.train.metrics_sinks",
     "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.color",
+    "verifiers": "import penstock.integrations.verifiers_rollouts, penstock.integrations.verifiers_chat",
     "transformers": "import penstock.integrations.transformers_trainer",
     "trl": "import penstock.integrations.trl_worker",
     "testing": "import penstock.testing.strategies",
     "bench": "import penstock.bench.replay, penstock.bench.pack",
 }
+PAGES = {"docs/integrations/verifiers.md": "verifiers,demo"}
+"""Pages whose commands are run where only the wheel with these extras is."""
 
 
 def pythons() -> dict[str, Path]:
@@ -109,7 +113,7 @@ class Environment:
 
 def needs_torch(requirements: list[str]) -> bool:
     extras = [name.partition("[")[2].rstrip("]") for name in requirements if "[" in name]
-    return any("torch" in EXTRAS[name].modules for name in extras)
+    return any("torch" in EXTRAS[name].modules for several in extras for name in several.split(","))
 
 
 def torch_source() -> dict[str, str]:
@@ -150,13 +154,25 @@ def test_extra(wheel: Path, folder: Path, extra: str) -> bool:
     return environment.run("-W", "ignore", "-c", f"{brought}; {SMOKE[extra]}", cwd=folder) == 0
 
 
+def test_page(wheel: Path, folder: Path, page: str, extras: str) -> bool:
+    """A page's commands in an empty folder, compared with what the page shows."""
+    name = Path(page).stem
+    environment = Environment(folder / f"page-{name}", Path(sys.executable), [f"{wheel}[{extras}]"])
+    empty = folder / f"empty-{name}"
+    empty.mkdir()
+    return environment.run(ROOT / "scripts" / "run_transcript.py", ROOT / page, cwd=empty) == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", help="only this version, such as 3.12")
     parser.add_argument("--extra", action="append", help="only this extra")
+    parser.add_argument("--page", action="append", help=f"only this page: {', '.join(PAGES)}")
     args = parser.parse_args()
-    chosen = {name: path for name, path in pythons().items() if not args.extra and name in (args.python or [name])}
-    extras = [name for name in EXTRAS if not args.python and name in (args.extra or [name])]
+    anything = not (args.python or args.extra or args.page)
+    chosen = {name: path for name, path in pythons().items() if anything or name in (args.python or [])}
+    extras = [name for name in EXTRAS if anything or name in (args.extra or [])]
+    pages = {page: brought for page, brought in PAGES.items() if anything or page in (args.page or [])}
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -167,6 +183,7 @@ def main() -> int:
             for name, path in chosen.items()
         }
         jobs |= {f"extra {name}": partial(test_extra, wheel, folder, name) for name in extras}
+        jobs |= {f"page {page}": partial(test_page, wheel, folder, page, brought) for page, brought in pages.items()}
         for name, job in jobs.items():
             begin = time.monotonic()
             good = job()

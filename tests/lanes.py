@@ -21,6 +21,7 @@ PROCESS = {
     "demo/test_refusals.py",
     "demo/test_train_command.py",
     "integrations/test_transformers_trainer.py",
+    "integrations/test_rollouts_command.py::test_an_interrupt_ends_it_with_130_and_says_what_was_put",
     "serve/test_allocation.py",
     "serve/test_async_puts.py::test_a_thousand_tasks_put_with_few_threads_and_few_frames",
     "serve/test_faults.py",

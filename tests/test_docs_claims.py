@@ -33,8 +33,17 @@ def options() -> dict[str, set[str]]:
     for action in build_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, parser in action.choices.items():
-                found[name] = {flag for one in parser._actions for flag in one.option_strings}
+                found[name] = set(flags_of(parser))
     return found
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The flags of a command, and of its own commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from flags_of(inner)
 
 
 def test_every_command_and_flag_on_a_page_exists() -> None:

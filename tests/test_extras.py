@@ -66,6 +66,9 @@ COMMAND = "from penstock.cli import main; sys.exit(main({!r}))"
 SERVE = ["serve", "memory:", *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=127.0.0.1:0"]
 
 
+ROLLOUTS = ["rollouts", "verifiers", "x", "--plane=ipc:///tmp/nobody"]
+
+
 @pytest.mark.parametrize(
     ("module", "program", "said"),
     [
@@ -78,6 +81,11 @@ SERVE = ["serve", "memory:", *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=12
             "prometheus_client",
             COMMAND.format(SERVE),
             "a page for Prometheus: needs prometheus_client; pip install 'penstock-rl[metrics]'",
+        ),
+        (
+            "verifiers",
+            COMMAND.format(ROLLOUTS),
+            "penstock rollouts verifiers: needs verifiers; pip install 'penstock-rl[verifiers]'",
         ),
         ("safetensors", COMMAND.format(["demo"]), "needs safetensors; pip install 'penstock-rl[demo]'"),
     ],

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "run a configuration file",
     "serve": "run a plane: workers put groups in, ranks take steps out",
     "keep": "keep the frames of one node, for a plane that has keepers",
+    "rollouts": "make rollouts with verifiers' environments, and put them into a plane",
     "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
     "runs": "the runs that share a plane: what each has and had, give or take away a share",
     "view": "look at every token of a run in the browser",

@@ -26,11 +26,12 @@ def sample(
     max_new_tokens: int,
     eos: int,
     generator: torch.Generator,
+    temperature: float = 1.0,
     top_p: float = 1.0,
     banned: tuple[int, ...] = (),
     first: dict[str, Any] | None = None,
 ) -> list[Rollout]:
-    """One completion per prompt, sampled at temperature 1 from the likeliest ids that together reach `top_p`.
+    """One completion per prompt, sampled from the likeliest ids that together reach `top_p` at `temperature`.
 
     Prompts have one length, so there is no padding that could differ from what the trainer computes. `banned` ids
     are never sampled; `first` goes to the model with the prompt (images).
@@ -45,6 +46,7 @@ def sample(
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **more).logits[:, -1].float()
         if banned:
             logits[:, list(banned)] = float("-inf")
+        logits /= temperature
         log_p = torch.log_softmax(logits, -1)
         if top_p < 1.0:
             inside = nucleus(log_p, top_p)

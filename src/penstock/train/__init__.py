@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.train.modes import ByMode
     from penstock.train.mrope import mrope_positions
     from penstock.train.predictions import predictions_of
+    from penstock.train.published_weights import Weights
     from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl
     from penstock.train.terms import Terms
 
@@ -33,6 +34,7 @@ __all__ = [
     "Materializer",
     "TeacherKl",
     "Terms",
+    "Weights",
     "agree",
     "check_image_tokens",
     "check_packing",
@@ -58,6 +60,7 @@ _HOME = {
     "Materializer": "materialize",
     "TeacherKl": "teacher_kl",
     "Terms": "terms",
+    "Weights": "published_weights",
     "agree": "agreement",
     "check_image_tokens": "materialize",
     "check_packing": "model",
