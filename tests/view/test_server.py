@@ -391,6 +391,8 @@ def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{43})", url)
         assert match is not None
         caller = Caller(int(match[1]), match[2], "")
+        assert process.stdout.readline().startswith("Serving demo to this machine only")
+        assert f"ssh -L {match[1]}:127.0.0.1:{match[1]} " in process.stdout.readline()
         assert caller("/api/overview")[0] == 200 and caller("/api/overview", cookie=None)[0] == 403
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130)

@@ -131,7 +131,14 @@ class Queries:
     def seeds(self) -> list[bytes]:
         paths = ["/", "/static/app.js", f"/?token={_TOKEN}", "/api/overview", "/api/run?export=a&run="]
         paths += ["/api/step?export=a&run=&step=1", "/api/sample?export=a&run=&step=2&sample=0"]
-        paths += ["/api/texts?export=a&run=other&step=1&sample=0", f"/image/{'0' * 64}", "/image/..%2fsecret"]
+        paths += ["/api/whatif?export=a&run=&step=1&rule=dppo&high=0.2", "/api/dropped?export=a&run="]
+        paths += ["/api/search?export=a&run=&step=1&query=times", "/api/group?export=a&run=&step=1&group=s1-g0"]
+        paths += [
+            "/api/dropped_group?export=a&run=&group=x",
+            "/api/texts?export=a&run=other&step=1&sample=0",
+            f"/image/{'0' * 64}",
+            "/image/..%2fsecret",
+        ]
         full = (
             f"HEAD /api/overview\nhost: {_HOST}\norigin: http://{_HOST}\ncookie: {cookie_name(_TOKEN)}={_TOKEN}; a=b\n"
         )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = (
     *("text", "source", "live", "scale", "rules", "charts", "lines", "curves", "filters", "list", "tokens", "side"),
-    *("bar", "compare", "step", "run", "groups", "dropped", "keys", "app"),
+    *("bar", "compare", "step", "run", "groups", "dropped", "keys", "top", "app"),
 )
 """In the order in which they are loaded."""
 _TYPES = {

@@ -2,7 +2,6 @@
 "use strict";
 {
   const PAGES = ["samples", "step", "run", "groups", "dropped"];
-  const NAMES = { samples: "Samples", step: "Step", run: "Run", groups: "Groups", dropped: "Dropped" };
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
   let query = new URLSearchParams();
@@ -68,131 +67,8 @@
     byId("notice").textContent = text || "";
   }
 
-  // ---------------------------------------------------------------- the top bar
-
-  // How the run is, in a word and in a sentence.
-  function stateOf(run) {
-    if (ps.source.isEmbedded) return ["", "A part of a run, in one file."];
-    const said = run.state;
-    const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
-    const lost = ps.live.isOpen() ? "" : " Nobody answers at the address of this page; it tries again by itself.";
-    const exported = run.steps.length
-      ? run.steps.length + (run.steps.length === 1 ? " exported step." : " exported steps.")
-      : "Nothing was exported yet; it appears here when it is.";
-    if (!said) return [lost ? "offline" : "", exported + lost];
-    const took = said.ended ? ", after " + ps.number(Math.round(said.ended - said.began)) + " s" : "";
-    const words = {
-      running: "Running since " + clock(said.began) + ".",
-      finished: "Finished at " + clock(said.ended) + took + ".",
-      stopped: "Stopped at " + clock(said.ended) + took + "; it can be continued.",
-      failed: "Ended with an error at " + clock(said.ended) + took + "; see its logs.",
-      gone: "Its process is gone, and did not say why.",
-    }[said.state];
-    const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
-    const steps = run.steps.length ? "" : " No step has been exported yet; the first appears here when it comes.";
-    const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
-    return [word, words + steps + again];
-  }
-
-  function runPicker(chosen) {
-    const all = overview.exports.flatMap((one) => one.runs.map((run) => [one, run]));
-    const label = (one, run) => (run.run === "" ? one.folder : run.run);
-    if (overview.exports.length > 1)
-      return [
-        ps.select(
-          "export",
-          "Export",
-          overview.exports.map((one) => [one.name, one.name]),
-          at.export,
-          (value) => go({ export: value, sample: -1, token: -1 }),
-        ),
-        runSelect(chosen, label),
-      ];
-    return all.length > 1
-      ? [runSelect(chosen, label)]
-      : [ps.el("span", { class: "dim where" }, ps.visible(chosen.folder))];
-  }
-
-  function runSelect(chosen, label) {
-    if (chosen.runs.length < 2) return null;
-    return ps.select(
-      "run",
-      "Run",
-      chosen.runs.map((run) => [run.run, label(chosen, run)]),
-      at.run,
-      (value) => go({ run: value, sample: -1, token: -1 }),
-    );
-  }
-
-  function drawTop() {
-    const run = runNow();
-    const word = run.run === "(evaluation)" ? "version " : "step ";
-    const steps = run.steps.map((number) => [String(number), word + number]).reverse();
-    const chosen = overview.exports.find((one) => one.name === at.export);
-    const tab = (page) =>
-      ps.el(
-        "a",
-        {
-          href: address({ ...at, page }),
-          class: at.page === page ? "on" : "",
-          id: "tab-" + page,
-          "aria-current": at.page === page ? "page" : "false",
-        },
-        NAMES[page],
-      );
-    const [state, words] = stateOf(run);
-    const listed = byId("top").querySelector("#step:focus"); // a select that is open is left alone
-    if (listed) return;
-    ps.fill(
-      byId("top"),
-      ps.el("span", { class: "brand" }, "penstock"),
-      ...runPicker(chosen),
-      steps.length
-        ? ps.select("step", "Step", steps, String(at.step), (value) =>
-            go({ step: Number(value), sample: -1, token: -1 }),
-          )
-        : null,
-      ps.el("nav", { "aria-label": "Pages" }, ...["run", "step", "groups", "samples", "dropped"].map(tab)),
-      ps.el("span", { class: "grow" }),
-      state ? ps.el("span", { class: "word " + state, id: "live", title: words }, state) : null,
-      overview.parting && overview.parting.step !== undefined
-        ? ps.el("button", { type: "button", id: "parting", on: { click: openParting } }, "where they differ")
-        : null,
-      ps.el(
-        "button",
-        {
-          type: "button",
-          id: "show-list",
-          "aria-label": "List of samples",
-          title: "List of samples",
-          on: { click: toggleList },
-        },
-        "☰",
-      ),
-      ps.el(
-        "button",
-        {
-          type: "button",
-          id: "theme",
-          "aria-label": "Light or dark",
-          title: "Light or dark  (t)",
-          on: { click: theme },
-        },
-        "◐",
-      ),
-      ps.el(
-        "button",
-        {
-          type: "button",
-          id: "show-help",
-          "aria-label": "Keyboard",
-          title: "Keyboard  (?)",
-          on: { click: ps.keys.help },
-        },
-        "?",
-      ),
-    );
-  }
+  const drawTop = () =>
+    ps.top.draw(byId("top"), { at, overview, run: runNow(), address, go, toggleList, openParting, theme });
 
   const toggleList = () => document.body.classList.toggle("listing");
 
@@ -298,11 +174,11 @@
   async function showPage() {
     const page = byId("page");
     if (at.page === "run") {
-      const words = stateOf(runNow())[1];
+      const words = ps.top.stateOf(runNow())[1];
       return void (await ps.runPage.show(page, { ...at }, otherRuns(), words, openNearest));
     }
     if (at.page === "dropped") return void ps.droppedPage(page, await ps.source.dropped(at), at);
-    if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, stateOf(runNow())[1]));
+    if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, ps.top.stateOf(runNow())[1]));
     const found = await ps.source.step(at);
     if (at.page === "groups") return void ps.groupsPage(page, found, at, openSample);
     ps.stepPage(page, found, at, (rank, micro) => {
@@ -363,13 +239,13 @@
     ps.source.forgetRun(at);
     drawTop();
     const state = byId("state");
-    if (state) state.textContent = stateOf(run)[1];
+    if (state) state.textContent = ps.top.stateOf(run)[1];
     if (isFirst && at.page !== "run") follow();
   }
 
   const lineChanged = () => {
     drawTop();
-    if (byId("state")) byId("state").textContent = stateOf(runNow())[1];
+    if (byId("state")) byId("state").textContent = ps.top.stateOf(runNow())[1];
   };
 
   // ---------------------------------------------------------------- keys

@@ -91,12 +91,7 @@
     );
 
   function sampleRow(row) {
-    const name = ps.el(
-      "button",
-      { type: "button", class: "link", data: { sample: row.index } },
-      ps.visible(row.sample_id || "sample " + row.index),
-    );
-    name.addEventListener("click", () => open(row.index, ps.filters.hit(row.index)));
+    const name = link(row, ps.filters.hit(row.index));
     return ps.el("tr", { class: row.trains ? "" : "idle" }, ps.el("td", { class: "name" }, name), ...cells(row));
   }
 
@@ -108,37 +103,47 @@
     return ps.visible(text) + (total > ids.length ? " … " + (total - ids.length) + " more tokens" : "");
   }
 
-  // A branch with what follows it; what all rollouts share is folded away.
-  function branch(found, i, members) {
-    const one = found.branches[i];
-    const below = found.branches.flatMap((other, j) => (other.parent === i ? [branch(found, j, members)] : []));
-    const text = said(one.ids, found.texts, one.end - one.start);
-    const count = one.end - one.start;
-    if (one.members.length > 1) {
-      const all = one.members.length === members.length;
-      const tokens = ps.number(count) + (count === 1 ? " token" : " tokens");
-      const label = tokens + (all ? " common to all " : " common to ") + one.members.length;
-      const piece = ps.el("code", {}, text);
-      const head = all
-        ? ps.el("details", { class: "shared" }, ps.el("summary", {}, label), piece)
-        : ps.el("div", { class: "leaf" }, piece, ps.el("span", { class: "dim small" }, label));
-      return ps.el("li", {}, head, ps.el("ul", {}, ...below));
-    }
-    const row = members[one.members[0]];
-    const name = ps.el(
-      "button",
-      { type: "button", class: "link", data: { sample: row.index } },
-      ps.visible(row.sample_id || "sample " + row.index),
-    );
-    name.addEventListener("click", () => open(row.index, one.start));
+  function link(row, token) {
+    const name = ps.visible(row.sample_id || "sample " + row.index);
+    const act = () => open(row.index, token);
+    return ps.el("button", { type: "button", class: "link", data: { sample: row.index }, on: { click: act } }, name);
+  }
+
+  // Rollouts that end alike: what each was worth, their last tokens, and their names.
+  function leaf(rows, text, token) {
+    const worth = rows.map((row) => ps.rewardPill(row.reward, rewards));
+    const advantages = new Set(rows.map((row) => (row.advantage === null ? "" : "A " + ps.signed(row.advantage))));
     return ps.el(
       "li",
       { class: "leaf" },
-      ps.rewardPill(row.reward, rewards),
-      row.advantage === null ? null : ps.el("span", { class: "dim" }, "A " + ps.signed(row.advantage)),
-      ps.el("code", {}, count ? text : "(ends here)"),
-      name,
+      ps.el("span", { class: "pills" }, ...worth.filter(Boolean)),
+      ps.el("span", { class: "dim" }, [...advantages].join(", ")),
+      ps.el("code", {}, text || "(end here)"),
+      ...rows.map((row) => link(row, token)),
     );
+  }
+
+  // A branch with what follows it; what all rollouts share is folded away.
+  function branch(found, i, members) {
+    const one = found.branches[i];
+    const count = one.end - one.start;
+    const text = said(one.ids, found.texts, count);
+    if (one.members.length === 1) return leaf([members[one.members[0]]], text, one.start);
+    const all = one.members.length === members.length;
+    const tokens = ps.number(count) + (count === 1 ? " token" : " tokens");
+    const label = tokens + (all ? " common to all " : " common to ") + one.members.length;
+    const piece = ps.el("code", {}, text);
+    const head = all
+      ? ps.el("details", { class: "shared" }, ps.el("summary", {}, label), piece)
+      : ps.el("div", { class: "leaf" }, piece, ps.el("span", { class: "dim small" }, label));
+    return ps.el("li", {}, head, ps.el("ul", {}, ...below(found, i, members)));
+  }
+
+  function below(found, i, members) {
+    const next = found.branches.map((one, j) => [one, j]).filter(([one]) => one.parent === i);
+    const ended = next.filter(([one]) => one.end === one.start).map(([one]) => members[one.members[0]]);
+    const others = next.filter(([one]) => one.end > one.start).map(([, j]) => branch(found, j, members));
+    return ended.length ? [...others, leaf(ended, "", i < 0 ? 0 : found.branches[i].end - 1)] : others;
   }
 
   async function body(group, holder) {
@@ -146,7 +151,7 @@
       const found = await ps.source.group(at, group.id);
       const byIndex = new Map(rows.map((row) => [row.index, row]));
       const members = found.members.map((index) => byIndex.get(index));
-      const roots = found.branches.flatMap((one, i) => (one.parent === -1 ? [branch(found, i, members)] : []));
+      const roots = below(found, -1, members);
       ps.fill(
         holder,
         ps.el("table", { class: "grid" }, header("rollout"), ps.el("tbody", {}, ...sorted(members).map(sampleRow))),
