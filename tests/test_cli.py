@@ -49,6 +49,24 @@ def test_inspect_shows_samples_columns_codings_and_bytes(frame_file: Path, capsy
     assert "and 5 more" in text
 
 
+def test_inspect_shows_a_file_of_several_frames_line_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "groups.penstock"
+    others = [sample.replace(id=f"q/{i}", group="q") for i, sample in enumerate(GROUP[:2])]
+    path.write_bytes(ps.encode(GROUP) + ps.encode(others))
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 frames, 27 samples, 1,381 tokens (328 trained), ")
+    assert [line.split()[:5] for line in lines[3:]] == [["0", "p", "25", "1,300", "325"], ["1", "q", "2", "81", "3"]]
+    assert main(["inspect", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["frames"] == 2 and report["bytes"] == path.stat().st_size and report["columns"]["rewards"] == 2
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["inspect", str(path)]) == 1
+    assert "groups.penstock frame 1: " in capsys.readouterr().err
+
+
 def test_inspect_json_is_one_object_with_every_sample(frame_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(frame_file), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

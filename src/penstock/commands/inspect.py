@@ -2,6 +2,7 @@
 
 penstock inspect group.frame                         samples, columns, how each is coded, bytes
 penstock inspect group.frame --json | jq .columns
+penstock inspect groups.penstock                     a file of several frames: one line each
 penstock inspect runs/demo                           ledger, steps, groups, sizes; also while a plane works on it
 penstock inspect runs/demo --json | jq .ledger
 penstock inspect runs/demo --plot step.svg           the last step: ranks by micro-batches, waiting, shared tokens
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arrays.versions import known
-from penstock.commands.tables import aligned
+from penstock.commands.tables import aligned, printable
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.encode.codings import NAMES
 from penstock.encode.head import Head
-from penstock.encode.layout import Block
+from penstock.encode.layout import PREFIX_SIZE, Block, frame_size
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput
 
@@ -57,7 +58,12 @@ def _of_frame(frame: Path, args: argparse.Namespace) -> str:
         from penstock.commands.inspect_plot import plot_frame
 
         return plot_frame(frame, args.plot, ranks=args.ranks, cap=args.cap, trees=args.trees)
-    report = inspect_frame(frame.read_bytes())
+    data = frame.read_bytes()
+    if len(data) > frame_size(data[:PREFIX_SIZE]):
+        from penstock.commands.inspect_frames import report_of
+
+        return report_of(frame, as_json=args.json)
+    report = inspect_frame(data)
     return json.dumps(report, indent=1) if args.json else _text(report)
 
 
@@ -131,7 +137,7 @@ def _text(report: dict[str, Any]) -> str:
     columns = [[c["name"], c["coding"], f"{c['bytes']:,}", f"{c['bytes_per_token']:g}"] for c in report["columns"]]
     rows = [
         [
-            *(_printable(row[k]) for k in ("id", "group", "env")),
+            *(printable(row[k]) for k in ("id", "group", "env")),
             *("-" if row[k] is None else f"{row[k]}" for k in _NUMBERS),
         ]
         for row in report["rows"][:_SHOWN]
@@ -148,8 +154,3 @@ def _text(report: dict[str, Any]) -> str:
             *([f"... and {hidden} more; --json lists all"] if hidden else []),
         ]
     )
-
-
-def _printable(text: str) -> str:
-    """What may go to a terminal: a name from elsewhere could turn its writing direction, for one."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

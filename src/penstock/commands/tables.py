@@ -48,3 +48,8 @@ def ledger_line(ledger: dict[str, Any]) -> str:
 
 def reasons_line(counts: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"
+
+
+def printable(text: str) -> str:
+    """What may go to a terminal: a name from elsewhere could turn its writing direction, for one."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

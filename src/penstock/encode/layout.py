@@ -162,10 +162,14 @@ def _front_hash(checked: Buffer, front: Buffer) -> int:
     return digest.intdigest()
 
 
-def split(data: Buffer, *, whole: bool = True) -> Sections:
-    """The sections of a frame, with sizes and the front's checksum verified; `whole=False` allows a missing body."""
-    view = memoryview(data)
-    view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+def frame_size(prefix: Buffer) -> int:
+    """The length of the frame that begins with these bytes, at least 48 of them."""
+    header_size, head_size, body_size, _, _ = _read_prefix(memoryview(prefix))
+    return PREFIX_SIZE + header_size + head_size + body_size
+
+
+def _read_prefix(view: memoryview) -> tuple[int, int, int, int, int]:
+    """(header_size, head_size, body_size, body_hash, front_hash) of a frame of a version that is known."""
     if len(view) < PREFIX_SIZE:
         raise CorruptFrame(f"frame: {len(view)} bytes; a frame has at least {PREFIX_SIZE}")
     magic, version, flags, header_size, head_size, reserved, body_size, body_hash, front_hash = _PREFIX.unpack_from(
@@ -177,6 +181,14 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
         raise CorruptFrame(
             f"frame: format version {version}, flags {flags}; this reader knows version {VERSION}; upgrade it"
         )
+    return header_size, head_size, body_size, body_hash, front_hash
+
+
+def split(data: Buffer, *, whole: bool = True) -> Sections:
+    """The sections of a frame, with sizes and the front's checksum verified; `whole=False` allows a missing body."""
+    view = memoryview(data)
+    view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+    header_size, head_size, body_size, body_hash, front_hash = _read_prefix(view)
     body_start = PREFIX_SIZE + header_size + head_size
     expected = body_start + body_size
     if len(view) != expected and (whole or len(view) < body_start):
