@@ -32,6 +32,7 @@ EXTRAS = {
     "view": Extra(modules=("orjson", "starlette", "uvicorn"), purpose="token export and viewer"),
     "http": Extra(modules=("starlette", "uvicorn"), purpose="penstock serve --http"),
     "parquet": Extra(modules=("pyarrow",), purpose="token export to Parquet"),
+    "tinker": Extra(modules=("tinker",), purpose="samples as datums of the Tinker API"),
     "top": Extra(modules=("rich",), purpose="pages of top and demo that redraw in place"),
     "metrics": Extra(modules=("prometheus_client",), purpose="pages for Prometheus"),
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),

@@ -1,0 +1,85 @@
+"""Samples as prompt and response, as most trainers keep them, and as trajectories, whose advantages can be made anew.
+
+The response begins at the first trained token. Columns that others keep along the response are cut there on the way
+out, and get what stands for nothing in front of them on the way in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.columns import COLUMNS, Array
+from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.sample import Sample
+from penstock.capture.plain import from_arrays
+from penstock.capture.trajectory import Trajectory
+from penstock.capture.turn import TURN_COLUMNS
+from penstock.errors import InvalidInput
+
+
+def prompt_length(sample: Sample) -> int:
+    """Tokens in front of the first trained one; all of them where none is trained.
+
+    >>> prompt_length(Sample(token_ids=[1, 2, 3, 4], loss_mask=[0, 0, 1, 0]))
+    2
+    """
+    mask = sample.loss_mask
+    return int(mask.argmax()) if mask.any() else sample.num_tokens
+
+
+def behind_prompt(name: str, values: Any, start: int, count: int, where: str) -> Array:
+    """A column of `count` tokens, of which those from `start` on were given."""
+    tail = np.asarray(values, COLUMNS[name].numpy)
+    if tail.shape != (count - start,):
+        raise InvalidInput(
+            f"{where}: {len(tail) if tail.ndim else 1} values for a response of {count - start} tokens; give one each"
+        )
+    return np.concatenate([np.full(start, COLUMNS[name].fill, tail.dtype), tail])
+
+
+def lists_behind_prompt(lists: Ragged, start: int, count: int, where: str) -> Ragged:
+    """One list per token, of which those from `start` on were given."""
+    if len(lists) != count - start:
+        raise InvalidInput(f"{where}: {len(lists)} lists for a response of {count - start} tokens; give one each")
+    return Ragged(lists.values, offsets_of([*[0] * start, *lists.lengths.tolist()]))
+
+
+def per_token(sample: Sample, name: str) -> Array | None:
+    """[T] a column along the tokens, also where it was given once; None where the sample lacks it."""
+    cells = sample.get(name)
+    return None if cells is None else np.broadcast_to(cells, sample.num_tokens) if cells.ndim == 0 else cells
+
+
+def one_number(sample: Sample, name: str) -> float | None:
+    """The number that a column has on all trained tokens; None where it is absent or has several."""
+    cells = sample.get(name)
+    if cells is None or cells.ndim == 0:
+        return None if cells is None else float(cells)
+    found: Array = cells[sample.loss_mask] if sample.loss_tokens else cells
+    return float(found[0]) if bool((found == found[0]).all()) else None
+
+
+def to_trajectory(sample: Sample, **fields: Any) -> Trajectory:
+    """The trajectory of one sample: what is trained was sampled. `fields` are those of `Trajectory`.
+
+    For rewards that are scored, or advantages that are computed, anew: see `penstock.convert.make_group`.
+
+    >>> sample = Sample(token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], rewards=1.0, env="math")
+    >>> to_trajectory(sample)
+    Trajectory(2 turns, 3 tokens, 2 sampled, reward=1.0, id='', env='math')
+    """
+    columns = {name: cells for name, cells in sample.columns.items() if name in TURN_COLUMNS}
+    reward = one_number(sample, "rewards")
+    facts: dict[str, Any] = {"env": sample.env, "run": sample.run, "mode": sample.mode}
+    facts |= {"policy_version": sample.policy_version, "reward": None if reward != reward else reward}
+    logprobs = sample.get("logprobs") if sample.loss_tokens else None
+    return from_arrays(
+        sample.token_ids,
+        sample.loss_mask,
+        logprobs=logprobs,
+        columns=columns,
+        images=sample.images,
+        **{**facts, **fields},
+    )
