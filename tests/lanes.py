@@ -67,6 +67,7 @@ DEEP = {
     "hold/test_selectors.py::test_built_in_selectors_conform",
     "hold/test_selectors.py::test_prioritized_remover_keeps_the_valuable",
     "hold/test_statistics.py",
+    "integrations/test_round_trips.py",
     "pack/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
     "send/test_simulation.py",
     "serve/test_keepers_plane.py",

@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "put an archived run into a plane again, or compare its steps with the record",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "inspect": "show what a frame or a run's folder holds",
+    "convert": "samples from one file format to another: frames, Parquet, what other trainers use",
     "assets": "look after the images of a run: list, verify, sweep",
     "keys": "make the keys that let other hosts connect to a plane",
     "doctor": "check this installation and this machine, in plain words",

@@ -1,0 +1,112 @@
+"""Samples from one file format to another: frames, JSON lines, Parquet, and what other trainers write or read.
+
+  penstock convert rollout_7.pt rollout_7.penstock           formats by ending, or by what a file begins with
+  penstock convert a.penstock b.penstock all.parquet         several files into one
+  penstock convert group.penstock - --to jsonl | jq .id      - is standard input or output
+  penstock convert data.penstock outputs/rollouts --to prime-rl --ranks 8 --seq-len 8192
+  penstock convert --formats                                 what can be read and written
+
+What the target has no place for is counted by name and printed; with --strict the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.commands.tables import aligned, size
+from penstock.errors import InvalidInput
+from penstock.integrations.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
+from penstock.integrations.file_or_stream import STANDARD
+
+_EVERY_S = 0.2
+_HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="IN ... OUT", help="files to read, then the one to write")
+    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of the files that are read")
+    parser.add_argument("--to", dest="target", metavar="FORMAT", help="the format of the file that is written")
+    parser.add_argument("--formats", action="store_true", help="list the formats")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where anything was lost")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("--advantages", choices=ADVANTAGES, help="make advantages of the rewards in each group")
+    parser.add_argument("--reward-key", metavar="KEY", help="of slime: which reward, where samples have several")
+    parser.add_argument("--ranks", type=int, default=1, help="of prime-rl: data ranks of the trainer (1)")
+    parser.add_argument("--seq-len", type=int, metavar="TOKENS", help="of prime-rl: tokens of a micro-batch")
+    parser.add_argument("--samples-per-step", type=int, metavar="N", help="of prime-rl: all samples unless given")
+    parser.add_argument("--first-step", type=int, default=1, metavar="N", help="of prime-rl: number of the step (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.formats:
+        print("\n".join(formats_table()))
+        return 0
+    if len(args.files) < 2:
+        raise InvalidInput(f"{' '.join(args.files) or 'no files'}: give a file to read and one to write; see --help")
+    *inputs, output = args.files
+    if output != STANDARD and Path(output).is_file() and not args.force:
+        raise InvalidInput(f"{output}: is there already; choose another name, or pass --force to replace it")
+    options = Options(
+        advantages=args.advantages,
+        reward_key=args.reward_key,
+        ranks=args.ranks,
+        seq_len=args.seq_len,
+        samples_per_step=args.samples_per_step,
+        first_step=args.first_step,
+    )
+    began = time.monotonic()
+    done = convert_files(inputs, output, source=args.source, target=args.target, options=options, tell=_progress(began))
+    seconds = time.monotonic() - began
+    report = (
+        json.dumps({**done.as_dict(), "seconds": round(seconds, 3)}, indent=1) if args.json else text(done, seconds)
+    )
+    print(report, file=sys.stderr if output == STANDARD else sys.stdout)
+    return 1 if args.strict and done.lost else 0
+
+
+def _progress(began: float) -> Callable[[Conversion], None]:
+    """Writes a line on a terminal that says how far it is, a few times a second."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+    last = began
+
+    def tell(done: Conversion) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > _EVERY_S:
+            last = now
+            sys.stderr.write(f"\r\x1b[K{done.samples:,} samples, {done.tokens:,} tokens\r")
+            sys.stderr.flush()
+
+    return tell
+
+
+def text(done: Conversion, seconds: float) -> str:
+    """The report for people."""
+    sources = ", ".join(f"{name} ({kind})" for name, kind in zip(done.inputs[:3], done.sources, strict=False))
+    more = f" and {len(done.inputs) - 3} more" if len(done.inputs) > 3 else ""
+    path = Path(done.output)
+    written = f", {size(path.stat().st_size)}" if done.output != STANDARD and path.is_file() else ""
+    lines = [
+        f"{sources}{more} -> {done.output} ({done.target})",
+        f"{done.samples:,} samples in {done.groups:,} groups, {done.tokens:,} tokens ({done.loss_tokens:,} trained)"
+        f"{written}, {seconds:.1f} s",
+    ]
+    for name, counts in done.lost.as_dict().items():
+        if counts:
+            lines.append(f"{_HEADS[name]:<13}" + ", ".join(f"{what} ({count:,})" for what, count in counts.items()))
+    return "\n".join(lines)
+
+
+def formats_table() -> list[str]:
+    rows = [["format", "read", "write", "endings", ""]]
+    for kind in FORMATS.values():
+        able = ["yes" if way is not None else "-" for way in (kind.read, kind.write)]
+        rows.append([kind.name, *able, " ".join(kind.endings), kind.summary])
+    return aligned(rows, left=5)
