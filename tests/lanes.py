@@ -22,6 +22,7 @@ PROCESS = {
     "demo/test_train_command.py",
     "integrations/test_transformers_trainer.py",
     "integrations/test_rollouts_command.py::test_an_interrupt_ends_it_with_130_and_says_what_was_put",
+    "integrations/test_trl_worker.py",
     "serve/test_allocation.py",
     "serve/test_async_puts.py::test_a_thousand_tasks_put_with_few_threads_and_few_frames",
     "serve/test_faults.py",

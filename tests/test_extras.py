@@ -45,7 +45,7 @@ def test_extras_of_the_package_are_those_the_code_knows() -> None:
 def test_every_hint_to_install_something_names_an_extra_that_there_is() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     for page in pages:
-        for name, extras in re.findall(r"(penstock[\w-]*)\[([a-z,]+)\]", page.read_text()):
+        for name, extras in re.findall(r"(?<!/)(penstock[\w-]*)\[([a-z,]+)\]", page.read_text()):
             assert name == DISTRIBUTION and set(extras.split(",")) <= {*EXTRAS, *OURS}, f"{page}: {name}[{extras}]"
         assert not re.search(r"pip install ['\"]?penstock(?!-rl)", page.read_text()), page
 
