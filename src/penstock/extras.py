@@ -41,7 +41,9 @@ EXTRAS = {
     "verifiers": Extra(modules=("verifiers",), purpose="rollouts with verifiers' environments"),
     "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),
     "transformers": Extra(modules=("torch", "accelerate", "safetensors", "transformers"), purpose="PlaneTrainer"),
-    "trl": Extra(modules=("trl", "requests"), purpose="PlaneRolloutWorker for TRL's AsyncGRPOTrainer"),
+    "trl": Extra(
+        modules=("torch", "accelerate", "trl", "requests"), purpose="PlaneRolloutWorker for TRL's AsyncGRPOTrainer"
+    ),
     "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
     "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),
 }
