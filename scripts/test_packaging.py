@@ -3,8 +3,8 @@
     .venv/bin/python scripts/test_packaging.py [--python 3.12] [--extra view] [--page docs/integrations/verifiers.md]
 
 - Without extras, on every Python from 3.11 up that is found: the tests of the core, as they lie in the sdist.
-- With each extra: what it brings can be imported, and so can the modules of ours that need it. With `trl` also the script
-  of its page: it is killed and continued.
+- With each extra: what it brings can be imported, and so can the modules of ours that need it. With `trl` also the
+  script of its page: it is killed and continued.
 - Pages of the docs that begin with an installation: every command of theirs, in an empty folder.
 
 Everything happens in a temporary folder. Versions are those of constraints.txt.
@@ -163,7 +163,7 @@ def test_trl_script(environment: Environment, empty: Path) -> bool:
     """The script of docs/integrations/trl.md in an empty folder: it trains, is killed, and continues to its end."""
     empty.mkdir()
     shutil.copy(ROOT / "examples" / "trl_train.py", empty)
-    command = [environment.python, "trl_train.py", str(TRL_STEPS)]
+    command = [str(environment.python), "trl_train.py", str(TRL_STEPS)]
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     first = subprocess.Popen(command, cwd=empty, env=given)
     while first.poll() is None and not (empty / "out" / "checkpoint-3" / "trainer_state.json").exists():
