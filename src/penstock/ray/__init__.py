@@ -6,7 +6,8 @@ same one as `penstock keep`. Nothing that was acknowledged exists as an object o
 address begins with ray://.
 """
 
+from penstock.ray.calls import my_node_name
 from penstock.ray.local_cluster import LocalCluster
 from penstock.ray.opening import connect_ray, open_given, open_ray
 
-__all__ = ["LocalCluster", "connect_ray", "open_given", "open_ray"]
+__all__ = ["LocalCluster", "connect_ray", "my_node_name", "open_given", "open_ray"]

@@ -12,8 +12,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from penstock.errors import ConfigError, PlaneLost
+from penstock import errors
+from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.extras import require
+from penstock.send.keys import ClientKeys
+from penstock.send.resolving import Address
 
 Handle: TypeAlias = Any
 """Of an actor; Ray has no type for it."""
@@ -133,10 +136,12 @@ def start(kind: type[Any], name: str, *arguments: object, node: str | None, stay
     return made
 
 
-def find(name: str) -> Handle | None:
-    """The actor of this name; None if there is none."""
+def find(name: str, *, anew: bool = False) -> Handle | None:
+    """The actor of this name; None if there is none. `anew`: as Ray says now, not as it was found before."""
     import ray
 
+    if anew:
+        forget(name)
     with _lock:
         if name in _handles:
             return _handles[name]
@@ -167,6 +172,17 @@ def ask(name: str, method: str, *arguments: object, timeout_s: float = CALL_S) -
         raise PlaneLost(f"{name}: the actor does not answer: {_first_line(error)}") from None
 
 
+def address_in(name: str, said: dict[str, Any]) -> Address:
+    """The address in what a plane's actor says; raises what kept the plane from starting."""
+    if "error" in said:
+        kind, words = said["error"]
+        found = getattr(errors, kind, PenstockError)
+        raise found(words) if issubclass(found, PenstockError) else PenstockError(words)
+    if not said:
+        raise PlaneLost(f"{name}: the plane is starting")
+    return Address(said["url"], ClientKeys(public=said["public"], secret=said["secret"], plane=said["plane"]))
+
+
 def forget(name: str) -> None:
     with _lock:
         _handles.pop(name, None)
@@ -180,9 +196,7 @@ def end(name: str) -> None:
     if handle is None:
         return
     ray.kill(handle, no_restart=True)
-    forget(name)
-    while find(name) is not None and time.monotonic() < deadline:  # Ray kills when it comes to it
-        forget(name)
+    while find(name, anew=True) is not None and time.monotonic() < deadline:  # Ray kills when it comes to it
         time.sleep(_LOOK_S)
 
 

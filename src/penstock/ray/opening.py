@@ -12,13 +12,11 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from penstock import errors
 from penstock.config import Given, build, keywords_of, nested, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.ray import calls
-from penstock.ray.calls import actor_of, keeper_of
-from penstock.ray.plane_actor import PlaneActor
-from penstock.send.keys import ClientKeys
+from penstock.ray.calls import actor_of, address_in, keeper_of
+from penstock.ray.plane_actor import PlaneActor, new_keys
 from penstock.send.resolving import Address, ResolvingClient
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.handles import Handle
@@ -35,6 +33,7 @@ _CALLERS = ("timeouts",)
 _NOT_HERE = {
     "keys": "the plane makes its own and hands them out",
     "listen": "the plane listens at its node's address",
+    "node": "Ray knows where this process runs",
 }
 
 
@@ -49,7 +48,8 @@ class RayPlane(Plane):
         self._name = name
         address = f"{SCHEME}{name}"
         handle = Handle.of(address, run, None, timeouts)
-        super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle)
+        node = calls.my_node_name()
+        super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle, node=node)
 
     def kill(self) -> None:
         """End the plane and its keepers, for everybody. What they keep stays in their folders."""
@@ -71,10 +71,12 @@ def open_given(address: str, given: Given) -> Plane:
     for unusable, reason in _NOT_HERE.items():
         if tables.get(unusable):
             raise ConfigError(f"{address}: {unusable}: {tables[unusable]!r}; {reason}; leave it out")
+    if tables.get("copies") == 0:
+        raise ConfigError(f"{address}: copies: 0; must be 1, 2, 3 or 'shared': in a cluster keepers have the frames")
     calls.attach()
     if set(tables) - {"timeouts", "run", *_NOT_HERE}:
         _create_or_check(name, address, given)
-    elif calls.find(actor_of(name)) is None:
+    elif calls.find(actor_of(name), anew=True) is None:
         raise ConfigError(
             f"{address}: the cluster has no such plane; give ranks, seq_len and one of groups_per_step, "
             "samples_per_step, tokens_per_step to start it"
@@ -109,21 +111,18 @@ def client(name: str) -> ResolvingClient:
 
 def where(name: str) -> Address:
     """Where the plane listens, as its actor says; PlaneLost while it does not."""
-    said = calls.ask(actor_of(name), "place")
-    if "error" in said:
-        raise _error_of(*said["error"])
-    if not said:
-        raise PlaneLost(f"{SCHEME}{name}: the plane is starting")
-    return Address(url=said["url"], keys=ClientKeys(public=said["public"], secret=said["secret"], plane=said["plane"]))
+    return address_in(f"{SCHEME}{name}", calls.ask(actor_of(name), "place"))
 
 
 def _create_or_check(name: str, address: str, given: Given) -> None:
-    if calls.find(actor_of(name)) is None:
+    if calls.find(actor_of(name), anew=True) is None:
         settings = _absolute(name, build(ClusterSettings, given))
+        if "copies" not in given.tables:
+            settings = replace(settings, copies=2 if len(calls.nodes()) > 1 else 1)
         text = template(settings, title=f"The plane {address}.", all_values=True)
         pinned = "log" not in given.tables
         node = next((node.id for node in calls.nodes() if node.is_head), None) if pinned else calls.my_node()
-        calls.start(PlaneActor, actor_of(name), name, text, node=node, stays=pinned)
+        calls.start(PlaneActor, actor_of(name), name, text, new_keys(), node=node, stays=pinned)
     tables = tomllib.loads(_settings(name))
     theirs = build(ClusterSettings, tables, address)
     merged = replace(given, tables=_merged(tables, given.tables))
@@ -197,9 +196,3 @@ def _wait_until_it_listens(name: str) -> None:
             raise
         else:
             return
-
-
-def _error_of(kind: str, words: str) -> PenstockError:
-    """What kept the plane from starting, as it would have been raised here."""
-    found = getattr(errors, kind, None)
-    return found(words) if isinstance(found, type) and issubclass(found, PenstockError) else PenstockError(words)

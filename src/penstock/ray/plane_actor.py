@@ -4,12 +4,13 @@ Ray starts the actor again when its process or its node is lost; `__init__` runs
 have it, and the server goes on from the log. Ray does not fence: the process that was lost may still run. The log does,
 by its epoch: a plane that was taken over finds out within a second, and ends.
 
-Each life has new keys. Whoever may call the actor may have the clients' pair; so Ray's own credentials say who may
-join, and nobody carries keys.
+Its keys were made with the actor, and are the same in all its lives. Whoever may call the actor may have the clients'
+pair; so Ray's own credentials say who may join, and nobody carries keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -22,11 +23,13 @@ import zmq
 from penstock.config import build
 from penstock.errors import ConfigError, Fenced, PenstockError
 from penstock.ray import calls
+from penstock.ray.placement import Placement
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
 from penstock.serve.decisions.disk import take_over
 from penstock.serve.decisions.log import Log
 from penstock.serve.process.daemon import Exit
+from penstock.serve.process.log_format import log_lines
 from penstock.serve.process.server import Server
 from penstock.serve.settings import ClusterSettings
 
@@ -38,10 +41,11 @@ _TAKE_OVER_S = 5.0
 class PlaneActor:
     """Made by `penstock.ray.opening`; nothing in here takes long, or raises for what a setting says."""
 
-    def __init__(self, name: str, settings: str) -> None:
-        """`settings` is what `plane.toml` would hold."""
-        self._name, self._text = name, settings
+    def __init__(self, name: str, settings: str, keys: dict[str, bytes]) -> None:
+        """`settings` is what `plane.toml` would hold; `keys` is what `new_keys` made."""
+        self._name, self._text, self._keys = name, settings, keys
         self._settings = build(ClusterSettings, tomllib.loads(settings), f"ray://{name}")
+        log_lines()
         self._refused: PenstockError | None = None
         self._place: dict[str, Any] | None = None
         self._server: Server | None = None
@@ -56,6 +60,13 @@ class PlaneActor:
         if self._refused is not None:
             return {"error": [type(self._refused).__name__, str(self._refused)]}
         return self._place or {}
+
+    def place_for_keeper(self) -> dict[str, Any]:
+        """`place`, with the keepers' pair of keys: who has it may vouch for what a group holds."""
+        found = self.place()
+        return (
+            {**found, "public": self._keys["keeper"], "secret": self._keys["keeper_secret"]} if self._place else found
+        )
 
     def process(self) -> dict[str, Any]:
         """Which process this is, on which node."""
@@ -86,9 +97,13 @@ class PlaneActor:
             os._exit(Exit.FAILED)  # a plane that serves nobody must not be found: Ray starts it again
 
     def _open(self) -> Server:
-        public, secret = zmq.curve_keypair()
-        client, client_secret = zmq.curve_keypair()
-        keys = PlaneKeys(public=public, secret=secret, allowed=frozenset([client]))
+        own = self._keys
+        keys = PlaneKeys(
+            public=own["plane"],
+            secret=own["plane_secret"],
+            allowed=frozenset([own["public"]]),
+            keepers=frozenset([own["keeper"]]),
+        )
         assert self._settings.log is not None  # as `opening` made it
         take_over(Path(self._settings.log), _TAKE_OVER_S)
         log = Log(
@@ -102,8 +117,18 @@ class PlaneActor:
         except BaseException:
             log.close()
             raise
-        self._place = {"url": carrier.url, "plane": public, "public": client, "secret": client_secret}
+        timeouts = dataclasses.asdict(self._settings.timeouts)
+        Placement(self._name, self._settings.frames or "", timeouts).start()
+        self._place = {"url": carrier.url, **{name: own[name] for name in ("plane", "public", "secret")}}
         return server
+
+
+def new_keys() -> dict[str, bytes]:
+    """A pair for the plane, one for its clients and one for its keepers."""
+    made: dict[str, bytes] = {}
+    for public, secret in (("plane", "plane_secret"), ("public", "secret"), ("keeper", "keeper_secret")):
+        made[public], made[secret] = zmq.curve_keypair()
+    return made
 
 
 def _folder_error(error: OSError, folder: str | None) -> ConfigError:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import penstock as ps
@@ -29,6 +30,11 @@ from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.groups import named_group
 
 TIMEOUTS = Timeouts(heartbeat_s=0.3, peer_s=2.0, delivery_s=5.0, plane_s=30.0, resend_s=0.2)
+
+
+def timeouts_at(url: str) -> Timeouts:
+    """On a Ray cluster a plane may need half a minute to come back, and more where a node was lost."""
+    return replace(TIMEOUTS, plane_s=240.0) if url.startswith("ray://") else TIMEOUTS
 
 
 def settings(ranks: int) -> PlaneSettings:
@@ -75,7 +81,7 @@ def run_plane(folder: Path, url: str, ranks: int) -> None:
 def run_producer(folder: Path, url: str, first: int, stride: int) -> None:
     notes, path = Notes(folder / f"producer{first}.acked"), folder / f"producer{first}.acked"
     number = first + stride * len({line[0] for line in Notes.read(path) if line[0].startswith("g")})
-    plane = ps.open(url, timeouts=TIMEOUTS)
+    plane = ps.open(url, timeouts=timeouts_at(url))
     while True:
         try:
             if number % 4 == 0:  # again, if it was killed before the other one was acknowledged
@@ -102,7 +108,7 @@ def run_rank(folder: Path, url: str, rank: int, ranks: int) -> None:
 def _train(folder: Path, url: str, rank: int, ranks: int, notes: Notes) -> None:
     """Until the last step, or an error; a trainer begins behind the last step whose weights all ranks have saved."""
     begin = 1 + min(_saved(folder, other) for other in range(ranks))
-    with ps.connect(url, rank=rank, world=ranks, resume_step=begin, run="torture", timeouts=TIMEOUTS) as source:
+    with ps.connect(url, rank=rank, world=ranks, resume_step=begin, run="torture", timeouts=timeouts_at(url)) as source:
         for step in source.steps():
             notes.write("step", step.number, step.digest)
             source.commit(step, policy_version=step.number)

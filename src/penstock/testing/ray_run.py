@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import penstock as ps
 from penstock.encode import encode
+from penstock.errors import PlaneLost
 from penstock.pack import Packing
 from penstock.ray import LocalCluster, calls
-from penstock.ray.calls import actor_of
+from penstock.ray.calls import actor_of, keeper_of
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.log import Log
@@ -20,7 +22,7 @@ from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 
 RANKS, GROUPS_PER_STEP = 2, 2
-TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5)
+TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5, keeper_s=45.0)
 STEP_S = 150.0
 """Longer than any plane may be away."""
 
@@ -67,8 +69,11 @@ class RayRun:
             on_node(on, _put_there, self.address, numbers)
         self.put_names += [f"g{number}" for number in numbers]
 
+    def rank(self, rank: int) -> ps.Source:
+        return ps.connect(self.address, rank=rank, world=RANKS, timeouts=TIMEOUTS)
+
     def join(self) -> None:
-        self.sources = [ps.connect(self.address, rank=rank, world=RANKS, timeouts=TIMEOUTS) for rank in range(RANKS)]
+        self.sources = [self.rank(rank) for rank in range(RANKS)]
 
     def take(self) -> list[str]:
         """One step of every rank: its digests, after it was committed."""
@@ -85,6 +90,15 @@ class RayRun:
     def plane_process(self) -> dict[str, Any]:
         """Its process and node."""
         found: dict[str, Any] = calls.ask(actor_of(self.name), "process")
+        return found
+
+    @property
+    def keepers(self) -> list[dict[str, Any]]:
+        """The process, node and name of every keeper that answers."""
+        found = []
+        for node in calls.nodes():
+            with suppress(PlaneLost):
+                found.append(calls.ask(keeper_of(self.name, node.name), "process"))
         return found
 
     def close(self) -> None:

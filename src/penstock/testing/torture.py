@@ -23,9 +23,11 @@ from random import Random
 import msgspec
 
 from penstock.encode import encode
+from penstock.keep import Keeper
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
+from penstock.serve.process.pipeline import keeper_of
 from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import Notes, evaluation_of, group_of, settings
 
@@ -72,10 +74,14 @@ def address(carrier: str, folder: Path) -> str:
 class Run:
     """The processes, and the hand that kills them."""
 
+    kinds: tuple[str, ...] = ("plane", "producer", "rank")
+    patience_s = 120.0
+
     def __init__(self, folder: Path, carrier: str, seed: int) -> None:
         self.folder, self.result = folder, Result(carrier=carrier)
         self._url, self._rng = address(carrier, folder), Random(seed)  # noqa: S311 - repeatable, not secret
-        self._names = ["plane-0", *(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(RANKS))]
+        self._names = [f"{kind}-0" for kind in self.kinds if kind not in ("producer", "rank")]
+        self._names += [*(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(RANKS))]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
@@ -115,9 +121,17 @@ class Run:
             for process in self._processes.values():
                 process.send_signal(signal.SIGKILL)
                 process.wait()
+        self.end()
         self._judge()
         self.result.seconds = time.monotonic() - began
         return self.result
+
+    def end(self) -> None:
+        """End what is no process of ours."""
+
+    def keeper(self, log: Log) -> Keeper:
+        """What kept the frames of the run that is over."""
+        return keeper_of(log)
 
     # -------------------------------------------------------------- inside
 
@@ -133,7 +147,7 @@ class Run:
         """Wait until the run moves again, then a random moment, then kill."""
         self._await_step(self._step() + 1)
         time.sleep(self._rng.random() * pause_s)
-        kind = self._rng.choice(["plane", "producer", "rank"])
+        kind = self._rng.choice(self.kinds)
         name = self._rng.choice([name for name in self._names if name.startswith(kind)])
         raised = [len(self._raises(rank)) for rank in range(RANKS)]
         died = self.kill(name)
@@ -150,19 +164,21 @@ class Run:
         others = [rank for rank in range(RANKS) if rank != dead]
         while any(len(self._raises(rank)) <= before[rank] for rank in others):
             self._check_alive()
-            if time.monotonic() - died > 60:
-                raise AssertionError(f"rank {dead} died, and after 60 s not every other rank had raised: {self.folder}")
+            if time.monotonic() - died > self.patience_s:
+                raise AssertionError(
+                    f"rank {dead} died, and after {self.patience_s} s not every other rank had raised: {self.folder}"
+                )
             time.sleep(0.02)
         took = max(self._raises(rank)[before[rank]] - died for rank in others)
         self.result.detect_s = max(self.result.detect_s, took)
 
-    def _await_step(self, step: int, patience_s: float = 120.0) -> None:
-        deadline = time.monotonic() + patience_s
+    def _await_step(self, step: int) -> None:
+        deadline = time.monotonic() + self.patience_s
         while self._step() < step:
             self._check_alive()
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"no step {step} within {patience_s} s, the last was {self._step()}: {self.folder}"
+                    f"no step {step} within {self.patience_s} s, the last was {self._step()}: {self.folder}"
                 )
             time.sleep(0.02)
 
@@ -175,18 +191,18 @@ class Run:
         last = self._step() + 10
         (self.folder / ".last").write_text(str(last))
         os.replace(self.folder / ".last", self.folder / "last")  # noqa: PTH105
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + self.patience_s
         while not any(w[0] == "done" for rank in range(RANKS) for w in Notes.read(self._notes(rank))[-3:]):
             self._check_alive()
             if time.monotonic() > deadline:
-                raise AssertionError(f"not finished within 120 s, at step {self._step()} of {last}: {self.folder}")
+                raise AssertionError(f"not finished in time, at step {self._step()} of {last}: {self.folder}")
             time.sleep(0.02)
         self.result.steps = last
 
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
         result, log = self.result, Log(self.folder / "run")
-        engine = DirectEngine(settings(RANKS), log)
+        engine = DirectEngine(settings(RANKS), log, self.keeper(log))
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
         result.groups, result.evaluated = len(names), len(evaluated)

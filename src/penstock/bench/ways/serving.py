@@ -43,6 +43,12 @@ class Round:
     """Peak resident memory of what stands between producers and ranks."""
     rank_bytes: int
     """Peak resident memory of the largest rank."""
+    put_s: float = 0.0
+    """Until the last put returned, where that was looked at."""
+    plane_in: float = 0.0
+    """Bytes that the plane's process received over TCP, where that was looked at."""
+    plane_out: float = 0.0
+    """Bytes that it sent."""
 
 
 def serve(offers: Sequence[str], versions: dict[str, str], run: Callable[[Request], Round]) -> None:

@@ -175,7 +175,7 @@ def connect(
         prefetch=prefetch,
         timeouts=CLUSTER_TIMEOUTS if timeouts is None and url.startswith(_RAY) else timeouts,
         handle=Handle.of(url, run, keys, timeouts),
-        node=node,
+        node=_ray().my_node_name() if url.startswith(_RAY) else node,
     )
 
 

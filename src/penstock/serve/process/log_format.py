@@ -34,3 +34,13 @@ class LineFormatter(logging.Formatter):
             trace = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
             line += f" | {type(error).__name__}: {error} | {trace}"
         return printable(line)
+
+
+def log_lines() -> None:
+    """Write what Penstock logs to stderr, in a process that is somebody else's: an actor's goes to Ray's logs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    root = logging.getLogger("penstock")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
