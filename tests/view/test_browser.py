@@ -535,6 +535,26 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
     assert page.errors == []
 
 
+def test_a_diff_shows_a_sample_that_only_one_run_trained(page: Any, demo: Path, tmp_path: Path) -> None:
+    import shutil
+
+    other = tmp_path / "b"
+    shutil.copytree(demo, other)
+    path = other / "token_exports/step_2/rank_0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))
+    for pair, words in ((("A", "B"), "B did not train"), (("B", "A"), "A did not train")):
+        exports = {"A": Export(demo if pair[0] == "A" else other), "B": Export(other if pair[0] == "A" else demo)}
+        library = Library(exports=exports, vocabulary=open_vocabulary(demo))
+        library.parting = place(library, compare(exports["A"], exports["B"]), None)
+        with serving(library) as (url, _, _):
+            page.goto(url)
+            page.wait_for_selector(".half .cursor")
+            assert page.text_content("h1") == json.loads(lines[0])["sample_id"]
+            assert words in page.text_content(".half .empty")
+    assert page.errors == []
+
+
 def test_evaluation_groups_are_shown_beside_what_was_trained(page: Any, demo: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -111,7 +111,8 @@ def test_a_sample_only_one_run_trained_is_named(run: Path, tmp_path: Path) -> No
     gone: list[str] = []
     other = changed(run, tmp_path / "b", 3, lambda lines: gone.append(lines.pop()["sample_id"]))
     parting = compare(Export(run), Export(other))
-    assert parting.sentence == f"The runs first differ at step 3: only A trained sample {gone[0]}."
+    said = f"The runs first differ at step 3: only A trained sample {gone[0]}; 3 samples of that step are in both."
+    assert parting.sentence == said
     assert compare(Export(other), Export(run)).sentence.startswith("The runs first differ at step 3: only B")
 
 

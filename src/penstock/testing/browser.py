@@ -71,11 +71,16 @@ def browsing(*, width: int = 1440, height: int = 900, dark: bool = False) -> Ite
         page = context.pages[0]
         page.errors = []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
+        page.on("console", lambda message: page.errors.append(message.text) if _is_error(message) else None)
         try:
             yield page
         finally:
             context.close()
+
+
+def _is_error(message: Any) -> bool:
+    """Whether a page says that something is wrong with it; that its server ended, and the line for news with it, is not."""
+    return bool(message.type == "error") and "/events" not in str(message.location.get("url", ""))
 
 
 def wait_until(page: Any, expression: str, arg: Any = None, *, seconds: float = 30.0) -> None:

@@ -94,12 +94,13 @@ def _compare_steps(a: Step, b: Step, count: _Count) -> Parting | None:
             f"B ({next(iter(right))}, ...). Runs can be compared when their groups are given the same ids."
         )
         return count.parting("samples", sentence, step=a.number)
+    shared = len(left.keys() & right.keys())
     for name in left:
         if name not in right:
-            return _only(a.number, name, "A", count)
+            return _only(a.number, name, "A", shared, count)
     for name in right:
         if name not in left:
-            return _only(a.number, name, "B", count)
+            return _only(a.number, name, "B", shared, count)
     for name, record in left.items():
         found = _compare_records(a.number, name, record, right[name], count)
         if found is not None:
@@ -120,8 +121,9 @@ def _by_name(step: Step) -> dict[str, Record]:
     return found
 
 
-def _only(step: int, name: str, side: str, count: _Count) -> Parting:
-    sentence = f"The runs first differ at step {step}: only {side} trained sample {name}."
+def _only(step: int, name: str, side: str, shared: int, count: _Count) -> Parting:
+    both = f"{shared} samples of that step are in both" if shared != 1 else "1 sample of that step is in both"
+    sentence = f"The runs first differ at step {step}: only {side} trained sample {name}; {both}."
     return count.parting("samples", sentence, step=step, sample_id=name)
 
 

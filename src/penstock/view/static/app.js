@@ -116,28 +116,29 @@
     const [opened, twin] = await Promise.all([ps.source.sample(at), counterpart(row)]);
     if (address({ ...at, token: -1 }) !== wanted) return; // the reader has gone on meanwhile
     opened.home = overview.exports.find((one) => one.name === at.export).folder;
-    const isFirst = !twin || at.export === overview.exports[0].name;
+    const isFirst = at.export === overview.exports[0].name;
     const [a, b] = isFirst ? [opened, twin] : [twin, opened];
-    sample = a;
+    sample = a || b;
     const holder = ps.el("div", { class: "holder" });
-    byId("middle").replaceChildren(ps.bar.show(a, at.sample, row, step.scales, openGroup), holder);
+    byId("middle").replaceChildren(ps.bar.show(sample, at.sample, row, step.scales, openGroup), holder);
     const tell = (token, settled) => {
       ps.side.token(token);
       if (!settled) return;
       go({ token }, true);
       ps.side.settle(token);
     };
-    if (b) ps.compare.show(holder, a, b, tell);
+    if (overview.parting) ps.compare.show(holder, a, b, tell);
     else {
       ps.compare.end();
-      ps.tokens.show(holder, a, tell);
+      ps.tokens.show(holder, sample, tell);
     }
+    const shown = sample;
     ps.side.show(
       byId("side"),
-      a,
-      b,
+      shown,
+      a && b,
       (token) => ps.tokens.go(token),
-      () => sample === a && ps.bar.repaint(),
+      () => sample === shown && ps.bar.repaint(),
     );
     ps.bar.repaint();
     ps.list.mark(at.sample);

@@ -3,6 +3,7 @@
 {
   const second = ps.newTokens("tokens-b", "Tokens of B; arrow keys move between them");
   let isOn = false;
+  let masked = null; // what training masked of B
 
   // Per token 1 where any number differs; a token that only one of them has differs too.
   function differing(a, b) {
@@ -17,10 +18,26 @@
     return out;
   }
 
+  function alone(holder, a, b, tell) {
+    ps.compare.end();
+    const own = ps.el("div", { class: "holder" });
+    const words = ps.el("p", { class: "empty" }, (a ? "B" : "A") + " did not train this sample in this step.");
+    const halves = [ps.el("h2", {}, (a ? "A: " : "B: ") + ps.visible((a || b).home)), own];
+    const other = [ps.el("h2", {}, a ? "B" : "A"), words];
+    holder.classList.add("both");
+    holder.replaceChildren(
+      ...(a ? [halves, other] : [other, halves]).map((one) => ps.el("div", { class: "half" }, ...one)),
+    );
+    ps.tokens.show(own, a || b, tell);
+  }
+
   ps.compare = {
-    // Fill the holder with A and B; `tell` hears of the token under either cursor.
+    // Fill the holder with A and B; `tell` hears of the token under either cursor. Where one of them did not train the
+    // sample, words stand in its place.
     show(holder, a, b, tell) {
+      if (!a || !b) return alone(holder, a, b, tell);
       isOn = true;
+      masked = ps.exported(b);
       const sides = ["A", "B"].map((name) => ps.el("div", { class: "holder side-" + name.toLowerCase() }));
       holder.classList.add("both");
       holder.replaceChildren(
@@ -43,7 +60,7 @@
       second.clear();
       ps.tokens.paint({ differs: null });
     },
-    paint: (look) => isOn && second.paint({ ...look, live: null, exported: look.exported }),
+    paint: (look) => isOn && second.paint({ ...look, live: null, exported: masked }),
     resize: () => isOn && second.resize(),
   };
 }

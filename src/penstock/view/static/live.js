@@ -34,7 +34,10 @@
     // Begin; `told` has a function for each kind of news (overview, rows) and for the line itself.
     start(told) {
       hears = told;
-      if (!ps.source.isEmbedded) connect();
+      if (ps.source.isEmbedded) return;
+      connect();
+      // A browser opens six lines to one address: a tab that nobody looks at must not hold one.
+      document.addEventListener("visibilitychange", () => (document.hidden ? line.close() : connect()));
     },
     // Curves of this run are shown from here on: be told of its new rows.
     follow(at, places) {

@@ -274,9 +274,10 @@
       charts = found.map(panel);
       ps.fill(page.querySelector(".curves"), ...charts.map((chart) => chart.element));
     }
+    page.querySelector(".tools").hidden = !charts.length;
     page.querySelector(".said").textContent = charts.length
       ? "Drag over a chart to look closer, double-click to see all. A click opens the nearest exported step."
-      : "No number yet: curves begin with the first step.";
+      : "No number yet: the curves begin when the first step is trained.";
     redraw();
   }
 

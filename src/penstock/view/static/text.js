@@ -56,7 +56,7 @@ const ps = {};
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
-    if (Number.isInteger(value)) return value.toLocaleString("en");
+    if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
     const size = Math.abs(value);
     if (size >= 1000 && size < 1e6) return Math.round(value).toLocaleString("en").replace("-", "−");
     const text = size >= 1e6 || size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(4)));

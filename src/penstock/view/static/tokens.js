@@ -151,7 +151,8 @@
       const start = view.starts[line];
       const element = ps.el("div", { class: "tokline" });
       const label = view.labels.get(start);
-      element.append(ps.el("span", { class: "gutter" }, label ? ps.el("b", {}, label) : null, String(start)));
+      const number = label && view.isNarrow ? null : String(start);
+      element.append(ps.el("span", { class: "gutter" }, label ? ps.el("b", {}, label) : null, number));
       const image = view.pictures.get(line);
       if (image) element.append(pictureElement(image, start));
       else for (let i = start; i < endOf(line); i++) element.append(tokenElement(i));
@@ -190,7 +191,8 @@
       measuring.font = font;
       if (measured !== font) widths.clear();
       measured = font;
-      const gutter = view.scroller.clientWidth < 520 ? 52 : 96;
+      const gutter = view.scroller.clientWidth < 520 ? 70 : 96;
+      view.isNarrow = gutter < 96;
       view.scroller.style.setProperty("--gutter", gutter + "px");
       layOut(view.scroller.clientWidth - gutter - 24);
       view.spacer.style.height = view.height + "px";
