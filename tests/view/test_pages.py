@@ -135,6 +135,7 @@ def test_the_run_page_draws_every_step_that_was_written_down(at: Any) -> None:
     assert keys(page, "Tokens per second") == {"": "1,060"}, "as the trainer measured it"
     assert keys(page, "Wait against compute") == {"waiting for samples": "0.5", "computing": "1.5"}
     assert keys(page, "Dropped, by reason") == {"stale": "120", "overflow": "60"}
+    assert keys(page, "Memory") == {"": "460 MB"}
     assert keys(page, "Held") == {"": "40"} and keys(page, "mine/own number") == {"": "120"}
     assert page.text_content("#live") == "finished" and page.text_content("#state").startswith("Finished at")
     keep_pictures(page, ARTIFACTS, "run")

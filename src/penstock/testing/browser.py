@@ -79,7 +79,7 @@ def browsing(*, width: int = 1440, height: int = 900, dark: bool = False) -> Ite
 
 
 def _is_error(message: Any) -> bool:
-    """Whether a page says that something is wrong with it; that its server ended, and the line for news with it, is not."""
+    """Whether a page says that something is wrong with it; that its server ended is not."""
     return bool(message.type == "error") and "/events" not in str(message.location.get("url", ""))
 
 

@@ -58,11 +58,12 @@
     ["Dropped, by reason", "samples since the start", "buffer/dropped/"],
     [
       "Memory",
-      "resident bytes of rank 0 and of its device",
+      "of rank 0 and of its device",
       [
         ["host", "perf/memory_bytes"],
         ["device", "perf/device_bytes"],
       ],
+      ps.bytes,
     ],
     [
       "Length",
@@ -116,14 +117,14 @@
     ];
     const used = new Set(USED);
     const charts = [];
-    for (const [title, note, wanted] of CHARTS) {
+    for (const [title, note, wanted, format] of CHARTS) {
       const specs =
         typeof wanted === "string"
           ? names.filter((name) => name.startsWith(wanted)).map((name) => [name.slice(wanted.length), name])
           : wanted;
       const lines = specs.map(([label, ...sources]) => line(read, found, label, sources)).filter(Boolean);
       for (const [, ...sources] of specs) for (const source of sources) used.add(source);
-      if (lines.length) charts.push({ title, note, lines });
+      if (lines.length) charts.push({ title, note, lines, format: format || ps.number });
     }
     for (const name of [...new Set(names)].filter((one) => !used.has(one)).sort()) {
       const one = read(name);
@@ -131,6 +132,7 @@
         charts.push({
           title: name.replaceAll("_", " "),
           note: "as the training loop gave it",
+          format: ps.number,
           lines: [{ label: name, ...one }],
         });
     }

@@ -260,8 +260,10 @@
     element = holder;
     limit = PAGE;
     ps.filters.prepare(rows);
-    const known = rows.map((row) => row.reward).filter((reward) => reward !== null);
-    rewards = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+    rewards = ps.extent(
+      rows.map((row) => row.reward),
+      [0, 1],
+    );
     const flat = ps.el("input", { type: "checkbox", id: "flat", checked: isFlat() });
     flat.addEventListener("change", () => {
       ps.query.set({ flat: flat.checked ? "1" : null });

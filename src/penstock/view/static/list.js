@@ -61,7 +61,7 @@
 
   function rowOf(row, place) {
     const bar = ps.el("i", { class: "bar" });
-    bar.style.width = (row.max_kl === null ? 0 : Math.max(2, 100 * Math.sqrt(row.max_kl / worst))) + "%";
+    bar.style.width = (row.max_kl === null ? 0 : Math.max(2, 100 * Math.sqrt(row.max_kl / (worst || 1)))) + "%";
     const facts = [
       row.advantage === null ? null : "A " + ps.signed(row.advantage),
       row.staleness === null ? null : row.staleness + " behind",
@@ -217,9 +217,14 @@
       samples = rows;
       at = { ...place };
       onOpen = open;
-      const known = rows.map((row) => row.reward).filter((reward) => reward !== null);
-      rewards = known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
-      worst = Math.max(...rows.map((row) => row.max_kl || 0), 1e-9);
+      rewards = ps.extent(
+        rows.map((row) => row.reward),
+        [0, 1],
+      );
+      worst = ps.extent(
+        rows.map((row) => row.max_kl),
+        [0, 1],
+      )[1];
       for (const [name, key] of [
         ["env", "env_name"],
         ["rank", "rank"],

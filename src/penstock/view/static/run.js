@@ -78,7 +78,7 @@
       const known = line.xs.length > 0;
       let i = Number.isNaN(cursor) ? line.xs.length - 1 : ps.nearest(line.xs, cursor);
       while (known && Number.isNaN(cursor) && i > 0 && !Number.isFinite(line.ys[i])) i -= 1;
-      const value = ps.el("b", {}, known ? ps.number(line.ys[i]) : "–");
+      const value = ps.el("b", {}, known ? chart.format(line.ys[i]) : "–");
       if (!many) return ps.el("span", { class: "key" }, value);
       const dot = ps.el("i", {});
       dot.style.background = colours[line.colour % colours.length];

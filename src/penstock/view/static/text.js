@@ -70,5 +70,15 @@ const ps = {};
     return text.length > LONGEST ? text.slice(0, LONGEST) + "…" : text;
   };
 
+  // The lowest and the highest of the numbers in a list, of any length; what is null does not count.
+  ps.extent = function (values, other) {
+    let [low, high] = [Infinity, -Infinity];
+    for (const value of values)
+      if (value !== null && Number.isFinite(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    return low > high ? other : [low, high];
+  };
+
+  ps.bytes = (value) => (Number.isFinite(value) ? ps.number(Number((value / 1e6).toPrecision(4))) + " MB" : "–");
+
   ps.percent = (part, whole) => (whole ? ps.number(Number(((100 * part) / whole).toPrecision(3))) + " %" : "–");
 }
