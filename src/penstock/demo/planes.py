@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.serve import Server
 from penstock.serve.clients.api import plane_carrier
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import open_log
 from penstock.train.run_config import TrainConfig
 
 _LONGEST = 100
@@ -29,11 +29,7 @@ def address(config: TrainConfig) -> str:
 def run_plane(config: TrainConfig) -> None:
     """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
     urls = [address(config), *config.listen]
-    log = Log(  # first: it refuses where another run is at work in this folder
-        Path(config.folder) / "plane",
-        max_disk_bytes=config.max_disk_bytes,
-        disk_reserve_bytes=config.disk_reserve_bytes,
-    )
+    log = open_log(Path(config.folder) / "plane", config)  # first: it refuses where another run is at work there
     Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
     carriers = [plane_carrier(url, config.keys) for url in urls]
     server = Server(config, log, carriers)

@@ -27,7 +27,7 @@ from penstock.ray.placement import Placement
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
 from penstock.serve.decisions.disk import take_over
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.daemon import Exit
 from penstock.serve.process.log_format import log_lines
 from penstock.serve.process.server import Server
@@ -106,11 +106,7 @@ class PlaneActor:
         )
         assert self._settings.log is not None  # as `opening` made it
         take_over(Path(self._settings.log), _TAKE_OVER_S)
-        log = Log(
-            self._settings.log,
-            max_disk_bytes=self._settings.max_disk_bytes,
-            disk_reserve_bytes=self._settings.disk_reserve_bytes,
-        )
+        log = open_log(self._settings.log, self._settings)
         try:
             carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
             self._server = server = Server(self._settings, log, [carrier])

@@ -30,7 +30,7 @@ from penstock.serve.clients.handles import Handle, usable_url
 from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.server import Server
 from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
 
@@ -86,11 +86,7 @@ open.__signature__ = signature_of(open, ClusterSettings)  # type: ignore[attr-de
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """A plane in a thread of this process."""
     memory = MemoryPlane()
-    log = Log(
-        None if where == "memory:" else where,
-        max_disk_bytes=settings.max_disk_bytes,
-        disk_reserve_bytes=settings.disk_reserve_bytes,
-    )
+    log = open_log(None if where == "memory:" else where, settings)
     try:
         others = [plane_carrier(url, settings.keys) for url in settings.listen]
         server = Server(settings, log, [memory, *others])

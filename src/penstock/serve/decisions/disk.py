@@ -123,6 +123,8 @@ def typed_errors(where: str) -> Iterator[None]:
         code = getattr(error, "sqlite_errorname", "")
         if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
             raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
+        if code.startswith("SQLITE_BUSY"):
+            raise Conflict(f"{where}: another process has it open; stop it or use another folder") from None
         if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
         raise StorageError(f"{where}: {error}") from None

@@ -102,15 +102,22 @@ class Log:
     """A run's SQLite file, owned by this process until `close`."""
 
     def __init__(
-        self, folder: str | Path | None, *, max_disk_bytes: int | None = None, disk_reserve_bytes: int = 64 << 20
+        self,
+        folder: str | Path | None,
+        *,
+        max_disk_bytes: int | None = None,
+        disk_reserve_bytes: int = 64 << 20,
+        exclusive: bool = False,
     ) -> None:
-        """`None` keeps the log in memory: the same code, nothing durable."""
+        """`None` keeps the log in memory: the same code, nothing durable. `exclusive`: no shared memory beside the
+        file, so it may lie on a network filesystem, and nobody else can read it while it is open."""
         self.folder = None if folder is None else Path(folder).resolve()
         self._lock = None if self.folder is None else own(self.folder)
         self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=disk_reserve_bytes)
         self._wal_bytes = (
             TIDY_BYTES if self.folder is None else max(min(TIDY_BYTES, self.disk.reserve_bytes // 8), _PAGE)
         )
+        self._exclusive = exclusive
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
         try:
             try:
@@ -124,12 +131,16 @@ class Log:
             raise
         self._written_bytes = 0
         """In the transaction under way."""
-        self._checkpointer = None if self.folder is None else WalCheckpointer(self._path, self._wal_bytes)
+        self._checkpointer: WalCheckpointer | None = None
+        if self.folder is not None and not exclusive:
+            self._checkpointer = WalCheckpointer(self._path, self._wal_bytes)
 
     def _open(self) -> None:
         self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
         with typed_errors(self._path):
             self._db.execute(f"PRAGMA page_size={_PAGE}")
+            if self._exclusive:  # first: write-ahead logging then keeps its index in this process
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute(f"PRAGMA journal_size_limit={4 * self._wal_bytes}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from penstock.errors import CorruptFile, InvalidInput
+from penstock.errors import Conflict, CorruptFile, InvalidInput
 from penstock.serve.decisions.decision_records import Advance, Discard, read_record
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import FORMAT, State
@@ -132,13 +132,17 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
-        log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None)
+        log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None, timeout=1.0)
         try:
             log.execute("BEGIN")
             yield log
         finally:
             log.close()
     except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+            raise Conflict(
+                f'{path}: its plane has it alone (locking = "exclusive"); ask the plane by its address, or stop it'
+            ) from None
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
 
 

@@ -31,6 +31,7 @@ from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.clients.plane import Plane
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.http_door import HttpDoor, find_token
 from penstock.serve.process.log_format import LineFormatter
@@ -241,7 +242,7 @@ def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
 def _open_log(config: ServerSettings) -> Log:
     folder = None if config.folder == "memory:" else config.folder
     try:
-        return Log(folder, max_disk_bytes=config.max_disk_bytes, disk_reserve_bytes=config.disk_reserve_bytes)
+        return open_log(folder, config)
     except OSError as error:
         if isinstance(error, PenstockError):
             raise
