@@ -32,9 +32,15 @@ _lane = {"guarded": False, "test": ""}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests on a Ray cluster run when they are named (`make test-ray`), in an environment that has Ray."""
+    """Tests on a Ray cluster run when they are named (`make test-ray`), in an environment that has Ray.
+
+    Modules that the fast lane leaves out are not even imported there: some take seconds to import.
+    """
     named = any("tests/ray" in str(word) for word in config.args)
-    return True if collection_path == Path(__file__).parent / "ray" and not named else None
+    if collection_path == Path(__file__).parent / "ray" and not named:
+        return True
+    fast = "not process" in (config.getoption("markexpr") or "")
+    return True if fast and collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/") in PROCESS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -94,6 +94,7 @@ def reference_life(rank: int, note: Note, config: TrainConfig, url: str) -> None
     note("done")
 
 
+@pytest.mark.timeout(900)
 def test_two_ranks_that_are_killed_and_resumed_train_as_the_reference_trainer_does(tmp_path: Path) -> None:
     config = TrainConfig(
         folder=str(tmp_path / "reference"),
@@ -159,6 +160,7 @@ def kit_checked(rank: int, note: Note, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.timeout(600)
 def test_it_passes_the_conformance_kit_on_two_ranks(tmp_path: Path) -> None:
     for text, ok, judged in run_ranks(kit_checked, tmp_path, str(tmp_path)):
         assert ok, text

@@ -139,13 +139,13 @@ def test_with_a_token_budget_no_sample_is_lost_and_few_are_repeated(model: Path,
         assert second.given[0] == first.given[position]
 
 
+@pytest.mark.timeout(900)
 def test_the_script_of_the_page_is_killed_and_continues(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "examples" / "trl_train.py"), "30"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        wait_until(
-            lambda: (tmp_path / "out" / "checkpoint-3" / "trainer_state.json").exists() or process.poll() is not None
-        )
+        saved = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
+        wait_until(lambda: saved.exists() or process.poll() is not None, 400)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

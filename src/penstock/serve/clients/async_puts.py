@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,26 +28,28 @@ class AsyncPuts:
     """The places and threads of one plane's puts, for any number of event loops."""
 
     def __init__(self) -> None:
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[str, asyncio.Semaphore]]
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[tuple[str, bool], asyncio.Semaphore]]
         self._places = WeakKeyDictionary()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     @asynccontextmanager
-    async def place(self, run: str, timeout: float | None) -> AsyncIterator[None]:
-        """One of the places of a run, for as long as a put is under way. Raises `Overloaded` if none is free in
-        time."""
+    async def place(self, run: str, timeout: float | None, *, evaluation: bool) -> AsyncIterator[float | None]:
+        """One of the places of a run, for as long as a put is under way, and the seconds that are left then; raises
+        `Overloaded` if none is free in time. Evaluation waits for no room, so it has places of its own."""
+        began = time.monotonic()
         with self._lock:
             free = self._places.setdefault(
                 asyncio.get_running_loop(), defaultdict(lambda: asyncio.Semaphore(UNDER_WAY))
-            )[run]
+            )[run, evaluation]
         try:
             async with asyncio.timeout(timeout):
                 await free.acquire()
         except TimeoutError:
-            raise Overloaded(f"put: {UNDER_WAY} puts of this process wait for room already; try again later") from None
+            words = f"put: {UNDER_WAY} puts of this process are under way or wait for room; try again later"
+            raise Overloaded(words) from None
         try:
-            yield
+            yield None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
         finally:
             free.release()
 

@@ -180,17 +180,17 @@ class Plane:
         nothing waiting; its group may be at the plane or not, and putting it again says which.
         """
         samples = group.samples if isinstance(group, Group) else group
-        async with self._async.place(samples[0].run if samples else "", timeout):
+        async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
             encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
-            return await self._aput(await self.acompute(encode), timeout)
+            return await self._aput(await self.acompute(encode), left)
 
     async def aput_frame(
         self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None
     ) -> bool:
         """`aput` for a group that is encoded already."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation)
-        async with self._async.place(encoded.run(), timeout):
-            return await self._aput(encoded, timeout)
+        async with self._async.place(encoded.run(), timeout, evaluation=evaluation) as left:
+            return await self._aput(encoded, left)
 
     async def acompute(self, act: Callable[[], T]) -> T:
         """What a function returns, from one of the two threads that encode groups of tasks."""
