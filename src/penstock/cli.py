@@ -31,6 +31,7 @@ COMMANDS = {
     "assets": "look after the images of a run: list, verify, sweep",
     "keys": "make the keys that let other hosts connect to a plane",
     "doctor": "check this installation and this machine, in plain words",
+    "simulate": "how large a cluster one plane can serve, from constants measured on one machine",
     "bench": "measure against rivals on this machine",
 }
 
