@@ -191,7 +191,7 @@ def _disk(folder: Path, rounds: int) -> Disk:
     file = os.open(folder / "written", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         small = min(_written(file, 64 << 10) for _ in range(4 * rounds))
-        large = min(_written(file, 32 << 20) for _ in range(rounds))
+        large = min(_written(file, 32 << 20) for _ in range(4 * rounds))
     finally:
         os.close(file)
     return Disk(sync_s=small, write_bytes_s=(32 << 20) / max(large - small, 1e-6))
