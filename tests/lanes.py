@@ -41,6 +41,7 @@ PROCESS = {
     "test_cli.py",
     "test_command_errors.py",
     "test_commands_plane.py",
+    "test_deploy.py",
     "test_docs.py",
     "test_extras.py",
     "test_package.py",
@@ -60,6 +61,8 @@ PROCESS = {
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
+    "archive/test_archiving.py::test_nothing_is_missing_or_doubled_after_lost_requests_and_kills",
+    "bench/test_sizing.py",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
     "encode/test_work_bounds.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.archive import RecordedRun, open_place
-from penstock.archive.recorded import numbers_of
+from penstock.archive.recorded import numbers_of, segment_of
 from penstock.assets.blobs import BlobInfo, Blobs
 from penstock.commands.top import _from_plane, page
 from penstock.encode import encode
@@ -166,6 +167,41 @@ def test_a_plane_in_memory_has_no_archive(tmp_path: Path) -> None:
         ps.open(tmp_path / "run", archive="ftp://x/y", **SETTINGS)
 
 
+class Stuck:
+    """A store that takes a request and never answers."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs, self.asked, self.answer = blobs, threading.Event(), threading.Event()
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        return self._blobs.list(prefix)
+
+    def url(self, name: str) -> str:
+        return self._blobs.url(name)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        self.asked.set()
+        self.answer.wait()
+        return self._blobs.put_if_absent(name, data)
+
+
+def test_a_store_that_never_answers_stops_neither_training_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(open_place(folder_of(tmp_path), create=True))
+    monkeypatch.setattr("penstock.serve.process.archiver.open_place", lambda *_, **__: stuck)
+    monkeypatch.setattr("penstock.serve.process.archiver.END_S", 0.2)
+    with ps.open(tmp_path / "run", archive=folder_of(tmp_path), retain_steps=0, **SETTINGS) as plane:
+        put(plane, "a", "b")
+        train(plane, 1)
+        assert stuck.asked.wait(60)
+        put(plane, *"cdefgh")
+        train(plane, 3, version=1)
+        status = plane.status()
+        assert status["archive"]["behind_steps"] == 4 and status["ledger"]["committed"] == 16
+    stuck.answer.set()
+
+
 # ------------------------------------------------------------------ stores that fail in between
 
 
@@ -260,12 +296,13 @@ def test_nothing_is_missing_or_doubled_after_lost_requests_and_kills(
     assert len(entries) == len(set(entries))
     assert set(entries) == trained | {op for op, g in recorded.groups.items() if g.evaluation}
     assert recorded.num_segments > 5
+    largest = max(entry.size for entry in recorded.groups.values())
+    for number in numbers_of(recorded.blobs):  # no more than that was ever in memory
+        assert sum(entry.size for entry in segment_of(recorded.blobs, number).front.frames) < 1500 + largest
     end(engine)
 
 
 def _frames(blobs: Blobs, number: int) -> list[int]:
-    from penstock.archive.recorded import segment_of
-
     return [entry.op for entry in segment_of(blobs, number).front.frames]
 
 

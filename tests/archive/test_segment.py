@@ -91,6 +91,12 @@ def test_a_segment_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert recorded.verify() == 2
 
 
+def test_a_segment_of_format_1_is_written_and_read_as_ever() -> None:
+    golden = (Path(__file__).parent.parent / "golden" / "archive" / "segment_format_1").read_bytes()
+    assert write_segment(front(), FRAMES) == golden
+    assert read_front(golden, "golden") == front()
+
+
 def test_every_damage_is_noticed(tmp_path: Path) -> None:
     data = write_segment(front(), FRAMES)
     path = tmp_path / name_of(1)
