@@ -160,9 +160,12 @@ def test_an_archive_of_another_run_is_left_alone_and_said(tmp_path: Path) -> Non
     assert RecordedRun.open(folder_of(tmp_path)).run == "one"
 
 
-def test_a_plane_in_memory_has_no_archive(tmp_path: Path) -> None:
+def test_a_plane_that_cannot_be_archived_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="open it on a folder"):
         ps.open("memory:", archive=folder_of(tmp_path), **SETTINGS)
+    for more in ({"copies": 1}, {"locking": "exclusive"}):
+        with pytest.raises(ConfigError, match=next(iter(more))):
+            ps.open(tmp_path / "run", archive=folder_of(tmp_path), **{**SETTINGS, **more})
     with pytest.raises(ConfigError, match="ftp"):
         ps.open(tmp_path / "run", archive="ftp://x/y", **SETTINGS)
 

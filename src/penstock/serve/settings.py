@@ -214,6 +214,8 @@ class PlaneSettings:
             raise ConfigError(
                 f"archive: {self.archive!r} with copies {self.copies!r}; a plane sends only frames it keeps"
             )
+        if self.locking == "exclusive" and self.archive is not None:
+            raise ConfigError(f"archive: {self.archive!r} with locking 'exclusive'; nobody else could read the log")
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:
