@@ -444,6 +444,16 @@ def test_hostile_model_output_is_only_ever_text(page: Any, tmp_path: Path) -> No
         assert shown[9] == HOSTILE[9]
         assert page.text_content("h1") == hostile_name.replace("\u202e", "\\u{202e}")
         assert page.text_content("#rows .row b") == hostile_name.replace("\u202e", "\\u{202e}")
+        page.keyboard.press("4")
+        page.click("[data-group]")
+        page.wait_for_selector(".tree .leaf")
+        assert page.locator("#page script, #page img, #page svg, #page style, #page b b").count() == 0
+        assert "<script>window.pwned = 1</script>" in page.text_content(".tree")
+        assert "\u202e" not in page.text_content("#page")
+        for key in "235":
+            page.keyboard.press(key)
+            page.wait_for_timeout(200)
+        assert page.evaluate("window.pwned") is None
         own = f"http://127.0.0.1:{port}/"
         assert [address for address in asked if not address.startswith((own, "about:", "data:"))] == []
         keep(page, "hostile")

@@ -87,6 +87,24 @@ def test_a_page_opened_before_the_first_step_shows_it_when_it_comes(page: Any, t
     assert page.errors == []
 
 
+def test_curves_of_a_run_that_only_exports_grow_with_its_steps(page: Any, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    make_export(home, steps=1, ranks=1, groups=2, size=2)
+    with serving(Library(exports={"run": Export(home)})) as (url, _, _):
+        page.goto(url)
+        page.wait_for_selector("#counts table")
+        page.keyboard.press("3")
+        page.wait_for_selector(".chart")
+        before = page.get_attribute('[data-curve="Grad norm"]', "aria-label")
+        assert "over steps 1 to 1, latest 1.5" in before
+        make_export(home, steps=2, ranks=1, groups=2, size=2)
+        wait_until(
+            page, "document.querySelector('[data-curve=\"Grad norm\"]').getAttribute('aria-label').includes('1 to 2')"
+        )
+        assert page.eval_on_selector_all("#step option", "all => all.map(o => o.value)") == ["2", "1"]
+    assert page.errors == []
+
+
 def test_a_page_finds_its_server_again_and_has_missed_nothing(page: Any, tmp_path: Path) -> None:
     import threading
 

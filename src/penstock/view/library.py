@@ -88,7 +88,11 @@ class Library:
                 break
             places = now
         metrics = as_columns(rows[step] for step in sorted(rows))
-        return {"steps": [run_point(step) for step in self._steps(export, run)], "metrics": metrics, "at": places}
+        return {**self.points(export, run), "metrics": metrics, "at": places}
+
+    def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
+        """What the exported steps of a run add to its curves, from one on."""
+        return {"steps": [run_point(step) for step in self._steps(export, run) if step.number >= first]}
 
     def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
         """Rows that a run wrote since, and where the next look begins."""

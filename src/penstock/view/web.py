@@ -70,6 +70,7 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
     return {
         "overview": lambda _: library.overview(),
         "run": lambda request: library.run(*_run_of(request)),
+        "points": lambda request: library.points(*_run_of(request), _number(request, "first")),
         "step": lambda request: library.step(*_step_of(request)),
         "sample": lambda request: library.sample(*_step_of(request), _number(request, "sample")),
         "whatif": lambda request: library.what_if(*_step_of(request), *_rule_of(request)),

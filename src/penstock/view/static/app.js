@@ -237,7 +237,10 @@
     const run = runNow();
     const isFirst = !before.steps.length && run.steps.length > 0;
     if (isFirst) at.step = run.steps[run.steps.length - 1];
-    ps.source.forgetRun(at);
+    if (run.steps.length !== before.steps.length) {
+      ps.source.forgetRun(at);
+      if (at.page === "run") ps.runPage.stepped(at);
+    }
     drawTop();
     const state = byId("state");
     if (state) state.textContent = ps.top.stateOf(run)[1];

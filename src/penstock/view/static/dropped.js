@@ -3,9 +3,9 @@
 {
   const WHY = {
     stale: "older than max_staleness allows",
-    evicted: "the run was evicted",
     overflow: "the table was full, and others were worth more",
-    reuse: "used as often as it may be",
+    sampled_out: "used as often as it may be",
+    evicted: "its run was evicted",
     quarantined: "set aside, then given up",
   };
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");

@@ -96,8 +96,10 @@
           if (ys[i] > high) high = ys[i];
         }
     if (low > high) return null;
-    if (isLog) return low === high ? [low / 2, high * 2] : [low, high];
-    const room = (high - low) * 0.06 || Math.abs(low) * 0.1 || 0.5;
+    const flat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // differences of rounding are none
+    if (isLog) return flat ? [low / 2, high * 2] : [low / 1.06, high * 1.06];
+    if (flat) return [low - (Math.abs(low) * 0.1 || 0.5), low + (Math.abs(low) * 0.1 || 0.5)];
+    const room = (high - low) * 0.06;
     // A line that comes near zero is drawn from zero: half of nothing must not look like half of all.
     if (low >= 0 && low < high / 3) return [0, high + room];
     return [low - room, high + room];
@@ -105,10 +107,13 @@
 
   function yTicks([low, high], isLog) {
     if (!isLog) return ps.ticks(low, high, 4);
-    const out = [];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) out.push(10 ** power);
-    const inside = out.filter((value) => value >= low && value <= high);
-    return inside.length > 1 ? inside : [low, high].map((value) => Number(value.toPrecision(1)));
+    const powers = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) powers.push(power);
+    const wanted = powers.length > 4 ? [1] : powers.length > 2 ? [1, 3] : [1, 2, 3, 5, 7];
+    const all = powers.flatMap((power) => wanted.map((digit) => Number((digit * 10 ** power).toPrecision(1))));
+    const inside = all.filter((value) => value >= low && value <= high);
+    if (inside.length < 2) return ps.ticks(low, high, 3);
+    return inside.filter((_, i) => i % Math.ceil(inside.length / 6) === 0);
   }
 
   // Draw series ({ xs, ys, colour, faint }) between two steps; gives the functions between steps and pixels.
@@ -154,7 +159,8 @@
     pen.rect(LEFT - 1, 0, wide + 2, floor + 1);
     pen.clip();
     pen.lineJoin = "round";
-    for (const one of series) {
+    for (const { ys, ...one } of series) {
+      one.ys = isLog ? ys.map((value) => (value > 0 ? value : NaN)) : ys;
       pen.strokeStyle = pen.fillStyle = one.colour;
       pen.globalAlpha = one.faint ? 0.28 : 1;
       pen.lineWidth = one.faint ? 1 : 1.7;

@@ -312,6 +312,15 @@
         if (one.at.export === name && one.at.run === run) one.found.metrics = ps.mergeRows(one.found.metrics, metrics);
       if (page && !page.hidden && page.querySelector(".curves")) fill();
     },
+    // Steps of a run were exported since.
+    async stepped({ export: name, run }) {
+      const one = shown.find((other) => other.at.export === name && other.at.run === run);
+      if (!one) return;
+      const known = one.found.steps;
+      const first = known.length ? known[known.length - 1].step + 1 : 0;
+      known.push(...(await ps.source.points(one.at, first)).steps.filter((point) => point.step >= first));
+      if (page && !page.hidden && page.querySelector(".curves")) fill();
+    },
     redraw: () => page && page.querySelector(".curves") && redraw(),
     again: () => {},
   };

@@ -12,7 +12,7 @@
     });
     embedded.answers = Object.fromEntries(asked);
   }
-  const FRESH = new Set(["overview", "dropped", "whatif", "search"]); // asked anew each time
+  const FRESH = new Set(["overview", "points", "dropped", "whatif", "search"]); // asked anew each time
 
   async function ask(name, query) {
     const key = name + "?" + new URLSearchParams(query || {});
@@ -103,6 +103,7 @@
     isEmbedded: Boolean(embedded),
     overview: () => ask("overview"),
     run: (at) => ask("run", ofRun(at)),
+    points: (at, first) => ask("points", { ...ofRun(at), first }),
     step: (at) => ask("step", ofStep(at)),
     group: (at, group) => ask("group", { ...ofStep(at), group }),
     dropped: (at) => ask("dropped", ofRun(at)),
