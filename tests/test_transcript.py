@@ -17,6 +17,12 @@ def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> No
     assert run_page(PAGE, tmp_path) >= 15
 
 
+@pytest.mark.slow
+def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:
+    """A trainer and its plane are killed on the way, and go on."""
+    assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 13
+
+
 def test_a_page_that_shows_something_else_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text\n```console\n$ echo one\none\n$ echo two\nthree\n```\n")

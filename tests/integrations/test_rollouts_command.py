@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 import penstock as ps
@@ -124,3 +125,20 @@ def test_the_endpoint_is_written_and_served_by_the_command(tmp_path: Path, capsy
         port = other.url.rpartition(":")[2].removesuffix("/v1")
         assert main(["rollouts", "endpoint", str(folder), "--port", port]) == 1
         assert "give another --port" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_endpoint_with_130(endpoint: Endpoint) -> None:
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-W", "ignore", "-c", program, "rollouts", "endpoint", endpoint.engine.name, "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            url = said.rpartition(" at ")[2].strip()
+            assert httpx.get(f"{url}/models", timeout=120).json()["data"][0]["id"] == endpoint.engine.name
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in err, err

@@ -31,6 +31,7 @@ from penstock.serve import Plane
 from penstock.train import kept_of, to_torch, token_logprobs
 from penstock.train.published_weights import Weights
 from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, record, reply, user
+from tests.serve.processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages that are tested with
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -160,6 +161,14 @@ def test_the_trainer_finds_the_logprobs_that_the_endpoint_sampled_with(
                 np.testing.assert_allclose(found[mask], batch["logprobs"][mask], atol=1e-4)
 
 
+def test_a_process_may_roll_out_against_one_endpoint_after_another(endpoint: Endpoint, plane: Plane) -> None:
+    """Each run has an event loop of its own; the packages keep something of the first one."""
+    rollouts(endpoint, groups=1, in_flight=4).run(plane)
+    with Endpoint(endpoint.engine) as other:
+        tally = rollouts(other, groups=1, in_flight=4).run(plane)
+    assert (tally.rollouts, tally.failed, tally.last_failure) == (4, 0, "")
+
+
 def test_no_more_episodes_are_at_play_than_allowed(endpoint: Endpoint, plane: Plane) -> None:
     most = 0
 
@@ -210,6 +219,30 @@ def test_an_env_server_gives_the_same_groups(endpoint: Endpoint, plane: Plane) -
     thread.join(30)
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
+
+
+def test_a_full_plane_is_waited_for_and_nobody_plays_meanwhile(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(TASKSETS)
+    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=2, capacity=2) as plane:
+        with rollouts(endpoint, groups=None).running(plane) as tally, plane.source(rank=0, prefetch=0) as source:
+            wait_until(lambda: plane.ledger.held == 8 and tally.playing == 0)
+            before = tally.groups
+            for _ in range(2):  # the first may have left the table already
+                source.commit(source.step(timeout=60))
+            wait_until(lambda: tally.groups > before)
+        assert tally.playing == 0  # the block has ended, and so has it
+        assert plane.ledger.accepted >= 4 * tally.groups
+
+
+def test_what_ends_rollouts_in_a_thread_is_raised_at_the_end_of_the_block(endpoint: Endpoint, plane: Plane) -> None:
+    job = rollouts(endpoint, groups=None, settings={"taskset": {"broken": True}})
+    with pytest.raises(PeerError, match="the grader is down"), job.running(plane) as tally:
+        wait_until(lambda: "rollouts" not in {thread.name for thread in threading.enumerate()})
+    assert tally.groups == 0
+    with rollouts(endpoint, groups=1).running(plane) as tally:
+        wait_until(lambda: tally.groups == 1)
 
 
 def test_rollouts_that_keep_failing_end_it_with_their_reason(endpoint: Endpoint, plane: Plane) -> None:

@@ -259,7 +259,10 @@ class Endpoint:
         self.engine = engine
         self._socket = listen(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
-        config = uvicorn.Config(make_app(engine), log_level="warning", timeout_graceful_shutdown=1, ws="none")
+        # Closing a connection that a client is about to use again would lose its request: idle ones stay.
+        config = uvicorn.Config(
+            make_app(engine), timeout_keep_alive=3600, timeout_graceful_shutdown=1, log_level="warning", ws="none"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
 

@@ -9,6 +9,7 @@ endpoint continues them (`/inference/v1/generate`), so that every sampled token 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -74,6 +75,16 @@ class Environment:
 
         async with env.serving():
             yield play_here
+
+
+def free_renderers() -> None:
+    """Let the event loop that runs now use the `renderers` package, also after another one did.
+
+    It keeps one asyncio lock for the process, which belongs to the loop that first waited for it (0.1.12).
+    """
+    from renderers import client
+
+    client._max_prompt_len_lock = asyncio.Lock()
 
 
 @contextlib.asynccontextmanager

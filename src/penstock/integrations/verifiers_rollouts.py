@@ -33,7 +33,7 @@ from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.errors import ConfigError, InvalidInput, PeerError
 from penstock.extras import require
-from penstock.integrations.verifiers_env import Environment, Play, ask_endpoint, model_context, tasks_of
+from penstock.integrations.verifiers_env import Environment, Play, ask_endpoint, free_renderers, model_context, tasks_of
 from penstock.serve import Plane
 
 __all__ = ["TRACES_FILE", "Environment", "Rollouts", "Tally"]
@@ -166,6 +166,7 @@ class Rollouts:
             sampling=self.sampling,
         )
         env = await asyncio.to_thread(self.environment.load)
+        free_renderers()
         async with self.environment.playing(env, context) as play:
             await _Players(self, plane, play, found, on_change).run(env)
         return found
@@ -258,8 +259,8 @@ class _Players:
         try:
             found = from_verifiers(episode, images=self._rollouts.images)
         except InvalidInput as error:
-            said = episode.last_error
-            self._note_failure(f"{said.type}: {said.message}" if said else str(error))
+            said = [one.last_error for one in (episode, *episode.traces) if one.last_error is not None]
+            self._note_failure(f"{said[-1].type}: {said[-1].message}" if said else str(error))
             return []
         for trajectory in found:
             if trajectory.error is not None:
