@@ -115,6 +115,7 @@ def test_sets_survive_turns_and_branches(rows: list[tuple[int, set[int], bool]])
         ({"sampling_mask": {"ids": IDS, "counts": [2, 0, 2]}}, "5 ids for counts that add up to 4"),
         ({"sampling_mask": {"ids": IDS, "counts": [[2, 3]]}}, "2 dimensions of int64; must be a list of whole numbers"),
         ({"top_p_token_ids": IDS}, "top_p_token_ids offsets: missing"),
+        ({"top_p_token_ids": IDS, "top_p_token_offsets": [0, [1], 2]}, "offsets: .* must be a list of whole numbers"),
         ({"top_p_token_offsets": OFFSETS}, "top_p_token_ids: missing beside its offsets"),
     ],
 )

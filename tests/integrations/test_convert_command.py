@@ -62,7 +62,7 @@ def test_losses_make_the_exit_code_1_only_with_strict(folder: Path, capsys: pyte
     assert main(["convert", "in.penstock", "a.npz", "--strict"]) == 1
     assert "task (3)" in capsys.readouterr().out and Path("a.npz").exists()
     assert main(["convert", "in.penstock", "a.trl.jsonl"]) == 0
-    assert "left out     no advantages (3)" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("left out     no advantages (3)\nwritten      0 of 3 samples\n")
     assert main(["convert", "in.penstock", "b.trl.jsonl", "--advantages", "grpo"]) == 0
     assert "left out" not in capsys.readouterr().out
     assert [json.loads(line)["advantage"] for line in Path("b.trl.jsonl").read_text().splitlines()] == [-0.5, 0.5, 0.0]
@@ -138,6 +138,8 @@ def test_formats_are_listed_and_each_is_documented(folder: Path, capsys: pytest.
         (["bad.jsonl", "x.penstock"], "bad.jsonl:2: not JSON ("),
         (["short.jsonl", "x.penstock"], "short.jsonl:1: sample 'a'.loss_mask: 1 values for 2 tokens;"),
         (["cut.penstock", "x.jsonl"], "cut.penstock frame 1: "),
+        (["in.penstock", "empty", "--to", "jsonl"], "empty: a folder; name a file to write"),
+        (["in.penstock", "none/x.jsonl"], "none/x.jsonl: there is no folder none; make it first"),
         (["empty", "x.jsonl"], "empty: no step_N/rank_R.bin in it"),
     ],
 )
@@ -165,6 +167,14 @@ def test_a_stream_with_another_own_column_later_is_refused_for_parquet(
         convert_files(["-"], "out.parquet")
     Path("later.penstock").write_bytes(b"".join(map(encoded, later)))
     assert convert_files(["later.penstock"], "out.parquet").samples == 301
+
+
+def test_samples_without_an_id_are_called_by_their_file_and_line(folder: Path) -> None:
+    Path("x.jsonl").write_text('{"token_ids": [1]}\n\n{"token_ids": [2]}\n')
+    Path("y.jsonl").write_text('{"tokens": [1, 2], "response_length": 1}\n')
+    convert_files(["x.jsonl", "y.jsonl"], "out.jsonl")
+    ids = [json.loads(line)["id"] for line in Path("out.jsonl").read_text().splitlines()]
+    assert ids == ["x.jsonl:1", "x.jsonl:3", "y.jsonl:0"]
 
 
 def encoded(sample: ps.Sample) -> bytes:

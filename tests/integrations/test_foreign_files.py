@@ -444,7 +444,7 @@ def test_files_of_events_are_grouped_by_what_their_rollouts_were_given(tmp_path:
         0,
         None,
     ]
-    assert dict(done.lost.left_out) == {"rollout without a model request": 1}
+    assert dict(done.lost.unread) == {"rollout without a model request": 1}
 
 
 # ------------------------------------------------------------------ and all of them

@@ -66,7 +66,10 @@ def number_of(record: Any, name: str, where: str) -> float:
     value = required(record, name, where)
     if not isinstance(value, int | float | np.number) or isinstance(value, bool):
         raise InvalidInput(f"{where}.{name}: {value!r:.40}; must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidInput(f"{where}.{name}: beyond every float; must be a number") from None
 
 
 def ids_of(record: Any, name: str, where: str) -> NDArray[np.uint32]:

@@ -82,7 +82,10 @@ def _ids(values: Any, where: str) -> Array:
 def _whole(values: Any, where: str) -> Array:
     if values is None:
         raise InvalidInput(f"{where}: missing; give ids and offsets, or neither")
-    found = np.asarray(numbers_of(values, where))
+    try:
+        found = np.asarray(numbers_of(values, where))
+    except ValueError:  # numpy's word for lists that are not all of one length
+        found = np.zeros((0, 0))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise InvalidInput(f"{where}: {found.ndim} dimensions of {found.dtype}; must be a list of whole numbers")
     return found.astype(np.int64)

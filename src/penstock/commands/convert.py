@@ -28,7 +28,8 @@ _HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left ou
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="IN ... OUT", help="files to read, then the one to write")
+    parser.usage = "penstock convert [options] IN [IN ...] OUT"
+    parser.add_argument("files", nargs="*", metavar="IN, OUT", help="files to read, then the one to write")
     parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of the files that are read")
     parser.add_argument("--to", dest="target", metavar="FORMAT", help="the format of the file that is written")
     parser.add_argument("--formats", action="store_true", help="list the formats")
@@ -95,13 +96,19 @@ def text(done: Conversion, seconds: float) -> str:
     written = f", {size(path.stat().st_size)}" if done.output != STANDARD and path.is_file() else ""
     lines = [
         f"{sources}{more} -> {done.output} ({done.target})",
-        f"{done.samples:,} samples in {done.groups:,} groups, {done.tokens:,} tokens ({done.loss_tokens:,} trained)"
-        f"{written}, {seconds:.1f} s",
+        f"{counted(done.samples, 'sample')} in {counted(done.groups, 'group')}, {counted(done.tokens, 'token')} "
+        f"({done.loss_tokens:,} trained){written}, {seconds:.1f} s",
     ]
     for name, counts in done.lost.as_dict().items():
         if counts:
             lines.append(f"{_HEADS[name]:<13}" + ", ".join(f"{what} ({count:,})" for what, count in counts.items()))
+    if done.lost.left_out:
+        lines.append(f"{'written':<13}{done.written:,} of {counted(done.samples, 'sample')}")
     return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def formats_table() -> list[str]:

@@ -16,13 +16,13 @@ import base64
 import binascii
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from penstock.arrays.sample import Sample
 from penstock.capture.chat import from_chat_completions
-from penstock.capture.records import field_of
+from penstock.capture.records import field_of, list_of, number_of, optional_list, optional_mapping
 from penstock.capture.trajectory import Trajectory
 from penstock.convert.groups import make_group
 from penstock.errors import InvalidInput
@@ -50,9 +50,9 @@ def from_agent_lightning(
     requests: dict[Any, dict[str, Any]] = {}
     reward: float | None = None
     for i, event in enumerate(chosen):
-        kind, data = field_of(event, "event_type"), field_of(event, "data") or {}
+        kind, data = field_of(event, "event_type"), optional_mapping(event, "data", f"events[{i}]")
         if kind == "reward":
-            reward = _number(data.get("value"), f"events[{i}].data.value")
+            reward = number_of(data, "value", f"events[{i}].data")
         elif kind == "model_request":
             _add(requests, data, f"events[{i}]", lost)
         elif lost is not None:
@@ -66,10 +66,10 @@ def from_agent_lightning(
     )
 
 
-def _last_attempt(events: Iterable[Any] | Mapping[str, Iterable[Any]]) -> Sequence[Any]:
+def _last_attempt(events: Iterable[Any] | Mapping[str, Iterable[Any]], where: str = "events") -> Sequence[Any]:
     if isinstance(events, Mapping):
-        attempts = [list(attempt) for attempt in events.values()]
-        return attempts[-1] if attempts else []
+        names = list(events)
+        return list_of(events, names[-1], where) if names else []
     rows = list(events)
     last = field_of(rows[-1], "attempt_id") if rows else None
     return [event for event in rows if field_of(event, "attempt_id") == last]
@@ -94,23 +94,29 @@ def _answer(data: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         return None
     response = data.get("response")
     if isinstance(response, Mapping):
-        choice = dict(next(iter(response.get("choices") or ()), {}))
+        choices = optional_list(response, "choices", f"{where}.response")
+        choice = dict(choices[0]) if choices and isinstance(choices[0], Mapping) else {}
         prompt = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
         ids = choice.get("token_ids")
     else:
         prompt, ids = data.get("prompt_token_ids"), data.get("response_token_ids")
         logprobs = data.get("response_log_probs")
         choice = {"logprobs": None if logprobs is None else {"token_logprobs": logprobs}}
-    if not isinstance(prompt, list) or not isinstance(ids, list) or not prompt or not ids:
+    if not _are_ids(prompt) or not _are_ids(ids):
         return None
     choice |= {"token_ids": ids, "finish_reason": choice.get("finish_reason") or data.get("finish_reason")}
-    version = data.get("model_version", field_of(data.get("server") or {}, "version"))
+    version = data.get("model_version", field_of(data.get("server"), "version"))
     if version is not None:
         choice["weight_versions"] = [{"version": version, "start": 0, "end": len(ids)}]
     if data.get("routed_experts") is not None:
         choice["routed_experts"] = _experts(data["routed_experts"], f"{where}.routed_experts")
-    temperature = field_of(data.get("request") or {}, "temperature")
-    return {"prompt_token_ids": prompt, "choices": [choice], "temperature": temperature or None}
+    temperature = field_of(data.get("request"), "temperature")
+    given = isinstance(temperature, int | float) and temperature > 0
+    return {"prompt_token_ids": prompt, "choices": [choice], "temperature": temperature if given else None}
+
+
+def _are_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
 def _experts(payload: Any, where: str) -> Any:
@@ -121,12 +127,6 @@ def _experts(payload: Any, where: str) -> Any:
         return np.load(io.BytesIO(base64.b64decode(payload, validate=True)), allow_pickle=False)
     except (binascii.Error, ValueError, EOFError) as error:
         raise InvalidInput(f"{where}: {error}; must be a numpy array in base64") from None
-
-
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidInput(f"{where}: {value!r:.40}; must be a number")
-    return float(value)
 
 
 # ------------------------------------------------------------------ files
@@ -157,7 +157,7 @@ def _collect(record: dict[str, Any], where: str, events: dict[str, list[Any]], g
     if "event_type" in record:
         own.append(record)
     given = record.get("events")
-    own += given if isinstance(given, list) else _last_attempt(given or {})
+    own += given if isinstance(given, list) else _last_attempt(optional_mapping(record, "events", where), where)
     if rollout is not None:
         task = field_of(rollout, "input")
         groups[name] = str(field_of(task, "data_id") or field_of(task, "instance_id") or "")
@@ -165,7 +165,7 @@ def _collect(record: dict[str, Any], where: str, events: dict[str, list[Any]], g
 
 def _trajectory(events: list[Any], name: str, where: str, lost: Lost) -> Trajectory | None:
     if not any(field_of(event, "event_type") == "model_request" for event in events):
-        lost.left_out["rollout without a model request"] += 1
+        lost.unread["rollout without a model request"] += 1
         return None
     try:
         return from_agent_lightning(events, id=name, lost=lost)

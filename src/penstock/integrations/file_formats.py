@@ -19,7 +19,6 @@ from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewar
 from penstock.encode.frame_files import by_group, read_frames, write_frames
 from penstock.encode.layout import MAGIC
 from penstock.errors import InvalidInput
-from penstock.extras import require
 from penstock.integrations.agent_lightning import read_agent_lightning
 from penstock.integrations.file_or_stream import Place
 from penstock.integrations.lost import Lost
@@ -27,7 +26,7 @@ from penstock.integrations.prime_rl_batches import HELD as PRIME_RL_HOLDS
 from penstock.integrations.prime_rl_batches import PrimeRlWriter, read_prime_rl
 from penstock.integrations.responses import one_number
 from penstock.integrations.sample_lines import read_lines, write_lines
-from penstock.integrations.sample_tables import ROWS, own_columns_of, read_table, write_table
+from penstock.integrations.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
 from penstock.integrations.slime_samples import read_slime, write_slime
 from penstock.integrations.token_exports import read_export
 from penstock.integrations.trl_samples import read_trl, write_trl
@@ -90,6 +89,11 @@ class Conversion:
     loss_tokens: int = 0
     lost: Lost = field(default_factory=Lost)
 
+    @property
+    def written(self) -> int:
+        """Samples that the target could hold."""
+        return self.samples - sum(self.lost.left_out.values())
+
     def counted(self, samples: Iterable[Sample], tell: Callable[[Conversion], None]) -> Iterator[Sample]:
         """The samples, counted as they pass."""
         group: str | None = None
@@ -103,7 +107,7 @@ class Conversion:
             yield sample
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("samples", "groups", "tokens", "loss_tokens")}
+        counts = {name: getattr(self, name) for name in ("samples", "groups", "tokens", "loss_tokens", "written")}
         inputs = [{"file": name, "format": kind} for name, kind in zip(self.inputs, self.sources, strict=True)]
         output = {"file": self.output, "format": self.target}
         return {"inputs": inputs, "output": output, **counts, **self.lost.as_dict()}
@@ -233,11 +237,7 @@ def _by_keys(start: bytes) -> FileFormat | None:
 
 
 def _parquet(place: Place) -> FileFormat:
-    require("Parquet", "pyarrow")
-    import pyarrow.parquet as pq
-
-    names = pq.read_schema(place.path).names
-    return FORMATS["tokens" if "inference_logprobs" in names else "parquet"]
+    return FORMATS["tokens" if "inference_logprobs" in columns_of(place) else "parquet"]
 
 
 # ------------------------------------------------------------------ the formats

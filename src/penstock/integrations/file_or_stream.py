@@ -32,6 +32,11 @@ class Place:
         return "standard input" if self.is_stream else self.word
 
     @property
+    def short(self) -> str:
+        """A name for records that have none of their own."""
+        return "stdin" if self.is_stream else self.path.name
+
+    @property
     def path(self) -> Path:
         """The path; InvalidInput for a stream, which formats that seek cannot use."""
         if self.is_stream:
@@ -55,6 +60,10 @@ class Place:
             yield sys.stdout.buffer
             sys.stdout.buffer.flush()
             return
+        if self.path.is_dir():
+            raise InvalidInput(f"{self.word}: a folder; name a file to write")
+        if not self.path.parent.is_dir():
+            raise InvalidInput(f"{self.word}: there is no folder {self.path.parent}; make it first")
         with replacing(self.path) as file:
             yield file
 

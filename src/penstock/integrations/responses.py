@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arrays.coerce import coerce
 from penstock.arrays.columns import COLUMNS, Array
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.sample import Sample
@@ -31,11 +32,9 @@ def prompt_length(sample: Sample) -> int:
 
 def behind_prompt(name: str, values: Any, start: int, count: int, where: str) -> Array:
     """A column of `count` tokens, of which those from `start` on were given."""
-    tail = np.asarray(values, COLUMNS[name].numpy)
-    if tail.shape != (count - start,):
-        raise InvalidInput(
-            f"{where}: {len(tail) if tail.ndim else 1} values for a response of {count - start} tokens; give one each"
-        )
+    tail = coerce(COLUMNS[name], values, where)
+    if len(tail) != count - start:
+        raise InvalidInput(f"{where}: {len(tail)} values for a response of {count - start} tokens; give one each")
     return np.concatenate([np.full(start, COLUMNS[name].fill, tail.dtype), tail])
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,18 +43,17 @@ def write_lines(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  #
 
 
 def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of a file, one at a time; fields that are no column are counted and left."""
+    """The samples of a file, one at a time; fields that are no column are counted and left.
+
+    A sample without an id is called by its file and line.
+    """
     with place.reading() as file:
-        yield from samples_in(file, place.name, lost)
-
-
-def samples_in(file: BinaryIO, name: str, lost: Lost) -> Iterator[Sample]:
-    for where, line in lines_of(file, name):
-        record = json_object(line, where)
-        try:
-            yield _sample(record, lost)
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
+        for where, line in lines_of(file, place.name):
+            record = json_object(line, where)
+            try:
+                yield _sample({"id": f"{place.short}:{where.rpartition(':')[2]}", **record}, lost)
+            except InvalidInput as error:
+                raise InvalidInput(f"{where}: {error}") from None
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
@@ -147,9 +146,9 @@ def read_described(given: Any) -> Own:
 
 def _cells(column: Column, value: Any) -> Any:
     """The value with NaN and infinities where the line has words for them; `Sample` checks everything else."""
-    if column.numpy.kind != "f":
-        return _words64(column, value) if column.dtype == "<u8" else value
     try:
+        if column.numpy.kind != "f":
+            return _words64(column, value) if column.dtype == "<u8" else value
         if column.ragged:
             lists = [[_from_word(x) for x in row] for row in value]
             return Ragged.of_lists(lists, column.numpy)
@@ -157,7 +156,7 @@ def _cells(column: Column, value: Any) -> Any:
             return np.asarray(_from_word(value), _wide(column))
         raw = np.asarray(value)
         return raw if raw.dtype.kind in "fiu" else np.array(value, _wide(column))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f'{column.name}: {error}; give numbers, null or "Infinity"') from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import NO_COLUMNS, Own, table_with
 from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.sample import Sample
-from penstock.errors import CorruptFile, InvalidInput
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.integrations.file_or_stream import Place
 from penstock.integrations.lost import Lost
@@ -50,21 +51,37 @@ def write_table(samples: Iterable[Sample], place: Place, lost: Lost, own: Own = 
 
 def read_table(place: Place, lost: Lost) -> Iterator[Sample]:
     """The samples of a file; columns that are not of a sample are counted and left."""
+    with _opened(place) as file:
+        names = file.schema_arrow.names
+        own = _own(file.schema_arrow.metadata or {})
+        taken = {*_FACTS, *table_with(own)}
+        lost.unread.update({name: file.metadata.num_rows for name in names if name not in taken})
+        at = 0
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, [name for name in names if name in taken])
+            yield from _rows(table, own, place, at)
+            at += len(table)
+
+
+def columns_of(place: Place) -> list[str]:
+    """The names of a file's columns."""
+    with _opened(place) as file:
+        return list(file.schema_arrow.names)
+
+
+@contextmanager
+def _opened(place: Place) -> Iterator[Any]:
+    """The file; CorruptFile for what pyarrow cannot make sense of, in it or in what is read of it."""
     require("Parquet", "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(place.path) as file:
-            own = _own(file.schema_arrow.metadata or {})
-            taken = {*_FACTS, *table_with(own)}
-            lost.unread.update({name: file.metadata.num_rows for name in file.schema_arrow.names if name not in taken})
-            at = 0
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, [name for name in file.schema_arrow.names if name in taken])
-                yield from _rows(table, own, f"{place.name} row", at)
-                at += len(table)
-    except (pa.ArrowException, OverflowError) as error:
+            yield file
+    except (PenstockError, FileNotFoundError):
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CorruptFile(f"{place.name}: {error}; not a Parquet file that can be read") from None
 
 
@@ -156,7 +173,7 @@ def _own(metadata: dict[bytes, bytes]) -> Own:
     return read_described(msgspec.json.decode(metadata[_KEY])) if _KEY in metadata else NO_COLUMNS
 
 
-def _rows(table: pa.Table, own: Own, where: str, first: int) -> Iterator[Sample]:
+def _rows(table: pa.Table, own: Own, place: Place, first: int) -> Iterator[Sample]:
     facts = {name: table[name].to_pylist() for name in _FACTS if name in table.column_names}
     columns = {
         name: _Lists(table[name].combine_chunks(), column)
@@ -164,15 +181,16 @@ def _rows(table: pa.Table, own: Own, where: str, first: int) -> Iterator[Sample]
         if name in table.column_names
     }
     if "token_ids" not in columns:
-        raise InvalidInput(f"{where.removesuffix(' row')}: no column token_ids; a row has the ids of one sample")
+        raise InvalidInput(f"{place.name}: no column token_ids; a row has the ids of one sample")
     for i in range(len(table)):
         given = {name: cells for name, lists in columns.items() if (cells := lists.row(i)) is not None}
         text = {name: values[i] for name, values in facts.items() if name != "images" and values[i] is not None}
+        text.setdefault("id", f"{place.short}:{first + i}")
         declared = {column: given.pop(name) for name, column in own.items() if name in given}
         try:
             yield Sample(**{"token_ids": (), **given}, **text, images=_images(facts, i), columns=declared)
         except InvalidInput as error:
-            raise InvalidInput(f"{where} {first + i}: {error}") from None
+            raise InvalidInput(f"{place.name} row {first + i}: {error}") from None
 
 
 def _images(facts: dict[str, list[Any]], i: int) -> list[ImageSpan]:

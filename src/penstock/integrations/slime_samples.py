@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import TEXT_COLUMNS, Array
+from penstock.arrays.coerce import coerce
+from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.sample import Sample
-from penstock.capture.records import numbers_of
+from penstock.capture.records import numbers_of, optional_list, optional_mapping, required
 from penstock.capture.sampling_masks import sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.errors import CorruptFile, InvalidInput
@@ -53,9 +54,16 @@ _FAILED = {"aborted": "aborted", "failed": "failed"}
 
 
 def from_slime(
-    record: Any, *, reward_key: str | None = None, rollout: int | None = None, lost: Lost | None = None
+    record: Any,
+    *,
+    reward_key: str | None = None,
+    rollout: int | None = None,
+    id: str | None = None,  # noqa: A002 - the field's own name
+    lost: Lost | None = None,
 ) -> Sample:
-    """The sample of a slime or miles `Sample`, or of what its `to_dict` gives. `rollout` is the number of the rollout.
+    """The sample of a slime or miles `Sample`, or of what its `to_dict` gives.
+
+    `rollout` is the number of the rollout; `id` names a sample that has no index.
 
     >>> record = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -0.25], "reward": 1.0}
     >>> sample = from_slime(record | {"group_index": 4, "index": 9})
@@ -63,20 +71,26 @@ def from_slime(
     ('4/9', '4', [False, True, True], [0.0, -0.5, -0.25])
     """
     fields: Mapping[str, Any] = record if isinstance(record, Mapping) else record.to_dict()
-    metadata = dict(fields.get("metadata") or {})
-    kept = dict(metadata.pop(_KEY, None) or {})
+    metadata = dict(optional_mapping(fields, "metadata", "sample"))
+    kept = {name: value for name, value in optional_mapping(metadata, _KEY, "metadata").items() if name in TEXT_COLUMNS}
+    metadata.pop(_KEY, None)
     group = str(fields["group_index"]) if fields.get("group_index") is not None else ""
     group = f"{rollout}/{group}" if rollout is not None and group else group
-    name = f"{group}/{fields.get('index')}" if fields.get("index") is not None else None
+    name = f"{group}/{fields.get('index')}" if fields.get("index") is not None else id
     where = f"sample {kept.get('id', name)!r}"
     if lost is not None:
         lost.fields({**fields, "metadata": metadata}, known=[name for name in _READ if name != "metadata"])
         lost.unread.update(["status"] if _status(fields) not in ("", "completed", "pending") else [])
-    ids = np.asarray(numbers_of(fields["tokens"], where)) if "tokens" in fields else np.zeros(0, np.int64)
+    ids = coerce(COLUMNS["token_ids"], numbers_of(required(fields, "tokens", where), where), f"{where}.tokens")
     columns = _columns(fields, len(ids), where)
     reward = _reward(fields.get("reward"), reward_key, where)
     return Sample(
-        **{"id": name, "group": group, "policy_version": _version(fields.get("weight_versions")), **kept},
+        **{
+            "id": name,
+            "group": group,
+            "policy_version": _version(optional_list(fields, "weight_versions", where)),
+            **kept,
+        },
         token_ids=ids,
         rewards=reward,
         **columns,
@@ -131,7 +145,7 @@ def _columns(fields: Mapping[str, Any], count: int, where: str) -> dict[str, Any
         raise InvalidInput(f"{where}.response_length: {length!r} of {count} tokens; must be from 0 to {count}")
     start = count - length
     mask = numbers_of(fields.get("loss_mask"), where)
-    trained = np.ones(length, np.bool_) if mask is None else np.asarray(mask)
+    trained = np.ones(length, np.bool_) if mask is None else mask
     if fields.get("remove_sample"):
         trained = np.zeros(length, np.bool_)
     columns: dict[str, Any] = {"loss_mask": behind_prompt("loss_mask", trained, start, count, f"{where}.loss_mask")}
@@ -144,16 +158,15 @@ def _columns(fields: Mapping[str, Any], count: int, where: str) -> dict[str, Any
         columns["sampling_mask"] = lists_behind_prompt(kept, start, count, f"{where}.rollout_top_p_token_offsets")
     experts = fields.get("rollout_routed_experts")
     if experts is not None:
-        columns["routed_experts"] = _experts(np.asarray(numbers_of(experts, where)), count, where)
+        at = f"{where}.rollout_routed_experts"
+        columns["routed_experts"] = _experts(coerce(COLUMNS["routed_experts"], numbers_of(experts, at), at), count, at)
     return columns
 
 
 def _experts(rows: Array, count: int, where: str) -> Array:
     """Rows for all tokens; the last one, which no forward pass follows, is zero where it is missing."""
-    if rows.ndim != 3 or len(rows) not in (count - 1, count):
-        raise InvalidInput(
-            f"{where}.rollout_routed_experts: shape {rows.shape} for {count} tokens; give [{count - 1}, layers, k]"
-        )
+    if len(rows) not in (count - 1, count):
+        raise InvalidInput(f"{where}: shape {rows.shape} for {count} tokens; give [{count - 1}, layers, k]")
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
@@ -172,7 +185,7 @@ def _reward(reward: Any, key: str | None, where: str) -> float | None:
 
 def _version(versions: Any) -> int | None:
     """The oldest version that is a number."""
-    numbers = [int(v) for v in versions or () if str(v).isascii() and str(v).isdecimal()]
+    numbers = [int(v) for v in versions if str(v).isascii() and str(v).isdecimal()]
     return min(numbers, default=None)
 
 
@@ -189,19 +202,21 @@ def read_slime(place: Place, lost: Lost, reward_key: str | None = None) -> Itera
     if not place.is_stream and zipfile.is_zipfile(place.path):
         loaded = _load(place)
         records = ((f"{place.name} samples[{i}]", record) for i, record in enumerate(loaded["samples"]))
-        yield from _read(records, loaded.get("rollout_id"), reward_key, lost)
+        yield from _read(records, place, loaded.get("rollout_id"), reward_key, lost)
         return
     with place.reading() as file:
         lines = ((where, json_object(line, where)) for where, line in lines_of(file, place.name))
-        yield from _read(lines, None, reward_key, lost)
+        yield from _read(lines, place, None, reward_key, lost)
 
 
-def _read(records: Iterable[tuple[str, Any]], rollout: Any, key: str | None, lost: Lost) -> Iterator[Sample]:
+def _read(
+    records: Iterable[tuple[str, Any]], place: Place, rollout: Any, key: str | None, lost: Lost
+) -> Iterator[Sample]:
     number = rollout if isinstance(rollout, int) else None
-    for where, record in records:
+    for i, (where, record) in enumerate(records):
         try:
-            yield from_slime(record, reward_key=key, rollout=number, lost=lost)
-        except (InvalidInput, AttributeError, TypeError) as error:
+            yield from_slime(record, reward_key=key, rollout=number, id=f"{place.short}:{i}", lost=lost)
+        except InvalidInput as error:
             raise InvalidInput(f"{where}: {error}") from None
 
 

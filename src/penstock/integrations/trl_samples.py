@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.arrays.sample import Sample
-from penstock.capture.records import field_of, number_of, required
+from penstock.capture.records import field_of, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.integrations.file_or_stream import Place, lines_of
@@ -39,8 +39,9 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
     ('7', 3, 0.5, 1.0)
     """
     where = f"rollout sample {id!r}" if id else "rollout sample"
-    metrics = dict(field_of(record, "metrics") or {})
-    reward = metrics.pop("reward", None)
+    metrics = dict(optional_mapping(record, "metrics", where))
+    reward = None if metrics.get("reward") is None else number_of(metrics, "reward", f"{where}.metrics")
+    metrics.pop("reward", None)
     if lost is not None:
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else dict(record)
         lost.fields({**fields, "metrics": metrics}, known=[name for name in _READ if name != "metrics"])
@@ -48,10 +49,10 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
     return Sample(
         id=id,
         group="" if group is None else str(group),
-        policy_version=version if version is None or version >= 0 else None,
-        token_ids=np.asarray(required(record, "input_ids", where)),
-        loss_mask=np.asarray(required(record, "completion_mask", where)),
-        logprobs=np.asarray(required(record, "old_log_probs", where), np.float32),
+        policy_version=None if version == -1 else version,
+        token_ids=required(record, "input_ids", where),
+        loss_mask=required(record, "completion_mask", where),
+        logprobs=required(record, "old_log_probs", where),
         advantages=number_of(record, "advantage", where),
         rewards=reward,
     )
@@ -93,7 +94,7 @@ def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
             record = json_object(line, where)
             try:
                 yield from_trl(record, id=f"{record.get('group_id', '')}/{number}", lost=lost)
-            except (InvalidInput, TypeError) as error:
+            except InvalidInput as error:
                 raise InvalidInput(f"{where}: {error}") from None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from penstock.integrations.responses import prompt_length
 
 _ALONG = {"rollout_log_probs": "logprobs", "advantages": "advantages", "ref_log_prob": "teacher_logprobs"}
 """Columns along the response."""
+MAX_BYTES = 16 << 30
+"""Of all arrays of a file together."""
+_UNREADABLE = (ValueError, OSError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 _SCORES = ("rm_scores", "token_level_scores")
 _DERIVED = ("input_ids", "position_ids", "attention_mask", "prompts", "responses", "response_mask", "loss_mask")
 _TEXT = {"uid": "group", "data_source": "env", "sample_id": "id"}
@@ -229,7 +233,9 @@ def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
     """The samples of an .npz or .safetensors file."""
     try:
         fields = _npz(place) if zipfile.is_zipfile(place.path) else _safetensors(place)
-    except (ValueError, OSError, KeyError) as error:
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
         raise CorruptFile(
             f"{place.name}: {error}; give tensors in .npz or .safetensors, a pickled DataProto is not opened"
         ) from None
@@ -239,8 +245,11 @@ def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
 def _npz(place: Place) -> dict[str, Any]:
     with zipfile.ZipFile(place.path) as parts:
         other = next((name for name in parts.namelist() if not name.endswith(".npy")), None)
+        size = sum(part.file_size for part in parts.infolist())
     if other is not None:
         raise ValueError(f"holds {other}, which is no array")
+    if size > MAX_BYTES:
+        raise ValueError(f"would unfold to {size} bytes, this reader takes {MAX_BYTES}")
     with np.load(place.path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
