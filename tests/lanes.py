@@ -74,6 +74,7 @@ DEEP = {
     "hold/test_statistics.py",
     "integrations/test_round_trips.py",
     "pack/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
+    "send/test_keeper_simulation.py",
     "send/test_simulation.py",
     "serve/test_keepers_plane.py",
     "serve/test_engine_restarts.py::test_a_restart_changes_no_byte_of_what_follows",

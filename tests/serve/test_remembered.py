@@ -157,3 +157,10 @@ def test_when_everything_that_arrives_is_stale_the_wait_says_so(open_engine: Ope
     waits = engine.plan_step(2)
     assert isinstance(waits, str)
     assert "the last 2 groups that arrived were dropped as stale (max_staleness 1, policy version 5)" in waits
+
+
+def test_a_run_keeps_its_frames_where_it_began(tmp_path: Path) -> None:
+    with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1) as plane:
+        plane.put(named_group("a"))
+    with pytest.raises(ConfigError, match="copies: 2, and the run began with 0: its frames are with the plane"):
+        ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, copies=2)

@@ -73,12 +73,14 @@ class KeeperSession:
         self.failure: PenstockError | None = None
         """Why it can never take part."""
         self.damaged: set[int] = set()
-        """Frames that should be here and cannot be read."""
+        """Frames that were asked for and cannot be read, until the plane has heard of it."""
         self._about, self._store, self._run = about, store, run
         self._epoch = 0
         self._said = self._beat = float("-inf")
         self._heard: float | None = None
         self._beats = self._batch = self._enlists = 0
+        self._reported: tuple[int, tuple[int, ...]] = (0, ())
+        """The last beat, and the damage it named: the plane knows of it when it answers."""
 
     @property
     def is_ready(self) -> bool:
@@ -129,13 +131,15 @@ class KeeperSession:
     def beat(self, now: float) -> list[Event]:
         """A sign of life, now."""
         self._beat, self._beats = now, self._beats + 1
+        damaged = tuple(sorted(self.damaged)[:_MAX_DAMAGED])
+        self._reported = (self._beats, damaged)
         message = KeeperBeat(
             incarnation=self._about.incarnation,
             number=self._beats,
             num_bytes=self._store.num_bytes,
             num_groups=len(self._store),
             forgot=self._batch,
-            damaged=tuple(sorted(self.damaged)[:_MAX_DAMAGED]),
+            damaged=damaged,
         )
         return [ToPlane(message)]
 
@@ -169,6 +173,8 @@ class KeeperSession:
     def _on_pulse(self, message: KeeperPulse) -> list[Event]:
         self.peers, self.down = message.peers, message.down
         self.policy_version = message.policy_version
+        if message.number == self._reported[0]:
+            self.damaged -= set(self._reported[1])
         if message.batch <= self._batch or self.membership is not Membership.READY:
             return []
         self._batch = message.batch

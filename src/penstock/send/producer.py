@@ -166,6 +166,8 @@ class ProducerSession:
         if question.refused is None:
             return None, []
         self._open.pop(ticket)
+        if self.run_id == NO_RUN:  # nobody has heard of it yet
+            return question.refused, []
         return question.refused, [Out(GiveUp(ticket=ticket))]
 
     def drop(self, ticket: int) -> None:

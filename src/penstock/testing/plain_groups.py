@@ -9,13 +9,14 @@ import xxhash
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
-from penstock.keep import GroupFacts, Keeper
+from penstock.keep import GroupFacts, Keeper, Pick
 from penstock.send.messages import Buffer, Frames
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.step_builder import Place, PlannedStep
+from penstock.serve.decisions.remote_frames import RemoteFrames
+from penstock.serve.decisions.step_builder import Place, PlannedStep, step_picks
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
 
@@ -31,39 +32,44 @@ class PlainIntake(Intake):
         return run_of_group(name)
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
-        name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
-        if name != group:
-            raise CorruptFrame(f"group {group!r}: holds {name!r}")
-        zeros = bytes(8 * samples)
-        return GroupFacts(
-            group=group,
-            prompt="",
-            run=run_of_group(group),
-            seq_len=64,
-            num_tokens=10 * samples,
-            policy_version=version,
-            kinds={},
-            columns=(),
-            ids=tuple(f"{group}/{i}" for i in range(samples)),
-            modes=("rl",),
-            lengths=zeros,
-            kept=zeros,
-            loss_tokens=zeros,
-            kept_loss_tokens=zeros,
-            patches=zeros,
-            stub=zeros,
-            stub_patches=zeros,
-            term_tokens=b"",
-            modality=b"",
-            has=b"",
-            parents=(),
-            shared=(),
-            versions=(),
-            digests=(xxhash.xxh3_128_digest(frame),),
-        )
+        return plain_facts(group, frame)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
         return self.check(group, frame), EvalFacts()
+
+
+def plain_facts(group: str, frame: Buffer) -> GroupFacts:
+    """Of a group that is only a name."""
+    name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+    if name != group:
+        raise CorruptFrame(f"group {group!r}: holds {name!r}")
+    zeros = bytes(8 * samples)
+    return GroupFacts(
+        group=group,
+        prompt="",
+        run=run_of_group(group),
+        seq_len=64,
+        num_tokens=10 * samples,
+        policy_version=version,
+        kinds={},
+        columns=(),
+        ids=tuple(f"{group}/{i}" for i in range(samples)),
+        modes=("rl",),
+        lengths=zeros,
+        kept=zeros,
+        loss_tokens=zeros,
+        kept_loss_tokens=zeros,
+        patches=zeros,
+        stub=zeros,
+        stub_patches=zeros,
+        term_tokens=b"",
+        modality=b"",
+        has=b"",
+        parents=(),
+        shared=(),
+        versions=(),
+        digests=(xxhash.xxh3_128_digest(frame),),
+    )
 
 
 def run_of_group(group: str) -> str:
@@ -95,6 +101,34 @@ class PlainBuilder:
             payloads=[frames[rank :: self._ranks] for rank in range(self._ranks)],
             digests=list(planned.digests),
         )
+
+
+class PlainPicks(PlainBuilder):
+    """The same, of groups that keepers have."""
+
+    def __init__(self, ranks: int, keeper: RemoteFrames) -> None:
+        super().__init__(ranks, keeper)
+        self._roster = keeper.roster
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+        dealt = [groups[rank :: self._ranks] for rank in range(self._ranks)]
+        picks = [step_picks([Pick(place.location, place.group, (0,)) for place in places]) for places in dealt]
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=[[found.to_bytes()] for found in picks],
+            digests=list(planned.digests),
+            keepers=[found.keepers for found in picks],
+            find=self._roster.addresses,
+        )
+
+
+def plain_keeper_pipeline(engine: Engine, workers: Workers) -> Pipeline:
+    """How groups that are only names go in by their facts, and steps of them come out."""
+    keeper = engine.keeper
+    assert isinstance(keeper, RemoteFrames)
+    builder = PlainPicks(engine.settings.packing.ranks, keeper)
+    return Pipeline(engine, PlainIntake(engine.settings, keeper), builder, workers, keeper.roster)
 
 
 def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:

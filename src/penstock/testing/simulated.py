@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from penstock.send.producer import Answered, ProducerSession
 from penstock.send.producer import Event as ProducerEvent
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
 from penstock.send.retry import Failed, Out
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.log import GroupRow, Log
 from penstock.testing.plain_groups import run_of_group
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ class KeptLog(Log):
         self.fuse: int | None = None
         """Transactions until the plane crashes: odd numbers before they are written, even ones after."""
         self.now: Callable[[], float] = lambda: 0.0
+        self.placed: dict[str, str] = {}
+        """Where the frame of each group was kept when it was accepted."""
+
+    def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
+        super().add_groups(rows)
+        self.placed |= {row.id: row.location for row, _ in rows}
 
     def restart(self) -> None:
         if self._db.in_transaction:
@@ -148,6 +154,14 @@ class Process:
     def stop(self) -> None:
         self.up = False
 
+    def start(self) -> None:
+        """Begin a life."""
+        raise NotImplementedError
+
+    def receive(self, header: bytes, frames: Frames) -> None:
+        """Something was said to it."""
+        raise NotImplementedError
+
 
 class Rank(Process):
     """A trainer's process: asks one step ahead, trains, commits, and begins anew when something fails."""
@@ -206,11 +220,15 @@ class Rank(Process):
         self.go_on()
 
     def unpack(self, event: Arrived) -> None:
-        step, now = event.deliver.step, self.world.clock.now
+        step = event.deliver.step
         digest = step_digest(event.deliver.plan, self.world.digests(event.frames))
         assert digest == event.deliver.digest, "the network altered a payload"
+        self.fill(step, digest)
+
+    def fill(self, step: int, digest: str) -> None:
+        """What came is what was sent: fill it."""
         if self.world.happens(self.world.faults.fill_failure):
-            self.handle(self.rank_session.fail(step, "cannot unpack", now))
+            self.handle(self.rank_session.fail(step, "cannot unpack", self.world.clock.now))
             return
         filled, takes_s = partial(self.filled, step, digest, self.life), self.world.fill_s()
         if takes_s:
@@ -285,10 +303,13 @@ class Producer(Process):
 
     def start(self) -> None:
         self.up, self.life = True, self.life + 1
-        self._session = ProducerSession(run="simulated", timeouts=self.world.timeouts)
+        self._session = self._new_session()
         self._ticket = None
         self.put()
         self.tick()
+
+    def _new_session(self) -> ProducerSession:
+        return ProducerSession(run="simulated", timeouts=self.world.timeouts)
 
     def tick(self) -> None:
         life = self.life
@@ -345,8 +366,11 @@ class Producer(Process):
                 self.answered(event)
             else:
                 self.world.note(f"{self.name} raised {type(event.error).__name__}: {event.error}")
-                assert isinstance(event.error, PlaneLost), event.error
-                self.again()
+                self.failed(event.error)
+
+    def failed(self, error: PenstockError) -> None:
+        assert isinstance(error, PlaneLost), error
+        self.again()
 
     def answered(self, event: Answered) -> None:
         if event.ticket != self._ticket:

@@ -20,13 +20,10 @@ from random import Random
 
 import msgspec
 
-from penstock.errors import PenstockError, StepAborted
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.keep import MemoryKeeper
 from penstock.pack import Packing
-from penstock.send.message_header import read_from_plane
-from penstock.send.messages import Frames, Missing, Put, Room
-from penstock.send.retry import Out
+from penstock.send.messages import Frames
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import State
@@ -37,6 +34,8 @@ from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Inline, Workers
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.fault_rates import Faults
+from penstock.testing.oracle import Oracle
+from penstock.testing.oracle import Violated as Violated
 from penstock.testing.plain_groups import plain_digests, plain_pipeline
 from penstock.testing.simulated import (
     Clock,
@@ -52,65 +51,6 @@ TIMEOUTS = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, re
 _FAULTS_END_S = 4.0
 _DEADLINE_S = 90.0
 _PER_STEP = 2
-
-
-class Violated(AssertionError):
-    """A promise was broken; the message says which, and the seed that shows it."""
-
-
-class Oracle:
-    """Watches the run from outside and knows what must never happen."""
-
-    def __init__(self, world: Simulation) -> None:
-        self._world = world
-        self.acked: set[str] = set()
-        self.digests: dict[tuple[int, int], str] = {}
-        self._received: dict[tuple[int, int], set[int]] = {}
-        self._words: dict[tuple[int, int], str] = {}
-        self._sent: dict[tuple[object, int], int] = {}
-        """By producer and ticket, how many times a group was sent; and how many times the plane asked for it."""
-        self._asked: dict[tuple[object, int], int] = {}
-
-    def received(self, rank: Rank, step: int) -> None:
-        self._received.setdefault((rank.rank_session.session, step), set()).add(rank.rank)
-
-    def returned(self, rank: Rank, step: int, digest: str) -> None:
-        """A rank is about to train a step."""
-        have = self._received.get((rank.rank_session.session, step), set())
-        self.check(len(have) == self._world.ranks, f"step {step} given out while only ranks {have} have it")
-        first = self.digests.setdefault((step, rank.rank), digest)
-        self.check(digest == first, f"step {step} of rank {rank.rank} had digest {first}, now {digest}")
-
-    def raised(self, rank: Rank, error: PenstockError) -> None:
-        self._world.note(f"{rank.name} raised {type(error).__name__}: {error}")
-        if isinstance(error, StepAborted) and rank.rank_session.was_ready:  # else it took part in none
-            key = (rank.rank_session.session, rank.rank_session.epoch)
-            words = self._words.setdefault(key, str(error))
-            self.check(words == str(error), f"session {key[0]} ended as {words!r} and as {error}")
-
-    def sent(self, producer: Producer, out: Out) -> None:
-        """A producer says something: a group is not sent again unless the plane asked for it."""
-        message = out.message
-        if not isinstance(message, Put):
-            return
-        times = self._sent.get((producer.peer, message.ticket), 0)
-        asked = self._asked.get((producer.peer, message.ticket), 0)
-        self.check(times <= asked, f"{producer.name} sends group {message.group} again, and nobody asked for it")
-        self._sent[producer.peer, message.ticket] = times + 1
-
-    def asked(self, peer: object, header: bytes) -> None:
-        """The plane says something to a producer."""
-        message = read_from_plane(header)
-        if isinstance(message, (Missing, Room)):
-            ticket = message.put if isinstance(message, Missing) else message.ticket
-            self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
-
-    def acknowledged(self, group: str) -> None:
-        self.acked.add(group)
-
-    def check(self, good: bool, what: str) -> None:
-        if not good:
-            raise Violated(f"seed {self._world.seed}, {self._world.clock.now:.3f} s: {what}")
 
 
 class Simulation:
@@ -150,7 +90,7 @@ class Simulation:
         self.plane = Process(self, "plane")
         self._last_seen = (0, 1)
         every = iter(range(self.last * _PER_STEP)) if self.is_queue else itertools.count()
-        self.members: list[Rank | Producer] = [Rank(self, rank) for rank in range(self.ranks)]
+        self.members: list[Process] = [Rank(self, rank) for rank in range(self.ranks)]
         self.members += [Producer(self, number, every) for number in range(2)]
         if self._more.random() < 0.3:
             self.members.append(Producer(self, 2, iter(range(9)), evaluation=True))
@@ -242,17 +182,15 @@ class Simulation:
     def _start_plane(self) -> None:
         self.log.restart()
         self.wire = Wire(self)
-        self.server = Server(
-            self.settings,
-            self.log,
-            [self.wire],
-            keeper=self.keeper,
-            workers=Inline(),
-            pipeline=self._pipeline,
-        )
+        self.server = self._new_server()
         self.plane.up, self.plane.life = True, self.plane.life + 1
         self.note(f"the plane starts, epoch {self.log.epoch}")
         self._tick_plane(self.plane.life)
+
+    def _new_server(self) -> Server:
+        return Server(
+            self.settings, self.log, [self.wire], keeper=self.keeper, workers=Inline(), pipeline=self._pipeline
+        )
 
     def _tick_plane(self, life: int) -> None:
         if self.plane.life == life:
@@ -325,17 +263,12 @@ class Simulation:
 
     def _check_end(self) -> None:
         engine, check = self.server.engine, self.oracle.check
-        evaluated = {row.id for row in self.log.groups_in(State.EVALUATION)}
-        known = {row.id for row in self.log.groups()} - evaluated
-        lost = self.oracle.acked - known - evaluated
-        check(not lost, f"acknowledged and lost: {lost}")
-        trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
-        if self.is_queue:
-            check(sorted(trained) == sorted(known), f"not each group once: {sorted(trained)}, accepted {sorted(known)}")
+        self._check_groups()
         twin = rebuild(self.log, self.settings.replay, retain_steps=self.settings.retain_steps)
         for name in ("ledger", "held_bytes", "held_tokens", "next_step", "last_step", "policy_version", "oldest_step"):
             mine, theirs = getattr(engine.state, name), getattr(twin, name)
             check(mine == theirs, f"{name} is {mine}, made again from the log {theirs}")
+        evaluated = {row.id for row in self.log.groups_in(State.EVALUATION)}
         kept = [state.evaluations.kept for state in (engine.state, twin)]
         check(kept[0] == kept[1] == sorted(evaluated, key=kept[0].index), f"evaluation groups: {kept}, {evaluated}")
         same = [list(run_tables) for run_tables in (engine.run_tables, twin.run_tables)]
@@ -350,6 +283,17 @@ class Simulation:
                     == engine.state.draw(1 << 40, 1 << 40, {table_name: 1}),
                     "the next draw differs after a restart",
                 )
+
+    def _check_groups(self) -> None:
+        """Nothing that was acknowledged is lost, and what was accepted is trained."""
+        check = self.oracle.check
+        evaluated = {row.id for row in self.log.groups_in(State.EVALUATION)}
+        known = {row.id for row in self.log.groups()} - evaluated
+        lost = self.oracle.acked - known - evaluated
+        check(not lost, f"acknowledged and lost: {lost}")
+        trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
+        if self.is_queue:
+            check(sorted(trained) == sorted(known), f"not each group once: {sorted(trained)}, accepted {sorted(known)}")
 
     def _groups_of(self, step: int) -> list[str]:
         names = {row.op: row.id for row in self.log.groups()}
@@ -381,18 +325,23 @@ def _settings(rng: Random, ranks: int) -> PlaneSettings:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def run_seeds(kind: type[Simulation], argv: list[str] | None) -> int:
+    """Run simulations as the command line says."""
     parser = argparse.ArgumentParser(description="Simulate runs under faults.")
     parser.add_argument("--seed", type=int, help="one run, with what happened in it")
     parser.add_argument("--seeds", type=int, default=1000, help="so many runs")
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.seed is not None:
-        Simulation(arguments.seed, note=lambda line: print(line)).run()
+        kind(arguments.seed, note=lambda line: print(line)).run()
         return 0
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        Simulation(seed).run()
+        kind(seed).run()
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_seeds(Simulation, argv)
 
 
 if __name__ == "__main__":

@@ -8,51 +8,46 @@ committed                   the step cannot be served again, nor any before it: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.errors import DiskFull
 from penstock.send.roster import Roster
 from penstock.serve.decisions.decision_records import Lose
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import GroupRow, State
+from penstock.serve.decisions.log import State
 
 
-def lost_groups(engine: Engine, roster: Roster, *, planned_only: bool = False) -> dict[int, str]:
-    """Groups that can never be had again, by op, each with the reason. `planned_only` looks at steps that are planned
-    and not delivered: one of them waits for its keepers."""
-    found = {row.op: why for row in _rows(engine, planned_only) if row.location and (why := roster.lost(row.location))}
-    return {op: why for op, why in found.items() if _matters(engine, op)}
-
-
-def _rows(engine: Engine, planned_only: bool) -> Iterable[GroupRow]:
+def lost_groups(engine: Engine, roster: Roster, awaited: int = 0, *, only_awaited: bool = False) -> dict[int, str]:
+    """Groups that can never be had again, by op, each with the reason. `awaited` is a step that ranks ask for and that
+    waits for its keepers: it counts as not delivered, whoever had it before."""
     state = engine.state
-    if not planned_only:
-        return list(state.rows.values())
-    ops = {op for step in _undelivered(engine) for op in state.steps[step].groups}
-    return [state.rows[op] for op in ops if op in state.rows]
+    ops = state.steps[awaited].groups if only_awaited and awaited in state.steps else list(state.rows)
+    rows = [state.rows[op] for op in ops if op in state.rows]
+    found = {row.op: why for row in rows if row.location and (why := roster.lost(row.location))}
+    return {op: why for op, why in found.items() if _matters(engine, op, awaited)}
 
 
-def _undelivered(engine: Engine) -> list[int]:
-    state = engine.state
-    return [step for step, at in state.states.items() if at is State.SCHEDULED and step >= engine.next_step]
+def _is_wanted(engine: Engine, step: int, awaited: int) -> bool:
+    """Whether a planned step has still to be given to somebody."""
+    return step >= engine.next_step and (step == awaited or engine.state.states[step] is State.SCHEDULED)
 
 
-def _matters(engine: Engine, op: int) -> bool:
+def _matters(engine: Engine, op: int, awaited: int) -> bool:
     """Whether anything changes by its loss: not if all ranks have it, and nobody else will want it."""
-    state = engine.state
-    if engine.run_tables.is_waiting(state.rows[op]):
+    if engine.run_tables.is_waiting(engine.state.rows[op]):
         return True
-    others = (step for step, manifest in state.steps.items() if op in manifest.groups)
-    return any(state.states[step] is not State.DELIVERED for step in others)
+    using = (step for step, manifest in engine.state.steps.items() if op in manifest.groups)
+    return any(step < engine.next_step or _is_wanted(engine, step, awaited) for step in using)
 
 
-def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
+def lose(engine: Engine, lost: Mapping[int, str], awaited: int = 0) -> tuple[int, str] | None:
     """Write down that these are lost. The first step that is planned anew because of it, and why; None if none is."""
     state = engine.state
     assert not state.is_drawing
     record = Lose(groups={op: why[:500] for op, why in lost.items()})
-    first = min((step for step in _undelivered(engine) if lost.keys() & set(state.steps[step].groups)), default=None)
+    using = [step for step, manifest in state.steps.items() if lost.keys() & set(manifest.groups)]
+    first = min((step for step in using if _is_wanted(engine, step, awaited)), default=None)
     words = ""
     if first is None:
         engine.journal.decide(record)

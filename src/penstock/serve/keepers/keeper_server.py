@@ -174,9 +174,10 @@ class KeeperServer:
 
     def _find_plane(self) -> None:
         found = self._resolver.look()
-        if found is not None and found.url != self._address.url:
+        if found is not None and found != self._address:
             logger.info("the plane is at %s now", found.url)
             self._address = found
+            self._lines.disconnect(_PLANE)
             self._lines.connect(_PLANE, found.url, found.keys)
 
     # -------------------------------------------------------------- messages

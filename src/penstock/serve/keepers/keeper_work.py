@@ -117,6 +117,7 @@ class KeeperWork:
             known = self._frames.get(number)
             if known is None or known.group != group:
                 missing[i] = f"no frame of group {group[:80]!r} is kept under number {number}"
+                damaged.append(number)
                 continue
             try:
                 self._frames.take([[(number, rows)]])

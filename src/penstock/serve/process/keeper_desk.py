@@ -77,10 +77,10 @@ class KeeperDesk:
         if not (roster.has_news or (waits and now >= self._look_at)) or engine.state.is_drawing:
             return None
         self._look_at = now + _LOOK_S
-        lost = lost_groups(engine, roster, planned_only=not roster.has_news)
+        lost = lost_groups(engine, roster, waits, only_awaited=not roster.has_news)
         names = {op: engine.state.rows[op].id for op in lost}
         try:
-            found = lose(engine, lost) if lost else None
+            found = lose(engine, lost, waits) if lost else None
         except DiskFull:
             return None  # the next turn looks again
         roster.has_news = False
