@@ -44,7 +44,8 @@ class KeptFrame:
 class NumberedFrames:
     """Frames by number. `keep` from one thread at a time; the rest from any."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, node: str = "node") -> None:
+        """`node` begins the name of a folder that has none yet."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._db = sqlite3.connect(
@@ -53,7 +54,7 @@ class NumberedFrames:
         self._lock = threading.Lock()
         """Around the index, in memory and on disk."""
         try:
-            self.life = self._open()
+            self.life = self._open(node)
             """How often this folder was opened."""
             found = self._db.execute("SELECT number, name, digest, size, location FROM frames")
             self._frames = {number: KeptFrame(*rest) for number, *rest in found}
@@ -63,9 +64,9 @@ class NumberedFrames:
         self._keeper = FolderKeeper(self.folder / "frames", life=self.life)
         self._keeper.retain(frame.location for frame in self._frames.values())
 
-    def _open(self) -> int:
+    def _open(self, node: str) -> int:
         """Makes the index, or begins its next life; returns how often it was opened."""
-        for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=FULL"):
             self._db.execute(f"PRAGMA {pragma}")
         self._db.executescript(_SCHEMA)
         meta = dict(self._db.execute("SELECT name, value FROM meta"))
@@ -73,13 +74,15 @@ class NumberedFrames:
             raise CorruptFile(f"{self.folder}: format {meta['format']}; this version reads {FORMAT}")
         self.id = str(meta.get("id") or token_hex(16))
         """Tells this folder from any other."""
+        self.name = str(meta.get("name") or f"{node}.{self.id[:6]}")
+        """What it is called for as long as it lives, on whichever node it is opened."""
         self.last = int(meta.get("last", 0))
         """The highest number that was ever given out."""
         life = int(meta.get("life", 0)) + 1
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany(
             "INSERT OR REPLACE INTO meta VALUES (?, ?)",
-            [("format", FORMAT), ("id", self.id), ("life", life), ("last", self.last)],
+            [("format", FORMAT), ("id", self.id), ("name", self.name), ("life", life), ("last", self.last)],
         )
         self._db.execute("COMMIT")
         return life

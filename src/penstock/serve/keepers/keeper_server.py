@@ -88,14 +88,14 @@ class KeeperServer:
         self._address = self._resolve()
         self._lock = _own(settings.folder)
         try:
-            self._frames = NumberedFrames(settings.folder)
+            self._frames = NumberedFrames(settings.folder, settings.node_name)
             self._listener = SocketPlane(
                 settings.listen, keys=None if self._address.keys is None else self._address.keys.listening()
             )
         except BaseException:
             fork.close(self._lock)
             raise
-        self.name = f"{settings.node_name}.{self._frames.id[:6]}"
+        self.name = self._frames.name
         self.url = _told(self._listener.url, settings.host)
         self._work = KeeperWork(self._frames)
         self._workers = Threads()
