@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from penstock.errors import StepAborted
 from penstock.ray import LocalCluster
 from penstock.ray.local_cluster import kill
 from penstock.testing.kept_planes import eventually
-from penstock.testing.ray_run import RayRun, group_of, undisturbed, wait_until_gone
+from penstock.testing.ray_run import TIMEOUTS, RayRun, group_of, undisturbed, wait_until_gone
 
 NewRun = Callable[..., RayRun]
 
@@ -117,6 +118,17 @@ def test_a_keeper_node_dies_and_there_is_no_copy(new_run: NewRun, cluster: Local
     assert ledger.balanced and ledger.dropped["lost"] == sum(len(group_of(number)) for number in range(4))
     run.join()
     assert [run.take(), run.take()] == list(undisturbed([f"g{number}" for number in range(4, 8)], 2))
+
+
+def test_a_node_that_comes_back_with_its_disk_has_what_it_kept(new_run: NewRun, cluster: LocalCluster) -> None:
+    run = new_run(copies=1, on=cluster.head, timeouts=replace(TIMEOUTS, keeper_s=300.0))
+    lost = cluster.others[0]
+    run.put(range(4), on=lost)
+    cluster.kill_node(lost)
+    died = time.monotonic()
+    cluster.add_node(cluster.names[lost])
+    run.join()
+    finish(run, "a keeper's node that comes back, copies=1", died, 2)
 
 
 def test_a_producer_dies_while_it_puts(new_run: NewRun) -> None:

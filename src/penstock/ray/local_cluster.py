@@ -44,13 +44,15 @@ class LocalCluster:
         self._numbers = itertools.count()
         self._cluster: Any = Cluster()
         self._nodes: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        """Of every node that there is or was, by its id."""
         for _ in range(nodes):
             self.add_node()
         self._attach()
 
-    def _next(self) -> dict[str, Any]:
-        """What the next node is told: a name of its own, for they all have one host."""
-        return self._settings | {"resources": {f"{NAMED}node{next(self._numbers)}": 1}}
+    def _told(self, name: str) -> dict[str, Any]:
+        """What a node is told: a name of its own, for they all have one host."""
+        return self._settings | {"resources": {f"{NAMED}{name}": 1}}
 
     def _attach(self) -> None:
         import ray
@@ -72,19 +74,23 @@ class LocalCluster:
         """The ids of the nodes that may be lost."""
         return [node for node in self._nodes if node != self.head]
 
-    def add_node(self) -> str:
-        """One more; Ray gives a node half a minute to start, which is not enough on a busy machine."""
+    def add_node(self, name: str | None = None) -> str:
+        """One more, or one of that name again, with its disk; its id.
+
+        Ray gives a node half a minute to start, which is not enough on a busy machine: it is tried three times.
+        """
+        name = name or f"node{next(self._numbers)}"
         for last in (False, False, True):
             before = set(descendants(os.getpid()))
             try:
-                node = self._cluster.add_node(**self._next())
+                node = self._cluster.add_node(**self._told(name))
             except Exception:  # Ray raises no other
                 if last:
                     raise
                 for process in set(descendants(os.getpid())) - before:
                     kill(process)
             else:
-                self._nodes[node.node_id] = node
+                self._nodes[node.node_id], self.names[node.node_id] = node, name
                 return str(node.node_id)
         raise AssertionError
 

@@ -20,6 +20,7 @@ from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
+from penstock.testing.kept_planes import eventually
 
 RANKS, GROUPS_PER_STEP = 2, 2
 TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5, keeper_s=45.0)
@@ -57,6 +58,7 @@ class RayRun:
         given |= {"ranks": RANKS, "seq_len": 4096, "groups_per_step": GROUPS_PER_STEP}
         on_node(on or cluster.head, _open, self.address, given | settings)
         self.plane = ps.open(self.address, timeouts=TIMEOUTS)
+        eventually(lambda: self.num_up > len(cluster.others))
         self.sources: list[ps.Source] = []
         self.put_names: list[str] = []
         self.taken: list[list[str]] = []
@@ -91,6 +93,11 @@ class RayRun:
         """Its process and node."""
         found: dict[str, Any] = calls.ask(actor_of(self.name), "process")
         return found
+
+    @property
+    def num_up(self) -> int:
+        """Keepers that the plane counts on."""
+        return sum(keeper["up"] for keeper in self.plane.status()["keepers"])
 
     @property
     def keepers(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The run that is killed again and again, on a Ray cluster: plane, keepers and whole nodes die as well.
 
 Producers and ranks are processes that find the plane by its name; plane and keepers are actors, which Ray starts again.
-A node that was killed is replaced by a new one. Every group has two copies, and nodes are lost one at a time, each
-after the run went on; so nothing may be lost.
+A node that was killed comes back with its disk, as a host that is started again. Every group has two copies, and
+nodes are lost one at a time; so nothing may be lost.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ class RayTorture(Run):
         if kind == "plane":
             kill(self._process(calls.actor_of(_NAME)))
         elif kind == "keeper":
+            self._await_keepers()
             node = self._rng.choice(calls.nodes())
             kill(self._process(calls.keeper_of(_NAME, node.name)))
         elif kind == "node":
-            self._cluster.kill_node(self._rng.choice(self._cluster.others))
-            self._cluster.add_node()
+            node_id = self._rng.choice(self._cluster.others)
+            self._cluster.kill_node(node_id)
+            self._cluster.add_node(self._cluster.names[node_id])
             self._await_keepers()
         else:
             return super().kill(name)
