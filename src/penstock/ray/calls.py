@@ -52,7 +52,10 @@ def actor_of(plane: str) -> str:
 
 
 def keeper_of(plane: str, node: str) -> str:
-    """The Ray name of the actor that keeps a plane's frames on a node."""
+    """The Ray name of the actor that keeps a plane's frames on a node, by its id.
+
+    Not by its name: a host that comes back at once has a new id, while Ray still believes in the old actor.
+    """
     return f"keeper:{plane}:{node}"
 
 

@@ -54,7 +54,7 @@ class RayPlane(Plane):
     def kill(self) -> None:
         """End the plane and its keepers, for everybody. What they keep stays in their folders."""
         self.close()
-        for actor in [actor_of(self._name), *(keeper_of(self._name, node.name) for node in calls.nodes())]:
+        for actor in [actor_of(self._name), *(keeper_of(self._name, node.id) for node in calls.nodes())]:
             with suppress(PlaneLost):  # it may be one that is being started, or never was
                 calls.ask(actor, "stop")
             calls.end(actor)
@@ -119,6 +119,8 @@ def _create_or_check(name: str, address: str, given: Given) -> None:
         settings = _absolute(name, build(ClusterSettings, given))
         if "copies" not in given.tables:
             settings = replace(settings, copies=2 if len(calls.nodes()) > 1 else 1)
+        if "log" in given.tables and "locking" not in given.tables:
+            settings = replace(settings, locking="exclusive")  # a folder that several hosts see
         text = template(settings, title=f"The plane {address}.", all_values=True)
         pinned = "log" not in given.tables
         node = next((node.id for node in calls.nodes() if node.is_head), None) if pinned else calls.my_node()

@@ -50,7 +50,7 @@ class Placement:
         self._placed &= {node.id for node in up}
         for node in up:
             if node.id not in self._placed:
-                name, plane = calls.keeper_of(self._plane, node.name), calls.actor_of(self._plane)
+                name, plane = calls.keeper_of(self._plane, node.id), calls.actor_of(self._plane)
                 calls.start(KeeperActor, name, plane, node.name, frames, timeouts, node=node.id, stays=True)
                 self._placed.add(node.id)
                 logger.info("a keeper on node %s", node.name)

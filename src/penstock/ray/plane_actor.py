@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from typing import Any
 import zmq
 
 from penstock.config import build
-from penstock.errors import ConfigError, Fenced, PenstockError
+from penstock.errors import ConfigError, Conflict, Fenced, PenstockError
 from penstock.ray import calls
 from penstock.ray.placement import Placement
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
 from penstock.serve.decisions.disk import take_over
+from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.daemon import Exit
 from penstock.serve.process.log_format import log_lines
@@ -34,6 +36,7 @@ from penstock.serve.process.server import Server
 from penstock.serve.settings import ClusterSettings
 
 logger = logging.getLogger("penstock.plane")
+_LOOK_S = 0.5
 _TAKE_OVER_S = 5.0
 """How long to wait for the process that had the log: Ray ends it when it lost its node, unless it cannot."""
 
@@ -104,9 +107,7 @@ class PlaneActor:
             allowed=frozenset([own["public"]]),
             keepers=frozenset([own["keeper"]]),
         )
-        assert self._settings.log is not None  # as `opening` made it
-        take_over(Path(self._settings.log), _TAKE_OVER_S)
-        log = open_log(self._settings.log, self._settings)
+        log = self._open_log()
         try:
             carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
             self._server = server = Server(self._settings, log, [carrier])
@@ -117,6 +118,17 @@ class PlaneActor:
         Placement(self._name, self._settings.frames or "", timeouts).start()
         self._place = {"url": carrier.url, **{name: own[name] for name in ("plane", "public", "secret")}}
         return server
+
+    def _open_log(self) -> Log:
+        """The log, as soon as the process that had it lets go of it, or can be taken over."""
+        assert self._settings.log is not None  # as `opening` made it
+        while True:
+            take_over(Path(self._settings.log), _TAKE_OVER_S)
+            try:
+                return open_log(self._settings.log, self._settings)
+            except Conflict as error:  # on a network filesystem nobody can be taken over: Ray ends it, or its host did
+                logger.warning("%s", error)
+                time.sleep(_LOOK_S)
 
 
 def new_keys() -> dict[str, bytes]:

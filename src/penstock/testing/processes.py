@@ -43,7 +43,7 @@ def settings(ranks: int) -> PlaneSettings:
         packing=Packing(ranks=ranks, seq_len=64),
         target=Target(groups=2),
         run="torture",
-        max_held_bytes=50_000,
+        max_held_bytes=120_000,
         retain_steps=1 << 30,
         timeouts=TIMEOUTS,
     )

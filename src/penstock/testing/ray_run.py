@@ -105,7 +105,7 @@ class RayRun:
         found = []
         for node in calls.nodes():
             with suppress(PlaneLost):
-                found.append(calls.ask(keeper_of(self.name, node.name), "process"))
+                found.append(calls.ask(keeper_of(self.name, node.id), "process"))
         return found
 
     def close(self) -> None:

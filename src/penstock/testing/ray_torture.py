@@ -44,7 +44,7 @@ class RayTorture(Run):
             seq_len=64,
             groups_per_step=2,
             run="torture",
-            max_held_bytes=50_000,
+            max_held_bytes=120_000,
             retain_steps=1 << 30,
             timeouts=timeouts_at("ray://"),
             log=folder / "run",
@@ -63,7 +63,7 @@ class RayTorture(Run):
         elif kind == "keeper":
             self._await_keepers()
             node = self._rng.choice(calls.nodes())
-            kill(self._process(calls.keeper_of(_NAME, node.name)))
+            kill(self._process(calls.keeper_of(_NAME, node.id)))
         elif kind == "node":
             node_id = self._rng.choice(self._cluster.others)
             self._cluster.kill_node(node_id)

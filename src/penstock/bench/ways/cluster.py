@@ -172,7 +172,7 @@ def _in_ray(home: Path, _kind: str, copies: int, ranks: int, groups: int) -> Ite
         )
         while sum(keeper["up"] for keeper in plane.status()["keepers"]) < len(NODES):
             time.sleep(0.1)
-        pids = [calls.ask(calls.keeper_of("bench", node), "process")["pid"] for node in NODES]
+        pids = [calls.ask(calls.keeper_of("bench", node.id), "process")["pid"] for node in calls.nodes()]
         yield (
             Served(plane=calls.ask(calls.actor_of("bench"), "process")["pid"], keepers=tuple(pids), over_tcp=True),
             url,
