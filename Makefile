@@ -1,6 +1,6 @@
 # The commands of the project. Everything is installed into .venv by the first one that is run.
 
-.PHONY: help demo test test-fast test-ray test-packaging bench clean
+.PHONY: help demo test test-fast test-ray test-packaging test-doors bench clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -8,6 +8,7 @@ help:
 	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
 	@echo "make test-ray         the tests on a real Ray cluster of this machine, without a network, in .venv-ray"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
+	@echo "make test-doors       the doors to NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
 
@@ -32,6 +33,10 @@ test-ray:
 test-packaging:
 	@bash scripts/setup dev,bench
 	.venv/bin/python scripts/test_packaging.py
+
+test-doors:
+	@bash scripts/setup_doors build/doors
+	bash scripts/test_doors build/doors
 
 bench:
 	@bash scripts/setup dev,bench
