@@ -35,8 +35,14 @@ from penstock.integrations.nemo_gym_sink import (
     trajectory_of,
 )
 
-if sys.version_info < (3, 12):  # Gym looks at what protocols have from Python 3.12 on
-    typing._ProtocolMeta.__protocol_attrs__ = property(typing._get_protocol_attrs)
+
+@pytest.fixture(autouse=True)
+def protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gym looks at what protocols have from Python 3.12 on."""
+    if sys.version_info < (3, 12):
+        attributes = property(getattr(typing, "_get_protocol_attrs"))  # noqa: B009 - type checkers do not know it
+        monkeypatch.setattr(typing._ProtocolMeta, "__protocol_attrs__", attributes, raising=False)
+
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 

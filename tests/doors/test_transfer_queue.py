@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 import torch
@@ -163,12 +164,20 @@ class Producer:
         return done
 
 
+def text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
 def units(count: int = 2) -> list[int]:
     """The processes of the storage units, once they all run."""
     deadline = time.monotonic() + 120
     while True:
-        words = {one.pid: " ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}
-        found = [pid for pid, line in words.items() if "ray::_UnitActor" in line]
+        found = [
+            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if b"ray::_UnitActor" in text(path)
+        ]
         if len(found) == count:
             return found
         assert time.monotonic() < deadline, f"{len(found)} units"
@@ -248,3 +257,74 @@ def test_what_only_a_pickle_could_hold_is_refused_and_named(queue: Path) -> None
         tq.kv_batch_put(["a", "b"], "train", odd)
     files = b"".join(path.read_bytes() for path in queue.rglob("*") if path.is_file())
     assert b"\x80\x04\x95" not in files and b"\x80\x05\x95" not in files, "no pickle in our files"
+
+
+# ------------------------------------------------------------------ verl
+
+
+def verl_config(folder: Path) -> Any:
+    """verl's own settings for training, with the two words of the page on the command line."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    words = [
+        "transfer_queue.backend.storage_backend=Penstock",
+        f"+transfer_queue.backend.Penstock.folder={folder}",
+    ]
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", overrides=words)
+
+
+def test_verl_knows_the_backend_once_it_is_imported() -> None:
+    program = (
+        "from tests.doors import conftest\nimport verl\n"
+        "from transfer_queue.storage.managers.base import StorageManagerFactory as factory\n"
+        "print('Penstock' in factory._registry)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
+
+
+def put_prompts(uids: list[str], scores: dict[str, list[float]]) -> None:
+    """What verl's agent loop puts: prompts with their state, and one row for each trajectory of a prompt."""
+    tq.kv_batch_put(
+        uids,
+        "train",
+        TensorDict({"raw_prompt": NonTensorStack(*[[{"role": "user", "content": uid}] for uid in uids])}, len(uids)),
+        [{"is_prompt": True, "status": "finished", "global_steps": 1} for _ in uids],
+    )
+    for uid in uids:
+        keys = [f"{uid}_0_{i}" for i in range(len(scores[uid]))]
+        rewards = torch.tensor(scores[uid])
+        data = fields(len(keys)).exclude("reward")
+        data["rm_scores"] = torch.nested.as_nested_tensor(list(rewards.unsqueeze(1)), layout=torch.jagged)
+        tags = [{"status": "success", "seq_len": 8, "global_steps": 1} for _ in keys]
+        tq.kv_batch_put(keys, "train", data, tags)
+
+
+def test_verls_replay_buffer_samples_filters_and_clears(tmp_path: Path) -> None:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+    config = verl_config(tmp_path / "queue")
+    tq.init(config.transfer_queue)
+    refilled: list[int] = []
+    buffer = ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=config.trainer,
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        poll_interval=0.1,
+        refill_fn=refilled.append,
+        filter_groups_metric="reward",
+        train_batch_size=4,
+        gen_batch_size=1,
+    )
+    put_prompts(["a", "b", "c"], {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [1.0, 0.0]})
+    batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=2)
+    assert sorted(batch.keys) == ["a_0_0", "a_0_1", "c_0_0", "c_0_1"], "no signal in b: it is filtered"
+    data = tq.kv_batch_get(batch.keys, "train", ["input_ids", "rm_scores", "uid"])
+    assert data["input_ids"].is_nested and [float(row.sum()) for row in data["rm_scores"].unbind()].count(1.0) == 2
+    tq.kv_clear(batch.keys, "train")
+    assert not (tq.kv_list("train") or {}).get("train")
+    tq.close()
