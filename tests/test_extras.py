@@ -83,6 +83,11 @@ ROLLOUTS = ["rollouts", "verifiers", "x", "--plane=ipc:///tmp/nobody"]
             "a page for Prometheus: needs prometheus_client; pip install 'penstock-rl[metrics]'",
         ),
         (
+            "starlette",
+            COMMAND.format([*SERVE[:-1], "--http=127.0.0.1:0"]),
+            "the HTTP door: needs starlette; pip install 'penstock-rl[http]'",
+        ),
+        (
             "verifiers",
             COMMAND.format(ROLLOUTS),
             "penstock rollouts verifiers: needs verifiers; pip install 'penstock-rl[verifiers]'",

@@ -103,13 +103,13 @@ class UnitLines:
         self.units = len(names)
 
     async def ask(self, unit: int, request: Request, data: Sequence[Any] = ()) -> tuple[tuple[Cells, ...], list[Any]]:
-        answer: tuple[tuple[Cells, ...], list[Any]] = await self.beside(self._ask, unit, request, data)
+        answer: tuple[tuple[Cells, ...], list[Any]] = await self.beside(self.ask_now, unit, request, data)
         return answer
 
     async def beside(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(work, *arguments))
 
-    def _ask(self, unit: int, request: Request, data: Sequence[Any]) -> tuple[tuple[Cells, ...], list[Any]]:
+    def ask_now(self, unit: int, request: Request, data: Sequence[Any]) -> tuple[tuple[Cells, ...], list[Any]]:
         lines: dict[int, Line] = self._own.__dict__.setdefault("lines", {})
         if unit not in lines:
             lines[unit] = Line(self._locators[unit], timeout_s=self._timeout_s)
@@ -129,71 +129,80 @@ class UnitLines:
             self._all.pop().close()
 
 
+class _Storage:
+    """What TransferQueue asks of a backend, above a `StorageManager`, which tells the controller of what was put."""
+
+    _lines: UnitLines
+    notify_data_update: Callable[..., Any]
+
+    async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
+        from transfer_queue.metadata import extract_field_schema
+
+        if data_parser is not None:
+            raise NotImplementedError(f"{NAME} stores what it is given; parse before the put")
+        if metadata.size == 0:
+            return
+        rows = list(metadata.global_indexes)
+        shares = self._lines.shared(rows)
+        await asyncio.gather(
+            *(self._lines.beside(self._put, unit, data, rows, places) for unit, places in shares.items())
+        )
+        await self.notify_data_update(metadata.partition_ids[0], rows, extract_field_schema(data))
+
+    def _put(self, unit: int, data: Any, rows: list[int], places: list[int]) -> None:
+        columns = [cells_of(name, _selected(data[name], places, len(rows))) for name in sorted(data.keys())]
+        request = Put(tuple(rows[place] for place in places), tuple(cells for cells, _ in columns))
+        self._lines.ask_now(unit, request, [content for _, content in columns])
+
+    async def get_data(self, metadata: Any) -> Any:
+        from tensordict import TensorDict
+
+        rows, names = list(metadata.global_indexes), list(metadata.field_names)
+        if not rows or not names:
+            return TensorDict({}, batch_size=len(rows))
+        shares = self._lines.shared(rows)
+        asked = (
+            self._lines.ask(unit, Get(tuple(rows[place] for place in places), tuple(names)))
+            for unit, places in shares.items()
+        )
+        answers = await asyncio.gather(*asked)
+        found = await self._lines.beside(_joined, list(shares.values()), answers, len(rows))
+        return TensorDict(found, batch_size=len(rows))
+
+    async def clear_data(self, metadata: Any) -> None:
+        rows = list(metadata.global_indexes)
+        asked = (
+            self._lines.ask(unit, Clear(tuple(rows[place] for place in places)))
+            for unit, places in self._lines.shared(rows).items()
+        )
+        await asyncio.gather(*asked)
+
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Every unit writes what it has into a folder of its own."""
+        await self._each(lambda unit: Save(str(_saved(checkpoint_dir, unit, self._lines.units))))
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        found = sorted(path.name for path in Path(checkpoint_dir).glob("penstock-*"))
+        wanted = [_saved(checkpoint_dir, unit, self._lines.units).name for unit in range(self._lines.units)]
+        if found != sorted(wanted):
+            raise ConfigError(f"{checkpoint_dir}: saved {found}; {self._lines.units} units need {wanted}")
+        await self._each(lambda unit: Load(str(_saved(checkpoint_dir, unit, self._lines.units))))
+
+    async def _each(self, request: Callable[[int], Request]) -> None:
+        await asyncio.gather(*(self._lines.ask(unit, request(unit)) for unit in range(self._lines.units)))
+
+
 @functools.cache
 def _manager_class() -> type:
-    from tensordict import TensorDict
-    from transfer_queue.metadata import extract_field_schema
     from transfer_queue.storage.managers.base import StorageManager
 
-    class PenstockStorageManager(StorageManager):  # type: ignore[misc, unused-ignore]
-        """What TransferQueue asks of a backend."""
+    class PenstockStorageManager(_Storage, StorageManager):  # type: ignore[misc, unused-ignore]
+        """The backend "Penstock"."""
 
         def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:  # noqa: ARG002
-            super().__init__(controller_info, config)
+            StorageManager.__init__(self, controller_info, config)
             timeout_s = float(config.get("timeout_s") or _TIMEOUT_S)
             self._lines = UnitLines(_names(int(config.get("num_units") or 1)), timeout_s)
-
-        async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
-            if data_parser is not None:
-                raise NotImplementedError(f"{NAME} stores what it is given; parse before the put")
-            if metadata.size == 0:
-                return
-            rows = list(metadata.global_indexes)
-            shares = self._lines.shared(rows)
-            await asyncio.gather(
-                *(self._lines.beside(self._put, unit, data, rows, places) for unit, places in shares.items())
-            )
-            await self.notify_data_update(metadata.partition_ids[0], rows, extract_field_schema(data))
-
-        def _put(self, unit: int, data: Any, rows: list[int], places: list[int]) -> None:
-            columns = [cells_of(name, _selected(data[name], places, len(rows))) for name in sorted(data.keys())]
-            request = Put(tuple(rows[place] for place in places), tuple(cells for cells, _ in columns))
-            self._lines._ask(unit, request, [content for _, content in columns])
-
-        async def get_data(self, metadata: Any) -> Any:
-            rows, names = list(metadata.global_indexes), list(metadata.field_names)
-            if not rows or not names:
-                return TensorDict({}, batch_size=len(rows))
-            shares = self._lines.shared(rows)
-            asked = (
-                self._lines.ask(unit, Get(tuple(rows[place] for place in places), tuple(names)))
-                for unit, places in shares.items()
-            )
-            answers = await asyncio.gather(*asked)
-            found = await self._lines.beside(_joined, list(shares.values()), answers, len(rows))
-            return TensorDict(found, batch_size=len(rows))
-
-        async def clear_data(self, metadata: Any) -> None:
-            rows = list(metadata.global_indexes)
-            asked = (
-                self._lines.ask(unit, Clear(tuple(rows[place] for place in places)))
-                for unit, places in self._lines.shared(rows).items()
-            )
-            await asyncio.gather(*asked)
-
-        async def save_checkpoint(self, checkpoint_dir: str) -> None:
-            """Every unit writes what it has into a folder of its own."""
-            await self._each(lambda unit: Save(str(_saved(checkpoint_dir, unit, self._lines.units))))
-
-        async def load_checkpoint(self, checkpoint_dir: str) -> None:
-            found = sorted(path.name for path in Path(checkpoint_dir).glob("penstock-*"))
-            wanted = [_saved(checkpoint_dir, unit, self._lines.units).name for unit in range(self._lines.units)]
-            if found != wanted:
-                raise ConfigError(f"{checkpoint_dir}: saved {found}; {self._lines.units} units need {wanted}")
-            await self._each(lambda unit: Load(str(_saved(checkpoint_dir, unit, self._lines.units))))
-
-        async def _each(self, request: Callable[[int], Request]) -> None:
-            await asyncio.gather(*(self._lines.ask(unit, request(unit)) for unit in range(self._lines.units)))
 
         def close(self) -> None:
             if hasattr(self, "_lines"):

@@ -19,13 +19,14 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock import errors
+from penstock.atomic import replacing
 from penstock.convert.json_group import read_json_group
 from penstock.encode import read_head
 from penstock.errors import ConfigError, InvalidInput, PenstockError
@@ -281,10 +282,10 @@ def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
     if folder == "memory:":
         return secrets.token_urlsafe(32), True
     kept = Path(folder) / "http-token"
-    with suppress(FileExistsError):
-        descriptor = os.open(kept, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(descriptor, "w") as made:
-            made.write(secrets.token_urlsafe(32) + "\n")
+    if not kept.exists():
+        with replacing(kept) as made:  # a token cut short by a kill would refuse every later start
+            os.fchmod(made.fileno(), 0o600)
+            made.write(secrets.token_urlsafe(32).encode() + b"\n")
     return read_token(kept, "http_token"), True
 
 
