@@ -164,6 +164,12 @@ def test_a_worker_whose_callback_was_forgotten_says_so(model: Path, tmp_path: Pa
             trainer.train()
 
 
+def test_a_checkpoint_without_a_position_is_refused() -> None:
+    position = PlaneRolloutWorker("ipc://nobody").position
+    with pytest.raises(ConfigError, match="checkpoint of step 7: says no position"):
+        position.on_train_begin(SimpleNamespace(), SimpleNamespace(stateful_callbacks={}, global_step=7))
+
+
 def test_what_stops_the_worker_stops_training(model: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "a", groups=2) as plane:
         trainer = trainer_of(model, tmp_path / "out", PlaneRolloutWorker(plane), heartbeat_stale_after_s=1)

@@ -72,7 +72,13 @@ class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.worker = worker
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self.worker.prepare(args, state.stateful_callbacks[type(self).__name__]["attributes"])
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is None:
+            raise ConfigError(
+                f"checkpoint of step {state.global_step}: says no position at a plane; it was written without "
+                "worker.position. Load its weights as the model instead of resuming"
+            )
+        self.worker.prepare(args, saved["attributes"])
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self.worker.on_step_end(syncs=state.global_step % args.weight_sync_steps == 0)
