@@ -113,6 +113,24 @@ def test_token_exports_of_a_run_are_read_as_samples(tmp_path: Path) -> None:
     assert "inference_logprobs" not in done.lost.unread
 
 
+def test_groups_of_a_run_are_read_also_while_its_plane_is_at_work(folder: Path) -> None:
+    group = [sample.replace(columns={"task": None}, advantages=1.0) for sample in GROUP]
+    other = [sample.replace(id=f"e/{i}", group="e") for i, sample in enumerate(group)]
+    with ps.open("runs/x/plane", ranks=1, seq_len=8, groups_per_step=1) as plane:
+        plane.put(group)
+        plane.put(other, evaluation=True)
+        working = convert_files(["runs/x"], "a.penstock")
+    done = convert_files(["runs/x/plane"], "b.penstock")
+    assert working.sources == done.sources == ("run",) and done.samples == 4
+    assert (
+        Path("a.penstock").read_bytes()
+        == Path("b.penstock").read_bytes()
+        == b"".join(ps.encode(each, "small") for each in (group, other))
+    )
+    with pytest.raises(InvalidInput, match=r"in.penstock: no run is there"):
+        convert_files(["in.penstock"], "c.jsonl", source="run")
+
+
 def test_formats_are_listed_and_each_is_documented(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--formats"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
@@ -140,7 +158,7 @@ def test_formats_are_listed_and_each_is_documented(folder: Path, capsys: pytest.
         (["cut.penstock", "x.jsonl"], "cut.penstock frame 1: "),
         (["in.penstock", "empty", "--to", "jsonl"], "empty: a folder; name a file to write"),
         (["in.penstock", "none/x.jsonl"], "none/x.jsonl: there is no folder none; make it first"),
-        (["empty", "x.jsonl"], "empty: no step_N/rank_R.bin in it"),
+        (["empty", "x.jsonl"], "empty: no run, and no step_N/rank_R.bin; give a run's folder"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_file_its_place_and_what_to_do(

@@ -2,6 +2,7 @@
 
   penstock convert rollout_7.pt rollout_7.penstock           formats by ending, or by what a file begins with
   penstock convert a.penstock b.penstock all.parquet         several files into one
+  penstock convert runs/demo groups.parquet                  the groups that a run keeps
   penstock convert group.penstock - --to jsonl | jq .id      - is standard input or output
   penstock convert data.penstock outputs/rollouts --to prime-rl --ranks 8 --seq-len 8192
   penstock convert --formats                                 what can be read and written

@@ -25,6 +25,7 @@ from penstock.integrations.lost import Lost
 from penstock.integrations.prime_rl_batches import HELD as PRIME_RL_HOLDS
 from penstock.integrations.prime_rl_batches import PrimeRlWriter, read_prime_rl
 from penstock.integrations.responses import one_number
+from penstock.integrations.run_groups import plane_folder_in, read_run_groups
 from penstock.integrations.sample_lines import read_lines, write_lines
 from penstock.integrations.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
 from penstock.integrations.slime_samples import read_slime, write_slime
@@ -197,7 +198,7 @@ def format_to_write(word: str) -> FileFormat:
 def format_to_read(place: Place) -> FileFormat:
     """By what the file begins with, or by the ending of its name."""
     if not place.is_stream and place.path.is_dir():
-        return FORMATS["prime-rl"]
+        return FORMATS["prime-rl" if plane_folder_in(place.path) is None else "run"]
     with place.reading() as file:
         start = _start(file, stays=place.is_stream)
     if start.startswith(MAGIC):
@@ -340,6 +341,12 @@ FORMATS = {
             summary="token exports of Penstock's trainer side: JSON lines or Parquet",
             keys=("token_ids", "inference_logprobs"),
             read=_plain(read_export),
+        ),
+        FileFormat(
+            name="run",
+            summary="the groups that a plane keeps in the folder of a run",
+            is_folder=True,
+            read=_plain(read_run_groups),
         ),
         FileFormat(
             name="jsonl",

@@ -243,7 +243,9 @@ def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
     """The samples of a file, or of all files in a folder; padding and dummies are not among them."""
     files = files_in(place.path)
     if not files:
-        raise InvalidInput(f"{place.name}: no step_N/rank_R.bin in it; give prime-rl's rollouts or batches folder")
+        raise InvalidInput(
+            f"{place.name}: no run, and no step_N/rank_R.bin; give a run's folder, or prime-rl's rollouts"
+        )
     for file in files:
         for m, batch in enumerate(read_batches(file)):
             where = f"{file} micro-batch {m}"

@@ -99,6 +99,12 @@ def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
         return [EvaluationGroup(*row) for row in log.execute(query, (int(State.EVALUATION),))]
 
 
+def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
+    """(id, location) of every group whose frame is kept, oldest first, whatever became of it."""
+    with reading(Path(folder) / LOG) as log:
+        return list(log.execute("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedGroup:
     """A group that was accepted and that no step will train, or none has so far."""
