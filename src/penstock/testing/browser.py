@@ -18,6 +18,8 @@ from penstock.view.web import listening, make_app, make_server
 
 SIZES = (1400, 700)
 """Widths at which pages are looked at: a desk's screen and half of one."""
+_PATIENCE_S = 60.0
+"""How long a page may take to come to something, on a machine that has other work."""
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--no-sandbox",
@@ -68,6 +70,7 @@ def browsing(*, width: int = 1440, height: int = 900, dark: bool = False) -> Ite
             color_scheme="dark" if dark else "light",
             device_scale_factor=1,
         )
+        context.set_default_timeout(1000 * _PATIENCE_S)
         page = context.pages[0]
         page.errors = []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
@@ -83,7 +86,7 @@ def _is_error(message: Any) -> bool:
     return bool(message.type == "error") and "/events" not in str(message.location.get("url", ""))
 
 
-def wait_until(page: Any, expression: str, arg: Any = None, *, seconds: float = 30.0) -> None:
+def wait_until(page: Any, expression: str, arg: Any = None, *, seconds: float = _PATIENCE_S) -> None:
     """Ask from outside until it is so: the page's policy forbids what Playwright does to look a second time."""
     deadline = time.monotonic() + seconds
     while not page.evaluate(expression, arg):

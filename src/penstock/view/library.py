@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from penstock.assets import AssetStore
 
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-_KEPT_STEPS = 6
+_SHOWN_TOKENS = 400
+"""Of a branch of a group; the sample itself has all of them."""
+_KEPT_STEPS = 4
 """Indexes held in memory: about 80 bytes per token and some hundred per sample."""
 
 
@@ -193,10 +195,6 @@ class Library:
         if run not in runs_of(found):
             found.choose(run)  # raises, with the ones there are
             raise UnknownKey(f"run {run[:80]!r}: nothing is known of it")
-
-
-_SHOWN_TOKENS = 400
-"""Of a branch; the sample itself has all of them."""
 
 
 class _Image(msgspec.Struct):

@@ -124,7 +124,8 @@
           : wanted;
       const lines = specs.map(([label, ...sources]) => line(read, found, label, sources)).filter(Boolean);
       for (const [, ...sources] of specs) for (const source of sources) used.add(source);
-      if (lines.length) charts.push({ title, note, lines, format: format || ps.number });
+      if (lines.length)
+        charts.push({ title, note, lines, format: format || ps.number, named: typeof wanted === "string" });
     }
     for (const name of [...new Set(names)].filter((one) => !used.has(one)).sort()) {
       const one = read(name);

@@ -55,7 +55,12 @@
         {},
         ps.el("td", { class: "name" }, ps.visible(group.id)),
         ps.el("td", { class: "name" }, ps.visible(group.prompt || "–")),
-        ps.el("td", { class: "name why", title: WHY[group.reason] || "" }, ps.visible(why)),
+        ps.el(
+          "td",
+          { class: "name why" },
+          ps.visible(why),
+          WHY[group.reason] ? ps.el("span", { class: "dim" }, " (" + WHY[group.reason] + ")") : null,
+        ),
         ...["samples", "tokens", "policy_version"].map((key) => ps.el("td", {}, ps.number(group[key]))),
         ps.el("td", {}, group.is_kept ? button : ps.el("span", { class: "dim" }, "given back")),
       );

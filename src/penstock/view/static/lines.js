@@ -37,6 +37,7 @@
     if (size >= 1e9) return Number((value / 1e9).toPrecision(3)) + "G";
     if (size >= 1e6) return Number((value / 1e6).toPrecision(3)) + "M";
     if (size >= 1e4) return Number((value / 1e3).toPrecision(3)) + "k";
+    if (size > 0 && size < 1e-3) return Number(value.toPrecision(3)).toExponential().replaceAll("-", "−");
     return ps.number(value);
   };
 

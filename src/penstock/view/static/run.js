@@ -73,7 +73,7 @@
   // The values at the cursor, or the latest ones, beside the names of the lines.
   function point(chart) {
     const colours = ps.palette().lines;
-    const many = chart.lines.length > 1;
+    const many = chart.lines.length > 1 || chart.named;
     const values = chart.lines.map((line) => {
       const known = line.xs.length > 0;
       let i = Number.isNaN(cursor) ? line.xs.length - 1 : ps.nearest(line.xs, cursor);
