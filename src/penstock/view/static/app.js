@@ -72,10 +72,13 @@
 
   const toggleList = () => document.body.classList.toggle("listing");
 
-  function openParting() {
+  // Where two compared runs first differ.
+  function partingPlace() {
     const { export: name, run, step: number, sample: index, token } = overview.parting;
-    go({ page: "samples", export: name, run, step: number, sample: index ?? -1, token: token ?? -1 });
+    return { page: "samples", export: name, run, step: number, sample: index ?? -1, token: token ?? -1 };
   }
+
+  const openParting = () => go(partingPlace());
 
   function theme() {
     const root = document.documentElement;
@@ -320,8 +323,9 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => resized());
     ps.keys.start(KEYS, () => at.page === "samples" && sample);
     if (ps.source.isEmbedded && overview.start && !location.hash) history.replaceState(null, "", overview.start);
-    if (overview.parting && !location.hash && overview.parting.step !== undefined) openParting();
-    else await follow();
+    if (overview.parting && !location.hash && overview.parting.step !== undefined)
+      history.replaceState(null, "", address(partingPlace()));
+    await follow();
     ps.live.start({ overview: told, rows: ps.runPage.add, line: lineChanged });
   }
 
