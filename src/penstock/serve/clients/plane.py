@@ -6,7 +6,6 @@ others as well; with an address it is a line to a plane that `penstock serve` ru
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -206,7 +205,7 @@ class Plane:
 
     async def _aput(self, group: EncodedGroup, timeout: float | None) -> bool:
         self._raise_ended()
-        keepers = self._keepers if self._knows_keepers else await asyncio.to_thread(self._through)
+        keepers = self._keepers if self._knows_keepers else await self._async.compute(self._through)
         if keepers is not None:
             return self._taken(group, await keepers.aput(group, timeout))
         question = group.question(self._line.session, timeout)
