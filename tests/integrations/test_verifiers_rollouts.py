@@ -7,6 +7,7 @@ import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,15 @@ def test_what_ends_rollouts_in_a_thread_is_raised_at_the_end_of_the_block(endpoi
         wait_until(lambda: tally.groups == 1)
 
 
+def test_an_endpoint_that_goes_away_ends_it_after_some_groups_and_loses_none(model: Path, plane: Plane) -> None:
+    with pytest.raises(PeerError, match="groups in a row have no rollout that worked"), ExitStack() as stack:
+        with Endpoint(Engine(model)) as gone:
+            tally = stack.enter_context(rollouts(gone, groups=None, max_failures=2).running(plane))
+            wait_until(lambda: tally.groups >= 1)
+        wait_until(lambda: "rollouts" not in {thread.name for thread in threading.enumerate()})
+    assert plane.ledger.accepted >= tally.groups > 0 and tally.failed > 0
+
+
 def test_rollouts_that_keep_failing_end_it_with_their_reason(endpoint: Endpoint, plane: Plane) -> None:
     tally = Tally()
     job = rollouts(endpoint, groups=None, settings={"taskset": {"broken": True}})
@@ -270,7 +280,7 @@ def test_what_is_wrong_is_said_before_anything_is_played(
 
 
 def test_settings_that_cannot_be_are_refused(endpoint: Endpoint) -> None:
-    for name in ("group_size", "in_flight", "groups"):
+    for name in ("group_size", "in_flight", "groups", "max_failures"):
         with pytest.raises(ConfigError, match=f"{name}: 0; must be at least 1"):
             rollouts(endpoint, **{name: 0})
 

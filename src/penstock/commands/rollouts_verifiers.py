@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--groups", type=int, metavar="N", help="how many groups; default: until it is stopped")
     parser.add_argument("--in-flight", type=int, default=32, metavar="N", help="episodes at once (default %(default)s)")
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="end after N groups in a row that all failed (default 3)",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default %(default)s)")
     parser.add_argument("--top-p", type=float, help="sample from the likeliest tokens that reach this probability")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="per answer; default: the endpoint's")
@@ -109,7 +116,8 @@ def _rollouts(args: argparse.Namespace) -> Rollouts:
     for text in args.set:
         settings.assign(text)
     sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
-    names = ("endpoint", "model", "tokenizer", "renderer", "api_key_var", "group_size", "groups", "in_flight", "seed")
+    names = ["endpoint", "model", "tokenizer", "renderer", "api_key_var"]
+    names += ["group_size", "groups", "in_flight", "max_failures", "seed"]
     return Rollouts(
         environment=Environment(name=args.env, settings=settings.tables, runtime=args.runtime, server=args.server),
         sampling={name: value for name, value in sampling.items() if value is not None},

@@ -45,8 +45,6 @@ SAMPLE = "penstock_sample"
 _FAILED = "rollout failed"
 _ANSWER_S = 5.0
 """How long an interrupted put waits for its answer."""
-_MOST_FAILURES = 3
-"""Groups in a row of which every rollout failed."""
 
 
 @dataclass(slots=True)
@@ -112,6 +110,8 @@ class Rollouts:
     """How many; None: until it is stopped."""
     in_flight: int = 32
     """Episodes played at the same time."""
+    max_failures: int = 3
+    """Groups in a row of which every rollout failed, after which it ends."""
     seed: int | None = None
     """Of the order of tasks; None: another order each time."""
     evaluation: bool = False
@@ -124,7 +124,7 @@ class Rollouts:
     """A folder; episodes are appended to its `traces.jsonl`, so that they can be annotated later."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "in_flight"):
+        for name in ("group_size", "in_flight", "max_failures"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)}; must be at least 1")
         if self.groups is not None and self.groups < 1:
@@ -225,8 +225,10 @@ class _Players:
 
     async def _version(self) -> int | None:
         """That of the weights which are about to sample: the endpoint's word for it, or the trainer's."""
-        rollouts = self._rollouts
-        card = await ask_endpoint(rollouts.endpoint, api_key_var=rollouts.api_key_var)
+        try:
+            card = await ask_endpoint(self._rollouts.endpoint, api_key_var=self._rollouts.api_key_var)
+        except ConfigError:
+            card = {}  # it is away; what is played now fails, and that is counted
         said = card.get("policy_version")
         return said if isinstance(said, int) else await asyncio.to_thread(lambda: self._plane.policy_version)
 
@@ -243,9 +245,9 @@ class _Players:
         if not useful:
             self._tally.dropped_groups += 1
             await self._plane.adiscard(_FAILED, len(episodes))
-        if self._tally.failures_in_a_row >= _MOST_FAILURES:
+        if self._tally.failures_in_a_row >= self._rollouts.max_failures:
             raise PeerError(
-                f"{_MOST_FAILURES} groups in a row have no rollout that worked; the last failed with "
+                f"{self._tally.failures_in_a_row} groups in a row have no rollout that worked; the last failed with "
                 f"{self._tally.last_failure}; look at the environment and at {self._rollouts.endpoint}"
             )
 
