@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.commands.top import _from_plane, page
 from penstock.errors import InvalidInput, Overloaded, PenstockError, StepAborted
 from penstock.send.keys import make_keys
 from penstock.testing.cluster import Cluster
@@ -105,6 +106,9 @@ def test_with_one_keeper_of_two_a_put_waits_and_names_who_is_missing(tmp_path: P
         ):
             cluster.plane.put(group("b"), timeout=4 * TIMES.peer_s)
         assert cluster.plane.ledger.accepted == 3
+        shown = "\n".join(page(_from_plane(cluster.plane.status()), {}))
+        assert "keepers    1 up, 1 down; 2 copies; too few up of 1 groups, none of 0" in shown
+        assert f"{gone}: DOWN for" in shown
         cluster.start_keeper("b")
         cluster.plane.put(group("b"), timeout=60)
         assert cluster.plane.status()["copies"]["groups_too_few"] == 0

@@ -9,10 +9,13 @@ A keeper that is silent for `peer_s` is down, and one that is down for `keeper_s
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 from penstock.errors import CorruptFrame
 from penstock.send.carrier import Peer
@@ -68,6 +71,11 @@ class Roster:
         self.terms, self._timeouts = terms, timeouts
         self.policy_version: int | None = None
         self._keepers: dict[str, _Keeper] = {}
+        self._by_incarnation: dict[str, _Keeper] = {}
+        self._names: list[str] = []
+        """Of all keepers, sorted: each copies to those behind it first."""
+        self._told: tuple[float, list[KeeperAt], list[str]] = (float("-inf"), [], [])
+        """When it was last found who is up, those, and some words for those who are not."""
         self._sets: Counter[tuple[str, ...]] = Counter()
         """Keepers that have copies of a frame -> how many frames."""
         self._now = 0.0
@@ -123,6 +131,7 @@ class Roster:
         if found is None:
             at = KeeperAt(name=name, node=name.rpartition(".")[0], url="", up=False)
             found = self._keepers[name] = _Keeper(at, self._now)
+            insort(self._names, name)
         return found
 
     # -------------------------------------------------------------- facts that come in
@@ -161,7 +170,10 @@ class Roster:
             return []  # an old message
         keeper.enlisted = (message.life, message.number)
         keeper.at = KeeperAt(name=message.name, node=message.node, url=message.url, key=message.key)
+        self._by_incarnation.pop(keeper.incarnation, None)
+        self._by_incarnation[message.incarnation] = keeper
         keeper.peer, keeper.incarnation, keeper.heard = peer, message.incarnation, now
+        self._told = (float("-inf"), [], [])
         keeper.last, keeper.quota_bytes = message.last, message.quota_bytes
         keeper.unwanted, keeper.telling, keeper.refused = [], [], set()
         keeper.damaged = {number for number in keeper.held if number <= message.last} - has
@@ -177,7 +189,7 @@ class Roster:
 
     def on_beat(self, peer: Peer, message: KeeperBeat, now: float) -> list[Send]:
         self._now = now
-        keeper = next((k for k in self._keepers.values() if k.incarnation == message.incarnation and k.peer), None)
+        keeper = self._by_incarnation.get(message.incarnation)
         if keeper is None:
             return [Send(peer, Unknown(epoch=self.terms.epoch))]
         keeper.peer, keeper.heard = peer, now
@@ -191,28 +203,46 @@ class Roster:
         return [Send(peer, self._pulse(keeper, message.number))]
 
     def _pulse(self, keeper: _Keeper, number: int) -> KeeperPulse:
-        others = sorted((k for k in self._keepers.values() if k.at.node != keeper.at.node), key=lambda k: k.at.name)
-        after = [k for k in others if k.at.name > keeper.at.name]
-        ring = [*after, *others[: len(others) - len(after)]]
         return KeeperPulse(
             epoch=self.terms.epoch,
             number=number,
-            peers=tuple(k.at for k in ring if self._is_up(k))[:_MAX_PEERS],
-            down=tuple(self._words(k) for k in ring if not self._is_up(k))[:_MAX_NAMED],
+            peers=tuple(islice(self._peers(keeper), _MAX_PEERS)),
+            down=tuple(self._find_told()[2]),
             batch=keeper.batch,
             forget=numbers_to_bytes(keeper.telling),
             policy_version=self.policy_version,
         )
 
+    def _peers(self, keeper: _Keeper) -> Iterator[KeeperAt]:
+        """Keepers of other nodes that are up, those behind it first: some are found however many there are."""
+        first = bisect_right(self._names, keeper.at.name)
+        for name in chain(islice(self._names, first, None), islice(self._names, first)):
+            other = self._keepers[name]
+            if other.at.node != keeper.at.node and self._is_up(other):
+                yield other.at
+
     # -------------------------------------------------------------- who is where
 
     def told_to(self, node: str) -> tuple[KeeperAt, ...]:
-        """Whom a producer on a node should put to: its own node's keeper first."""
-        up = sorted((k.at for k in self._keepers.values() if self._is_up(k)), key=lambda at: (at.node != node, at.name))
+        """Whom a producer on a node should put to: its own node's keeper first, then others, not all the same ones."""
+        up = self._find_told()[1]
         own = [at for at in up if at.node == node]
-        others = up[len(own) :]
-        first = sum(node.encode()) % len(others) if others else 0
-        return tuple([*own, *others[first:], *others[:first]][:_MAX_TOLD])
+        first = crc32(node.encode()) % len(up) if up else 0
+        others = [at for at in chain(up[first:], up[:first]) if at.node != node]
+        return tuple([*own, *others][:_MAX_TOLD])
+
+    def _find_told(self) -> tuple[float, list[KeeperAt], list[str]]:
+        """Who is up, found a few times per heartbeat: a thousand may ask at once."""
+        if self._now - self._told[0] > self._timeouts.heartbeat_s / 8:
+            up: list[KeeperAt] = []
+            down: list[str] = []
+            for keeper in map(self._keepers.__getitem__, self._names):
+                if self._is_up(keeper):
+                    up.append(keeper.at)
+                elif len(down) < _MAX_NAMED:
+                    down.append(self._words(keeper))
+            self._told = (self._now, up, down)
+        return self._told
 
     def addresses(self, names: Iterable[str]) -> tuple[KeeperAt, ...]:
         """Where these keepers are, as far as is known."""
@@ -226,13 +256,19 @@ class Roster:
 
     def tick(self, now: float) -> None:
         """Notice silence. Call it at least once per heartbeat."""
-        last, self._ticked, self._now = self._ticked, now, now
+        self._now, last = now, self._ticked
+        if last is not None and now - last < self._timeouts.heartbeat_s / 8:
+            return
+        self._ticked = now
         if last is None or now - last > self._timeouts.heartbeat_s:
             # The plane itself stood still so long, or has just begun to wait.
             gap = 0.0 if last is None else now - last
             for keeper in self._keepers.values():
                 keeper.heard = now if last is None else keeper.heard + gap
-        gone = frozenset(name for name, keeper in self._keepers.items() if keeper.held and self._is_gone(keeper))
+        for name in [name for name, keeper in self._keepers.items() if self._is_gone(keeper) and not keeper.held]:
+            self._names.remove(name)  # it had nothing, or nobody wants it any more
+            self._by_incarnation.pop(self._keepers.pop(name).incarnation, None)
+        gone = frozenset(name for name, keeper in self._keepers.items() if self._is_gone(keeper))
         self.has_news |= bool(gone - self._gone)
         self._gone = gone
 

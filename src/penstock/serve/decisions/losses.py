@@ -25,20 +25,19 @@ def lost_groups(engine: Engine, roster: Roster, awaited: int = 0, *, only_awaite
     ops = state.steps[awaited].groups if only_awaited and awaited in state.steps else list(state.rows)
     rows = [state.rows[op] for op in ops if op in state.rows]
     found = {row.op: why for row in rows if row.location and (why := roster.lost(row.location))}
-    return {op: why for op, why in found.items() if _matters(engine, op, awaited)}
+    needed = {
+        op
+        for step, manifest in state.steps.items()
+        if step < engine.next_step or _is_wanted(engine, step, awaited)
+        for op in manifest.groups
+    }
+    # What all ranks have, and nobody else will want, may be lost without any change.
+    return {op: why for op, why in found.items() if op in needed or engine.run_tables.is_waiting(state.rows[op])}
 
 
 def _is_wanted(engine: Engine, step: int, awaited: int) -> bool:
     """Whether a planned step has still to be given to somebody."""
     return step >= engine.next_step and (step == awaited or engine.state.states[step] is State.SCHEDULED)
-
-
-def _matters(engine: Engine, op: int, awaited: int) -> bool:
-    """Whether anything changes by its loss: not if all ranks have it, and nobody else will want it."""
-    if engine.run_tables.is_waiting(engine.state.rows[op]):
-        return True
-    using = (step for step, manifest in engine.state.steps.items() if op in manifest.groups)
-    return any(step < engine.next_step or _is_wanted(engine, step, awaited) for step in using)
 
 
 def lose(engine: Engine, lost: Mapping[int, str], awaited: int = 0) -> tuple[int, str] | None:
