@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 BANNED_CALLS = {"eval", "exec", "__import__", "compile"}
 UNSAFE_KEYWORDS = {"allow_pickle": True, "weights_only": False}
+LOADERS = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+"""What must be said where these are called, whatever the default of the version at hand is."""
 
 
 def violations(path: Path) -> Iterator[str]:
@@ -25,6 +27,9 @@ def violations(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
                 yield f"{where}: {node.func.id}()"
+            needed = LOADERS.get(ast.unparse(node.func))
+            if needed is not None and needed not in [(k.arg, getattr(k.value, "value", None)) for k in node.keywords]:
+                yield f"{where}: {ast.unparse(node.func)} without {needed[0]}={needed[1]}"
             for keyword in node.keywords:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
                 if keyword.arg in UNSAFE_KEYWORDS and value is UNSAFE_KEYWORDS[keyword.arg]:
@@ -42,8 +47,10 @@ def test_source_neither_unpickles_nor_evaluates() -> None:
 
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
-    path.write_text("import pickle\nfrom marshal import loads\neval('1')\nload(x, allow_pickle=True)\nmodel.eval()\n")
-    assert [found.split(":")[1] for found in violations(path)] == ["1", "2", "3", "4"]
+    path.write_text(
+        "import pickle\nfrom marshal import loads\neval('1')\nload(x, allow_pickle=True)\ntorch.load(x)\nmodel.eval()\n"
+    )
+    assert [found.split(":")[1] for found in violations(path)] == ["1", "2", "3", "4", "5"]
 
 
 PROGRAM = """

@@ -38,6 +38,7 @@ HELD = (
     *("routed_experts", "mm_token_type_ids", "sampling_mask", "env", "mode", "images"),
 )
 """What a file has a place for: modes as weights, images if the writer is told how to say them."""
+_DTYPES = ("uint8", "uint16", "int16", "int32")
 _FILE = re.compile(r"rank_(\d{1,9})\.bin")
 _STEP = re.compile(r"step_(\d{1,18})")
 
@@ -291,6 +292,8 @@ def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
     try:
         if batch.routed_experts is not None:
             data, shape, dtype = batch.routed_experts
+            if dtype not in _DTYPES:
+                raise CorruptFile(f"{where}.routed_experts: dtype {dtype[:40]!r}; must be one of {', '.join(_DTYPES)}")
             given["routed_experts"] = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
         if batch.sampling_mask is not None:
             ids, counts = (np.frombuffer(data or b"", "<i4") for data in batch.sampling_mask[:2])
