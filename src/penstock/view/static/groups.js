@@ -1,4 +1,4 @@
-// The groups page: all rollouts of a prompt together, what they share and where they part, and any column to sort by.
+// The groups page: all rollouts of a prompt together, what they share and where they branch, and any column to sort by.
 "use strict";
 {
   const DEFAULT = ["reward", "advantage", "tokens", "staleness", "max_kl", "masked", "env_name"];
@@ -155,7 +155,7 @@
       ps.fill(
         holder,
         ps.el("table", { class: "grid" }, header("rollout"), ps.el("tbody", {}, ...sorted(members).map(sampleRow))),
-        ps.el("h2", {}, "Where they part"),
+        ps.el("h2", {}, "Branches"),
         ps.el("ul", { class: "tree" }, ...roots),
       );
     } catch (error) {
