@@ -22,7 +22,7 @@ from penstock.hold import Uniform
 from penstock.pack import Packing
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log
-from penstock.serve.process.archiver import Archiver, Archiving
+from penstock.serve.process.archiver import Archiver, Archiving, reader_of
 from penstock.serve.process.prometheus import render
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.engines import DirectEngine, damage_frame
@@ -163,7 +163,7 @@ def test_an_archive_of_another_run_is_left_alone_and_said(tmp_path: Path) -> Non
 def test_a_plane_that_cannot_be_archived_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="open it on a folder"):
         ps.open("memory:", archive=folder_of(tmp_path), **SETTINGS)
-    for more in ({"copies": 1}, {"locking": "exclusive"}):
+    for more in ({"locking": "exclusive"},):
         with pytest.raises(ConfigError, match=next(iter(more))):
             ps.open(tmp_path / "run", archive=folder_of(tmp_path), **{**SETTINGS, **more})
     with pytest.raises(ConfigError, match="ftp"):
@@ -274,7 +274,7 @@ def test_nothing_is_missing_or_doubled_after_lost_requests_and_kills(
     blobs = Unreliable(open_place(where, create=True), rng)
 
     def archiver() -> Archiver:
-        read = engine.keeper.read
+        read = reader_of(engine.keeper, engine.log)
         return Archiver(where, engine.settings, engine.log, read, collect_s=0.0, place=lambda: blobs)  # type: ignore[arg-type, return-value]
 
     names = iter(range(1000))

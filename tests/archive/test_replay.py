@@ -21,7 +21,7 @@ from penstock.encode import encode
 from penstock.errors import InvalidInput
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.serve.clients.feed import feed
-from penstock.serve.process.archiver import Archiver
+from penstock.serve.process.archiver import Archiver, reader_of
 from penstock.serve.process.rerun import rerun
 from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine
@@ -32,7 +32,7 @@ from tests.archive.test_archiving import end, open_engine, put_to, step, wait_fo
 
 def archive_of(engine: DirectEngine, where: str) -> RecordedRun:
     """Send everything that there is."""
-    archiver = Archiver(where, engine.settings, engine.log, engine.keeper.read, collect_s=0.0)
+    archiver = Archiver(where, engine.settings, engine.log, reader_of(engine.keeper, engine.log), collect_s=0.0)
     wait_for(lambda: archiver.progress.cursor.step == engine.next_step - 1)
     archiver.close()
     end(engine)

@@ -210,10 +210,6 @@ class PlaneSettings:
         check(self)
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
-        if self.copies and self.archive is not None:
-            raise ConfigError(
-                f"archive: {self.archive!r} with copies {self.copies!r}; a plane sends only frames it keeps"
-            )
         if self.locking == "exclusive" and self.archive is not None:
             raise ConfigError(f"archive: {self.archive!r} with locking 'exclusive'; nobody else could read the log")
         table = table_with(self.packing.own)

@@ -27,7 +27,8 @@ SEGMENT_BYTES = 32 << 20
 _ROWS = 4096
 """Decisions read at a time."""
 
-Read = Callable[[str], Buffer]
+Read = Callable[[str, str], Buffer]
+"""Gives a frame by its location and its group; CorruptFrame: it is gone for good, StorageError: try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class ToArchive:
     """A run's log, as its archive needs it. Used by one thread."""
 
     def __init__(self, folder: Path, read: Read, *, once: bool) -> None:
-        """`read` gives a frame by its location; `once`: no group is used by two steps, so none is looked for."""
+        """`once`: no group is used by two steps, so none is looked for."""
         self._log, self._read = folder / LOG, read
         self._done: set[int] | None = None if once else set()
         """Groups whose frames are archived, as far as a later step may use them."""
@@ -159,7 +160,7 @@ class ToArchive:
                 )
             )
             if evaluation:
-                found.add_frame(op, digest, self._frame(location, digest))
+                found.add_frame(op, digest, self._frame(location, name, digest))
             through = op
             if found.is_full:
                 break
@@ -206,17 +207,17 @@ class ToArchive:
                 return False
             op = manifest.groups[number]
             if op not in found.ops and (self._done is None or op not in self._done):
-                location, digest = log.execute("SELECT location, digest FROM groups WHERE op = ?", (op,)).fetchone()
-                found.add_frame(op, digest, self._frame(location, digest))
+                row = log.execute("SELECT location, id, digest FROM groups WHERE op = ?", (op,)).fetchone()
+                found.add_frame(op, row[2], self._frame(*row))
             found.cursor = replace(found.cursor, part=number + 1)
         return True
 
-    def _frame(self, location: str, digest: bytes) -> bytes | None:
+    def _frame(self, location: str, group: str, digest: bytes) -> bytes | None:
         """A frame, copied; None if it was given back, be it while it was read."""
         if not location:
             return None
         try:
-            frame = bytes(self._read(location))
+            frame = bytes(self._read(location, group))
         except CorruptFrame:
             return None
         return frame if xxhash.xxh3_128_digest(frame) == digest else None

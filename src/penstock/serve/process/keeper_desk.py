@@ -105,7 +105,7 @@ def roster_of(settings: PlaneSettings, epoch: int, carriers: Sequence[PlaneCarri
         max_tokens=limits.max_tokens,
         max_bytes=limits.max_bytes,
         max_samples=limits.max_samples,
-        clients=tuple(sorted({key for found in keys for key in found.allowed})),
+        clients=tuple(sorted({key for found in keys for key in (found.public, *found.allowed)})),  # the plane archives
         keepers=tuple(sorted({key for found in keys for key in found.keepers})),
     )
     return Roster(terms, settings.timeouts)

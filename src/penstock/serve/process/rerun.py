@@ -20,7 +20,7 @@ from penstock.archive import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.config import build
 from penstock.errors import InvalidInput, PenstockError
 from penstock.keep import GroupFacts
-from penstock.serve.decisions.decision_records import DropGroup, Quarantine, Record, ReleaseGroup, read_record
+from penstock.serve.decisions.decision_records import DropGroup, Lose, Quarantine, Record, ReleaseGroup, read_record
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Incoming, Intake, Refused
 from penstock.serve.decisions.log import GroupRow, Log
@@ -183,6 +183,10 @@ class _Life:
         names = {op: entry.id for op, entry in self._recorded.groups.items()}
         if isinstance(record, Quarantine):
             return Quarantine(groups={state.by_id[names[op]]: why for op, why in record.groups.items()})
+        if isinstance(record, Lose):
+            return Lose(
+                groups={state.by_id[names[op]]: why for op, why in record.groups.items() if names[op] in state.by_id}
+            )
         if isinstance(record, (ReleaseGroup, DropGroup)):
             return type(record)(op=set_aside[names[record.op]])
         return record
@@ -251,6 +255,8 @@ def settings_of(text: str) -> PlaneSettings:
         found,
         listen=(),
         keys=None,
+        copies=0,
+        locking="wal",
         archive=None,
         shares={},  # given by the decisions that were recorded
         max_held_bytes=1 << 60,

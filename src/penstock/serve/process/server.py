@@ -134,7 +134,7 @@ class Server:
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
-        self.archiving = Archiving(self.engine)
+        self.archiving = Archiving(self.engine, self._carriers)
 
     @property
     def urls(self) -> list[str]:
