@@ -8,10 +8,12 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,6 +225,20 @@ def test_a_killed_unit_loses_nothing_it_acknowledged_and_the_line_finds_the_next
     unit.kill()
 
 
+def test_a_unit_that_can_serve_no_more_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    unit = Unit(tmp_path, host="127.0.0.1", on_failure=failed.set)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(ColumnStore, "sweep", broken)
+    assert failed.wait(60)
+    unit.close()
+    ColumnStore(tmp_path).close()
+
+
 def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
     unit = Unit(tmp_path / "live", host="127.0.0.1")
     line = Line(lambda _: unit.where, timeout_s=60)
@@ -236,6 +252,12 @@ def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
     line.ask(Clear((0,)))
     with pytest.raises(UnknownKey):
         line.ask(Get((0,), ("a",)))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(unit.where[0])
+        for parts in ([b""], [b"1"], [b"1", b"\xc1 no request"], [b"1", b"\x81\xa4type\xa3Put", b"x"]):
+            stranger.send_multipart(parts)
+        stranger.setsockopt(zmq.LINGER, 0)
+        assert b"CorruptFrame" in stranger.recv_multipart()[1]
     line.ask(Load(str(tmp_path / "saved")))
     assert bytes(line.ask(Get((1, 0), ("a",)))[1][0]) == b"yx"
     line.close()

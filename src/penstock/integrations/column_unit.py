@@ -24,7 +24,6 @@ from penstock.integrations.column_store import Block, Cells, ColumnStore
 
 logger = logging.getLogger("penstock.columns")
 _LOOK_S = 0.25
-_MAX_HEADER_BYTES = 64 << 20
 Where = tuple[str, int]
 """(address, life of the folder): a unit that was killed comes back with another life."""
 
@@ -73,10 +72,18 @@ _ANSWERS = msgspec.msgpack.Decoder(Done | Refused)
 
 
 class Unit:
-    """Serves a folder from a thread, until closed."""
+    """Serves a folder from a thread, until closed; `on_failure` is called when that thread can serve no more."""
 
-    def __init__(self, folder: str | Path, *, host: str, unit: int = 0, units: int = 1) -> None:
-        self._stopping = False
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        host: str,
+        unit: int = 0,
+        units: int = 1,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stopping, self._on_failure = False, on_failure
         self._ready = threading.Event()
         self._failed: BaseException | None = None
         self.where: Where = ("", 0)
@@ -106,6 +113,10 @@ class Unit:
             try:
                 while not self._stopping:
                     self._turn(store, socket)
+            except BaseException:
+                logger.exception("a storage unit failed")
+                self._on_failure()
+                raise
             finally:
                 store.close()
 
@@ -116,7 +127,10 @@ class Unit:
         puts: list[tuple[list[bytes], Block]] = []
         others: list[tuple[list[bytes], Any]] = []
         while socket.poll(0):
-            peer, number, header, *frames = socket.recv_multipart(copy=False)
+            peer, *parts = socket.recv_multipart(copy=False)
+            if len(parts) < 2:
+                continue  # not one of ours
+            number, header, *frames = parts
             back = [peer.bytes, number.bytes]
             try:
                 request = _READ.decode(header.buffer)
@@ -125,7 +139,7 @@ class Unit:
                     puts.append((back, Block(rows=request.rows, columns=request.columns, data=data)))
                 else:
                     others.append((back, request))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 _refuse(socket, back, CorruptFrame(f"request: {error}"))
         self._put(store, socket, puts)
         for back, request in others:

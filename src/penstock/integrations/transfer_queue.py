@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -69,7 +70,13 @@ class _UnitActor:
         import ray
 
         host = ray.util.get_node_ip_address()
-        self._unit = Unit(Path(folder) / f"unit-{unit}", host=host, unit=unit, units=units)
+        self._unit = Unit(
+            Path(folder) / f"unit-{unit}",
+            host=host,
+            unit=unit,
+            units=units,
+            on_failure=lambda: os._exit(1),  # Ray starts it again
+        )
 
     def where(self) -> Where:
         return self._unit.where
