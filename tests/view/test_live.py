@@ -31,7 +31,7 @@ def add(folder: Path, name: str, *rows: dict[str, Any]) -> None:
 def told(watch: Watch) -> list[tuple[str, dict[str, Any]]]:
     """The events of a look, as a browser reads them."""
     found = []
-    for event in watch.look():
+    for event in watch.look(at_all=True):
         fields = dict(line.split(": ", 1) for line in event.decode().strip().split("\n"))
         found.append((fields["event"], json.loads(fields["data"])))
     return found

@@ -10,6 +10,7 @@ Files are looked at by size, and only what was added is read.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from penstock.view.library import Library, runs_of
 from penstock.view.run_metrics import Places, as_columns
 
 LOOK_S = 0.4
+_REST = 20
+"""So much longer than looking at all runs took, they are left alone: a long log must not keep a processor busy."""
 _ALIVE_EVERY = 25
 """Looks without news after which a comment keeps the line open."""
 Read = dict[str, Places]
@@ -32,17 +35,24 @@ class Watch:
     def __init__(self, library: Library, read: Read | None = None) -> None:
         self._library = library
         self._read: Read = dict(read or {})
-        self._overview = b""
+        self._overview, self._due = b"", 0.0
 
-    def look(self) -> Iterator[bytes]:
-        """Events of what changed since the last look."""
-        overview = msgspec.json.encode(self._library.overview())
-        if overview != self._overview:
-            self._overview = overview
-            yield _event("overview", overview, self._read)
+    def look(self, *, at_all: bool = False) -> Iterator[bytes]:
+        """Events of what changed since the last look; `at_all` runs, although it may be too soon for that."""
+        if at_all or time.monotonic() >= self._due:
+            yield from self._look_at_runs()
         for export, opened in self._library.exports.items():
             for run in runs_of(opened):
                 yield from self._rows(export, run)
+
+    def _look_at_runs(self) -> Iterator[bytes]:
+        began = time.monotonic()
+        overview = msgspec.json.encode(self._library.overview())
+        now = time.monotonic()
+        self._due = now + _REST * (now - began)
+        if overview != self._overview:
+            self._overview = overview
+            yield _event("overview", overview, self._read)
 
     def _rows(self, export: str, run: str) -> Iterator[bytes]:
         key = f"{export}\n{run}"
@@ -64,7 +74,7 @@ async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> A
     while not is_last:
         is_last = is_over()  # looked at before the last look: how a run ended is told before the line ends
         try:
-            found = await asyncio.to_thread(lambda: list(watch.look()))
+            found = await asyncio.to_thread(_looked, watch, is_last)
         except (PenstockError, OSError):  # a step is being written again, a folder is on its way: look once more
             found = []
         for event in found:
@@ -75,6 +85,10 @@ async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> A
             yield b": still here\n\n"
         if not is_last:
             await asyncio.sleep(LOOK_S)
+
+
+def _looked(watch: Watch, at_all: bool) -> list[bytes]:
+    return list(watch.look(at_all=at_all))
 
 
 def parse_read(text: str) -> Read:

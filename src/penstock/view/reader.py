@@ -116,8 +116,7 @@ class Export:
                 listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
                 raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
             return runs[0]
-        runs = self.runs
-        if run and run not in runs:
+        if run and run not in (runs := self.runs):
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
             raise UnknownKey(f"{self.folder}: no run {run[:80]!r}; there are {named}")
         return run
