@@ -79,6 +79,7 @@ DEEP = {
     "pack/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
     "send/test_keeper_simulation.py",
     "send/test_simulation.py",
+    "serve/test_hostile_keeping.py",
     "serve/test_keepers_plane.py",
     "serve/test_engine_restarts.py::test_a_restart_changes_no_byte_of_what_follows",
     "serve/test_engine_restarts.py::test_any_retained_step_is_served_again_to_the_byte",

@@ -10,6 +10,7 @@ acknowledged is found again after any crash, and a frame without a number is swe
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from penstock.errors import CorruptFile, CorruptFrame, DiskFull, StorageError
 from penstock.keep.folder import FolderKeeper
 from penstock.keep.keeper import Pick
 
+logger = logging.getLogger("penstock.keeper")
 FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -149,9 +151,14 @@ class NumberedFrames:
         """These are wanted no more; `sweep` gives their space back."""
         with self._lock:
             gone = [(number, frame) for number in numbers if (frame := self._frames.pop(number, None)) is not None]
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("DELETE FROM frames WHERE number = ?", [(number,) for number, _ in gone])
-            self._db.execute("COMMIT")
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("DELETE FROM frames WHERE number = ?", [(number,) for number, _ in gone])
+                self._db.execute("COMMIT")
+            except sqlite3.DatabaseError as error:  # the next life has them in its index, and is told again
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                logger.warning("%s: %s; %d frames are not forgotten for good", self.folder, error, len(gone))
         self._keeper.forget(frame.location for _, frame in gone)
 
     def sweep(self) -> None:

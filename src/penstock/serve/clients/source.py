@@ -306,6 +306,9 @@ class Source:
             return
         except CorruptFrame:
             samples = None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            self._fail(message.step, f"{type(error).__name__}: {error}")
+            return
         self._untaken.pop(message.step, None)
         if samples is None or step_digest(message.plan, sample_digests(samples)) != message.digest:
             logger.warning("step %d: not what was sent; asking again", message.step)
@@ -315,9 +318,8 @@ class Source:
         try:
             rank_plan = RankPlan.from_bytes(message.plan)
             step = SourceStep(message.step, message.digest, rank_plan, fill(samples, rank_plan))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
-            with self._lock:
-                self._handle(self._session.fail(message.step, f"{type(error).__name__}: {error}", time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - the same
+            self._fail(message.step, f"{type(error).__name__}: {error}")
             return
         with self._lock:
             self._arrived[message.step] = step
@@ -334,13 +336,16 @@ class Source:
         now = time.monotonic()
         since = self._untaken.setdefault(step, now)
         if now - since > self.timeouts.delivery_s + self.timeouts.keeper_s:
-            with self._lock:
-                self._handle(self._session.fail(step, words, now))
+            self._fail(step, words)
             return
         logger.warning("step %d: %s; asking again", step, words)
         self._taker.pause(min(self.timeouts.resend_s, 0.25))
         with self._lock:
             self._handle(self._session.altered(step, time.monotonic()))
+
+    def _fail(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._handle(self._session.fail(step, reason, time.monotonic()))
 
     def _ask_ahead(self, step: int) -> None:
         for ahead in range(step, step + self._prefetch):

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+import zmq
+
 from penstock.errors import ConfigError, CorruptFrame, PenstockError
 from penstock.keep.numbered import NumberedFrames
 from penstock.send.carrier import Peer
@@ -275,7 +277,11 @@ class KeeperServer:
         at = next((at for at in self.session.peers if at.name == event.name), None)
         if at is not None:
             keys = self._address.keys
-            self._lines.connect(at.name, at.url, None if keys is None else keys.to(at.key))
+            try:
+                self._lines.connect(at.name, at.url, None if keys is None else keys.to(at.key))
+            except (PenstockError, zmq.ZMQError) as error:  # it does not answer then, and another one is chosen
+                logger.warning("keeper %s at %s: %s", at.name, at.url, error)
+                return
         self._lines.send(event.name, pack_message(event.message, self.session.run_id), event.frames)
 
     # -------------------------------------------------------------- work beside the loop

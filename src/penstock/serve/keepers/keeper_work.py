@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import xxhash
 
 from penstock.encode import Limits
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError
 from penstock.keep.facts import GroupFacts, check_group
-from penstock.keep.keeper import DamagedFrame
 from penstock.keep.numbered import NumberedFrames
 from penstock.send.keeper_events import CheckFrame, KeepFrame, TakeFrame
 from penstock.send.keeper_messages import Enlisted
@@ -91,23 +91,28 @@ class KeeperWork:
 
     def give(self, batch: Sequence[TakeFrame]) -> list[Given]:
         """One answer for each; a frame that several want is opened once."""
-        answers: list[Given | None] = [None] * len(batch)
-        plain = []
-        for i, asked in enumerate(batch):
-            if any(not rows for _, _, rows in asked.picks):
-                answers[i] = self._frame(asked)
-            else:
-                plain.append(i)
+        answers = [self._at_once(asked) for asked in batch]
+        plain = [i for i, answer in enumerate(answers) if answer is None]
         try:
-            found = self._frames.take([self._wanted(batch[i], {}) for i in plain])
-        except CorruptFrame:  # somebody's frame is not there: find out whose, one by one
+            found = self._frames.take([_wanted(batch[i]) for i in plain])
+        except Exception:  # noqa: BLE001 - somebody's pick cannot be had: find out whose, one by one
             found = []
         for k, i in enumerate(plain):
             answers[i] = Given(found[k], {}) if found else self._one_by_one(batch[i])
         return [answer for answer in answers if answer is not None]
 
-    def _wanted(self, asked: TakeFrame, missing: dict[int, str]) -> list[tuple[int, tuple[int, ...]]]:
-        return [(number, rows) for i, (number, _, rows) in enumerate(asked.picks) if i not in missing]
+    def _at_once(self, asked: TakeFrame) -> Given | None:
+        """The answer to what is not a slice, or cannot be one; a client may ask for anything."""
+        numbers = [number for number, _, _ in asked.picks]
+        if len(set(numbers)) < len(numbers):
+            return _nothing(asked, "a frame is picked twice")
+        if any(a >= b for _, _, rows in asked.picks for a, b in pairwise((-1, *rows))):
+            return _nothing(asked, "rows do not ascend from 0")
+        if any(not rows for _, _, rows in asked.picks):
+            return self._frame(asked)
+        known = [self._frames.get(number) for number in numbers]
+        good = all(kept is not None and kept.group == pick[1] for kept, pick in zip(known, asked.picks, strict=True))
+        return None if good else self._one_by_one(asked)
 
     def _one_by_one(self, asked: TakeFrame) -> Given:
         """All that can be had."""
@@ -117,16 +122,19 @@ class KeeperWork:
             known = self._frames.get(number)
             if known is None or known.group != group:
                 missing[i] = f"no frame of group {group[:80]!r} is kept under number {number}"
-                damaged.append(number)
+                damaged += [number] if known is None else []  # who names another group says nothing of this one
                 continue
             try:
                 self._frames.take([[(number, rows)]])
-            except (CorruptFrame, DamagedFrame) as error:
+            except CorruptFrame as error:
                 missing[i] = str(error)
                 damaged.append(number)
-            except (IndexError, ValueError, InvalidInput) as error:
-                missing[i] = f"rows {rows[:8]}: {error}"
-        (frame,) = self._frames.take([self._wanted(asked, missing)])
+            except Exception as error:  # noqa: BLE001 - whatever rows provoke
+                missing[i] = f"rows {rows[:8]}: {type(error).__name__}: {error}"
+        try:
+            (frame,) = self._frames.take([_wanted(asked, missing)])
+        except Exception as error:  # noqa: BLE001 - frames that do not go together
+            return _nothing(asked, f"{type(error).__name__}: {error}")
         return Given(frame, missing, tuple(damaged))
 
     def _frame(self, asked: TakeFrame) -> Given:
@@ -142,3 +150,11 @@ class KeeperWork:
         if xxhash.xxh3_128_digest(frame) != known.digest:
             return Given(b"", {0: f"group {group!r}: its frame is damaged or gone: other bytes"}, (number,))
         return Given(frame, {})
+
+
+def _wanted(asked: TakeFrame, missing: Container[int] = ()) -> list[tuple[int, tuple[int, ...]]]:
+    return [(number, rows) for i, (number, _, rows) in enumerate(asked.picks) if i not in missing]
+
+
+def _nothing(asked: TakeFrame, why: str) -> Given:
+    return Given(b"", dict.fromkeys(range(len(asked.picks)), why))

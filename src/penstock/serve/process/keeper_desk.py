@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.errors import CorruptFrame, DiskFull, InvalidInput, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.send.carrier import Peer, PlaneCarrier
-from penstock.send.copies import location_of
+from penstock.send.copies import NAME, location_of
 from penstock.send.effects import Send
 from penstock.send.keeper_messages import Copy, Enlist, Enlisted, FromKeeper, KeeperBeat, PutFacts
 from penstock.send.keys import PlaneKeys
@@ -25,6 +25,8 @@ from penstock.serve.settings import PlaneSettings
 logger = logging.getLogger("penstock.plane")
 _LOOK_S = 0.5
 _MAX_NAMED = 20
+_MAX_COPIES = 16
+_MAX_NUMBER = 10**18
 
 
 class KeeperDesk:
@@ -53,8 +55,9 @@ class KeeperDesk:
         return self._on_facts((peer, message.ticket), message)
 
     def _on_facts(self, ticket: tuple[Peer, int], message: PutFacts) -> Outcome | None:
-        self._copies[ticket] = message.copies
         try:
+            _check_copies(message)
+            self._copies[ticket] = message.copies
             facts = GroupFacts.from_bytes(message.facts)
             if facts.group != message.group or not facts.num_samples:
                 raise CorruptFrame(f"group {message.group!r}: facts of group {facts.group!r}")
@@ -89,6 +92,14 @@ class KeeperDesk:
         if found is not None:
             self._pipeline.unplanned(found[0])
         return found
+
+
+def _check_copies(message: PutFacts) -> None:
+    """Raise unless these can be written down."""
+    names = [name for name, _ in message.copies]
+    good = 0 < len(names) == len(set(names)) <= _MAX_COPIES and message.size >= 0
+    if not good or not all(NAME.fullmatch(name) and 0 < number < _MAX_NUMBER for name, number in message.copies):
+        raise InvalidInput(f"group {message.group[:80]!r}: {message.size} bytes, copies {str(message.copies)[:200]}")
 
 
 def roster_of(settings: PlaneSettings, epoch: int, carriers: Sequence[PlaneCarrier]) -> Roster | None:
