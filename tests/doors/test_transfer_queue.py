@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of packages that are not o
 
 
 @pytest.fixture(scope="module", autouse=True)
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def node() -> Iterator[None]:
     """One Ray node for all tests; `make test-doors` runs this where nothing but this host can be reached."""
     # Ray's sockets are there, whose paths may not be longer than 107 characters.
     folder = Path("/tmp") / f"ps-{os.getpid()}"
@@ -43,6 +44,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     register()
     yield
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def started(folder: Path | None, units: int = 2) -> None:
