@@ -213,7 +213,7 @@ def read_frame(folder: Path, location: str) -> bytes:
 def _parts(location: str) -> tuple[str, int, int]:
     found = _LOCATION.fullmatch(location)
     if found is None:
-        raise CorruptFrame(f"location {location[:80]!r}: not one of a folder of frames")
+        raise CorruptFrame(f"location {location[:80]!r}: not in this folder; a run with keepers has its frames there")
     return found[1], int(found[2]), int(found[3])
 
 

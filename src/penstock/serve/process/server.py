@@ -114,7 +114,8 @@ class Server:
             run_id=self._run_id,
             epoch=log.epoch,
             ranks=settings.packing.ranks,
-            promise_s=2 * settings.timeouts.resend_s,
+            # A keeper checks, syncs and copies a frame before its facts come.
+            promise_s=2 * settings.timeouts.resend_s if self.roster is None else settings.timeouts.delivery_s / 2,
             pulse=lambda: self.coordinator.pulse(self._now),
             roster=self.roster,
         )
