@@ -32,7 +32,9 @@ def check_surroundings(config: TrainConfig) -> None:
         metrics_token(config.prometheus, None)  # refuses what other hosts can reach
         host, port = parse_address(config.prometheus, "metrics")
         _check_port("prometheus", config.prometheus, host, port)
-    _check_folder(Path(config.folder))
+    _make_folder(Path(config.folder))
+    if not config.plane:
+        _check_alone(Path(config.folder))
 
 
 def _check_listen(url: str) -> None:
@@ -64,12 +66,15 @@ def _check_port(setting: str, given: str, host: str, port: int) -> None:
             raise ConfigError(f"{setting}: {given!r}: {busy}; use another port") from None
 
 
-def _check_folder(folder: Path) -> None:
-    """Make the run's folder; refuse where a plane is at work in it: its ranks and ours would meet."""
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"folder: {str(folder)!r}: {error.strerror}; give a folder that can be made") from None
+
+
+def _check_alone(folder: Path) -> None:
+    """Refuse where a plane is at work in the run's folder: its ranks and ours would meet."""
     lock = folder / "plane" / "lock"
     if not lock.exists():
         return

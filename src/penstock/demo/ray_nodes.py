@@ -20,6 +20,8 @@ from penstock.serve.settings import ClusterSettings, PlaneSettings
 from penstock.train.run_config import TrainConfig
 
 NODES = 3
+_CLUSTERS_OWN = ("keys", "listen", "node", "copies")
+"""Settings that a plane of a cluster has by itself."""
 _LOSE_AFTER_S = 8.0
 """A third of the time until the first loss: it must be at work by then."""
 
@@ -46,7 +48,8 @@ def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
     run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
     own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}
     settings = ClusterSettings(**own, log=str(folder / "plane"), frames=str(folder / "frames"))
-    given = Given(tomllib.loads(template(settings, title="", all_values=True)), "the demo")
+    tables = tomllib.loads(template(settings, title="", all_values=True))
+    given = Given({name: value for name, value in tables.items() if name not in _CLUSTERS_OWN}, "the demo")
     with LocalCluster(NODES) as cluster, open_given(run.plane, given) as plane:
         yield run, cluster
         plane.kill()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.encode.layout import Buffer
@@ -21,6 +22,7 @@ from penstock.ray.local_cluster import kill
 from penstock.send.copies import copies_of
 from penstock.serve.clients.api import open as open_plane
 from penstock.serve.decisions.log import Log
+from penstock.serve.settings import PlaneSettings
 from penstock.testing.processes import timeouts_at
 from penstock.testing.torture import RANKS, Result, Run
 
@@ -99,6 +101,9 @@ class RayTorture(Run):
 
     def end(self) -> None:
         self._plane.kill()
+
+    def settings(self) -> PlaneSettings:
+        return replace(super().settings(), copies=2, locking="exclusive")
 
     def keeper(self, log: Log) -> Keeper:  # noqa: ARG002 - frames are not beside it
         return _KeptFrames(self.folder / "frames")

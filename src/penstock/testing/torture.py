@@ -28,6 +28,7 @@ from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.process.pipeline import keeper_of
+from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import Notes, evaluation_of, group_of, settings
 
@@ -129,6 +130,10 @@ class Run:
     def end(self) -> None:
         """End what is no process of ours."""
 
+    def settings(self) -> PlaneSettings:
+        """Of the run's plane."""
+        return settings(RANKS)
+
     def keeper(self, log: Log) -> Keeper:
         """What kept the frames of the run that is over."""
         return keeper_of(log)
@@ -202,7 +207,7 @@ class Run:
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
         result, log = self.result, Log(self.folder / "run")
-        engine = DirectEngine(settings(RANKS), log, self.keeper(log))
+        engine = DirectEngine(self.settings(), log, self.keeper(log))
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
         result.groups, result.evaluated = len(names), len(evaluated)
