@@ -11,9 +11,10 @@ import pytest
 
 from penstock.keep.facts import check_group
 from penstock.send.keeper_messages import CopyFrame, Enlist, KeeperBeat, PutFacts, Take, Taken
+from penstock.send.keys import ClientKeys, make_keys
 from penstock.send.lines import Lines
 from penstock.send.message_header import pack_message, read_from_plane
-from penstock.send.messages import Frames, FromClient, FromPlane, Put, Refused, Rejected, Trace
+from penstock.send.messages import Accepted, Frames, FromClient, FromPlane, Put, Refused, Rejected, Trace
 from penstock.testing.cluster import Cluster
 from penstock.testing.groups import named_group
 from penstock.testing.keepers import kept_frame
@@ -33,9 +34,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 class Client:
     """Says anything to anybody."""
 
-    def __init__(self, url: str, run_id: bytes) -> None:
+    def __init__(self, url: str, run_id: bytes, keys: ClientKeys | None = None) -> None:
         self._lines, self._run_id = Lines(), run_id
-        self._lines.connect("it", url)
+        self._lines.connect("it", url, keys)
 
     def say(self, message: FromClient, frames: Frames = ()) -> None:
         self._lines.send("it", pack_message(message, self._run_id), frames)
@@ -111,3 +112,27 @@ def test_the_plane_survives_what_a_keeper_may_say(cluster: Cluster) -> None:
     client.close()
     assert cluster.plane.ledger.accepted == len(named_group("a"))
     goes_on(cluster)
+
+
+@pytest.mark.parametrize("who", ["client", "keeper"])
+def test_facts_count_with_a_keepers_key_and_with_no_other(tmp_path: Path, who: str) -> None:
+    folder = tmp_path / "keys"
+    make_keys(str(folder), keepers=("keeper",))
+    settings: Any = {"nodes": "a", "copies": 1, "ranks": 1, "groups_per_step": 1, "keys": str(folder)}
+    with Cluster(tmp_path, timeouts=TIMES, **settings) as cluster:
+        cluster.plane.put(named_group("a"), timeout=60)
+        server = cluster.keepers["a"].server
+        liar = Client(cluster.url, server.session.run_id, ClientKeys.load(str(folder), who))
+        facts = check_group(kept_frame("f"), group="f", seq_len=64).to_bytes()
+        liar.say(PutFacts(ticket=1, group="f", digest=b"d", size=1, facts=facts, copies=((server.name, 99),)))
+        if who == "client":
+            answer = liar.hear(Rejected)
+            assert isinstance(answer, Rejected)
+            assert (answer.kind, "only keepers may vouch" in answer.reason) == ("InvalidInput", True)
+            liar.say(Enlist(name="n.1", node="n", url="tcp://x", key=b"", incarnation="1", last=0, life=1), [b""])
+            refused = liar.hear(Refused)
+            assert isinstance(refused, Refused) and "only keepers may vouch" in refused.reason
+            assert cluster.plane.ledger.accepted == len(named_group("a"))
+        else:
+            assert isinstance(liar.hear(Accepted), Accepted)  # whoever has that key is believed
+        liar.close()

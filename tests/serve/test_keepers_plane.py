@@ -225,7 +225,7 @@ def test_a_bad_group_is_refused_by_the_keeper_in_words(tmp_path: Path) -> None:
         wait_until(lambda: all(not len(keeper.server._frames) for keeper in cluster.keepers.values()))
 
 
-def test_only_a_keepers_key_may_vouch_for_facts(tmp_path: Path) -> None:
+def test_puts_and_steps_go_through_keepers_with_keys(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     make_keys(keys, keepers=("keeper",))
     with Cluster(tmp_path, timeouts=TIMES, keys=keys) as cluster, cluster.client("b") as client:
