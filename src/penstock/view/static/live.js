@@ -3,7 +3,7 @@
 {
   let line = null;
   let isOpen = false;
-  let hears = {};
+  let hears = null; // who is told, once the page is there
   const read = {}; // by export and run: how far its numbers are known
 
   function connect() {
@@ -44,7 +44,7 @@
       const key = at.export + "\n" + at.run;
       if (ps.source.isEmbedded || key in read) return;
       read[key] = places || {};
-      connect();
+      if (hears) connect();
     },
   };
 }

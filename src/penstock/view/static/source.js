@@ -14,6 +14,16 @@
   }
   const FRESH = new Set(["overview", "points", "dropped", "whatif", "search"]); // asked anew each time
 
+  // One more try where nobody answered: tunnels and idle connections break now and then.
+  async function get(address) {
+    try {
+      return await fetch(address, { credentials: "same-origin" });
+    } catch {
+      await new Promise((done) => setTimeout(done, 400));
+      return fetch(address, { credentials: "same-origin" });
+    }
+  }
+
   async function ask(name, query) {
     const key = name + "?" + new URLSearchParams(query || {});
     if (embedded) {
@@ -21,7 +31,7 @@
       return embedded.answers[key];
     }
     if (kept.has(key)) return kept.get(key);
-    const answer = await fetch("api/" + key, { credentials: "same-origin" });
+    const answer = await get("api/" + key);
     if (!answer.ok) throw new Error(await answer.text());
     const found = await answer.json();
     if (!FRESH.has(name)) {
