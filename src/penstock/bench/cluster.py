@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.bench.disk import disk_folder
 from penstock.bench.path import Rounds
@@ -115,7 +115,8 @@ def _against(name: str, mine: Rounds, rival: str, found: dict[str, Rounds], why:
         f"through the plane {best['plane_in'] / 1e6:,.2f} MB in, {best['plane_out'] / 1e6:,.2f} MB out"
     )
     if not found[rival]:
-        return skipped(name, why[rival], ours=best["seconds"] * 1e3, unit="ms", rival_name=RIVALS[rival])
+        absent = skipped(name, why[rival], ours=best["seconds"] * 1e3, unit="ms", rival_name=RIVALS[rival])
+        return replace(absent, note=note if rival == "queue" else "")
     theirs = min(took["seconds"] for took in found[rival])
     return faster(name, best["seconds"], theirs, RIVALS[rival], note=note if rival == "queue" else "")
 
