@@ -66,12 +66,15 @@ class Served:
 class _Way:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._producers, self._ranks = Crew(producer, PRODUCERS), Crew(rank, int(sys.argv[2]))
 
     def run(self, request: Request) -> Round:
         """One step, from arrays to tensors, on a plane of its own; the first one warms it up."""
         case, ranks = CASES[request["case"]], int(request["ranks"])
-        with _served(self._folder, str(request["way"]), ranks, case.groups) as (served, url):
+        with (
+            _served(self._folder, str(request["way"]), ranks, case.groups) as (served, url),
+            Crew(producer, PRODUCERS) as self._producers,  # started now: processes find a Ray cluster by what is set
+            Crew(rank, ranks) as self._ranks,
+        ):
             self._ranks.ask({"do": "join", "plane": "it", "url": url, "world": ranks}, ranks)
             self._producers.ask({"do": "join", "url": url})
             self._round("tiny-text", f"warm-{request['round']}", ranks, served, case.groups)
