@@ -74,3 +74,12 @@ sys.addaudithook(_guard)
 def pace() -> float:
     """1.0 on an idle machine, more on a busy one; see `penstock.testing.pace`."""
     return measured_pace()
+
+
+@pytest.fixture
+def few_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`penstock doctor` tries two extras that are imported in a blink: all of them take many seconds."""
+    from penstock.commands import doctor_checks
+    from penstock.extras import EXTRAS
+
+    monkeypatch.setattr(doctor_checks, "EXTRAS", {name: EXTRAS[name] for name in ("view", "top")})

@@ -295,9 +295,12 @@ def test_client_names_cannot_leave_the_folder(tmp_path: Path, name: str, capsys:
 # ------------------------------------------------------------------ doctor
 
 
-def test_doctor_finds_this_machine_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_this_machine_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     text = out(capsys, "doctor", str(tmp_path))
     assert "Everything essential works." in text
+    request.getfixturevalue("few_extras")
     report = json.loads(out(capsys, "doctor", str(tmp_path / "not" / "yet"), "--json"))
     assert report["healthy"] is True
     names = [finding["name"] for finding in report["findings"]]
@@ -305,10 +308,12 @@ def test_doctor_finds_this_machine_healthy(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few_extras")
 def test_doctor_fails_where_runs_cannot_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FAIL  disk" in out(capsys, "doctor", "/proc", code=1)
 
 
+@pytest.mark.usefixtures("few_extras")
 def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.curve_keypair", lambda: 1 / 0)
     broken = [finding for finding in doctor_checks.examine(tmp_path) if finding.verdict == "failure"]

@@ -27,7 +27,7 @@ class TestRayClient(RestartableSuite):
         """Needs the cluster."""
 
     def ends(self, folder: Path) -> Ends:
-        name = f"suite{next(_numbers)}"
+        name = f"carrier{next(_numbers)}"
         calls.start(AddressActor, actor_of(name), node=calls.my_node(), stays=True)
 
         def plane() -> SocketPlane:

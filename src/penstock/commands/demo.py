@@ -21,10 +21,11 @@ import os
 import shutil
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from penstock.demo.launch import Chaos, Launcher, Metrics
 from penstock.demo.live_page import watched
@@ -137,8 +138,13 @@ def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespac
         raise ConfigError("--ray and --chaos: a node is lost already; leave one of them out")
     from penstock.demo.ray_nodes import NodeLoss, started
 
-    with started(config) as (run, cluster):
-        return run_config(run, goal=goal, launcher=NodeLoss(run, cluster), following=(_CONFIG_NEXT,), as_json=args.json)
+    out, aside = sys.stdout, sys.stderr if args.json else sys.stdout
+    with (
+        redirect_stdout(aside),
+        started(config) as (run, cluster),
+    ):  # what Ray says of a lost node is no part of the JSON
+        launcher = NodeLoss(run, cluster)
+        return run_config(run, goal=goal, launcher=launcher, following=(_CONFIG_NEXT,), as_json=args.json, out=out)
 
 
 def run_config(
@@ -151,11 +157,12 @@ def run_config(
     announce: str = "",
     as_json: bool = False,
     launcher: Launcher | None = None,
+    out: TextIO | None = None,
 ) -> int:
     """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
 
     `name` is that of the command; `following` are commands to show as what to try next; `announce` is said when
-    nothing stands in the run's way.
+    nothing stands in the run's way; the end is said to `out`, or as usual.
     """
     began = time.monotonic()
     absent = [module for module in EXTRAS["demo"].modules if find_spec(module) is None]
@@ -179,7 +186,7 @@ def run_config(
     report = summary(config, status, time.monotonic() - began, goal)
     if launcher.chaos is not None:
         report["kills"] = dict(launcher.chaos.kills)
-    print(json.dumps(report) if as_json else _closing(report, config, following))
+    print(json.dumps(report) if as_json else _closing(report, config, following), file=out)
     return 0 if report["learned"] is not False and report["ledger"].get("balanced", True) else 1
 
 

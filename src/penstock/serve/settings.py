@@ -211,7 +211,10 @@ class PlaneSettings:
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         if self.locking == "exclusive" and self.archive is not None:
-            raise ConfigError(f"archive: {self.archive!r} with locking 'exclusive'; nobody else could read the log")
+            raise ConfigError(
+                f"archive: {self.archive!r} with locking 'exclusive'; it reads the log beside the plane, which nobody "
+                "may then; leave one of the two out"
+            )
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:
