@@ -64,8 +64,8 @@ class RayTorture(Run):
             kill(self._process(calls.actor_of(_NAME)))
         elif kind == "keeper":
             self._await_keepers()
-            node = self._rng.choice(calls.nodes())
-            kill(self._process(calls.keeper_of(_NAME, node.id)))
+            node = self._rng.choice([self._cluster.head, *self._cluster.others])  # Ray still lists one that just died
+            kill(self._process(calls.keeper_of(_NAME, node)))
         elif kind == "node":
             node_id = self._rng.choice(self._cluster.others)
             self._cluster.kill_node(node_id)
