@@ -65,8 +65,7 @@ def test_the_plane_node_dies(new_run: NewRun, cluster: LocalCluster) -> None:
 def test_a_plane_that_is_cut_off_and_lives_writes_nothing_more(new_run: NewRun, cluster: LocalCluster) -> None:
     """Its raylet is gone, so Ray starts it elsewhere. The old process is stopped, so nobody can end it."""
     run = begin(new_run(on=cluster.others[0], locking="wal"))
-    process = run.plane_process["pid"]
-    kill(process, signal.SIGSTOP)
+    process = run.stop_plane()
     died = time.monotonic()
     try:
         cluster.kill_node(cluster.others[0], spare=process)

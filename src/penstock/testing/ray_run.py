@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,9 +16,11 @@ from penstock.errors import PlaneLost
 from penstock.pack import Packing
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of, keeper_of
+from penstock.ray.local_cluster import kill
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.read_log import LOG
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
@@ -94,6 +98,22 @@ class RayRun:
         found: dict[str, Any] = calls.ask(actor_of(self.name), "process")
         return found
 
+    def stop_plane(self) -> int:
+        """Stop the plane's process where it stands, between two writes to its log; its process id.
+
+        One that is stopped within a write has the log locked: the next plane waits then, and rightly.
+        """
+        process: int = self.plane_process["pid"]
+        deadline = time.monotonic() + STEP_S
+        while True:
+            kill(process, signal.SIGSTOP)
+            wait_until_stopped(process)
+            if _may_write(self.folder / self.name / "log" / LOG):
+                return process
+            kill(process, signal.SIGCONT)
+            assert time.monotonic() < deadline, "the plane writes without a pause"
+            time.sleep(0.01)
+
     @property
     def num_up(self) -> int:
         """Keepers that the plane counts on."""
@@ -135,6 +155,29 @@ def _put(plane: ps.Plane, numbers: range) -> None:
 def _put_there(address: str, numbers: range) -> None:
     with ps.open(address, timeouts=TIMEOUTS) as plane:
         _put(plane, numbers)
+
+
+def _may_write(log: Path) -> bool:
+    """Whether somebody else could write to a log that has `locking="wal"` now."""
+    db = sqlite3.connect(log, isolation_level=None, timeout=0)
+    try:
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("ROLLBACK")
+    except sqlite3.OperationalError:  # it is locked
+        return False
+    finally:
+        db.close()
+    return True
+
+
+def wait_until_stopped(process: int) -> None:
+    """After SIGSTOP: a signal is sent at once, and every thread stops a little later."""
+    tasks = Path(f"/proc/{process}/task")
+    eventually(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def wait_until_gone(process: int, timeout_s: float = 60.0) -> None:
