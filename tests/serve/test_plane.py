@@ -14,6 +14,7 @@ import penstock as ps
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
 from penstock.serve.clients.api import client_carrier
 from penstock.serve.clients.source import Source, SourceStep
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.testing.carriers import Trouble, UnreliableClient
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
@@ -307,7 +308,7 @@ def test_a_bad_line_loses_nothing_and_gives_no_wrong_byte(bad_line: tuple[ps.Pla
     producer = ps.Plane(line, url="a bad line", timeouts=FAST)
     for i in range(6):
         producer.put(named_group(f"g{i}", tokens=3000))
-    ranks = [Source(line(), rank=rank, world=2, timeouts=FAST) for rank in range(2)]
+    ranks = [Source(line(), SourceSettings(rank=rank, world=2, timeouts=FAST)) for rank in range(2)]
     for number in (1, 2, 3):
         for step in steps_of(together(*(source.step for source in ranks))):
             assert step.number == number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.errors import Closed, PenstockError, StepAborted, StorageError
 from penstock.serve.clients.source import Source
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
 from tests.serve.test_plane import close, put, sources, together
@@ -66,7 +67,7 @@ def test_a_rank_that_fails_while_it_fills_gives_all_the_same_words(open_plane: O
     plane = open_plane(ranks=2)
     for attempt in range(8):
         good = plane.source(0, world=2)
-        bad = Source(NonsenseClient(plane._connect()), rank=1, world=2, timeouts=FAST)
+        bad = Source(NonsenseClient(plane._connect()), SourceSettings(rank=1, world=2, timeouts=FAST))
         put(plane, f"a{attempt}", f"b{attempt}")
 
         def take(source: Source) -> str:

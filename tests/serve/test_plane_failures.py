@@ -16,6 +16,7 @@ from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.message_header import pack_message, read_from_plane
 from penstock.send.messages import Deliver
 from penstock.serve.clients.source import Source
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace
 from tests.serve.conftest import FAST, OpenPlane
@@ -60,7 +61,7 @@ class NonsenseClient:
 def test_a_step_one_rank_cannot_unpack_is_given_to_none(open_plane: OpenPlane) -> None:
     plane = open_plane()
     good = plane.source(0, world=2, resume_step=1)
-    bad = Source(NonsenseClient(plane._connect()), rank=1, world=2, timeouts=FAST)
+    bad = Source(NonsenseClient(plane._connect()), SourceSettings(rank=1, world=2, timeouts=FAST))
     put(plane, "a", "b")
     assert "step 1: rank 1: CorruptFrame: rank plan" in same_words(together(good.step, bad.step))
     close([good, bad])
@@ -137,7 +138,7 @@ def test_who_does_not_fit_is_refused_with_both_values(
     open_plane: OpenPlane, rank: int, settings: dict[str, int], words: str
 ) -> None:
     plane = open_plane()
-    source = Source(plane._connect(), rank=rank, timeouts=FAST, **settings)  # type: ignore[arg-type]
+    source = Source(plane._connect(), SourceSettings(rank=rank, timeouts=FAST, **settings))  # type: ignore[arg-type]
     with pytest.raises(PeerError, match=words):
         source.step(timeout=10)
     source.close()

@@ -30,6 +30,7 @@ from penstock.serve.clients.handles import Handle, usable_url
 from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.server import Server
 from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
@@ -160,19 +161,19 @@ def connect(
     `resume_step` is one above the last step of the checkpoint that is loaded; by default the first step that is not
     committed. `node` names the node whose keeper is asked first, where the plane has keepers: by default the host.
     """
-    return Source(
-        client_carrier(url, keys),
+    is_ray, carrier = url.startswith(_RAY), client_carrier(url, keys)  # a node has its name once Ray is attached
+    settings = SourceSettings(
         rank=rank,
         world=world,
-        run=run,
         replica=replica,
         replicas=replicas,
         resume_step=resume_step,
         prefetch=prefetch,
-        timeouts=CLUSTER_TIMEOUTS if timeouts is None and url.startswith(_RAY) else timeouts,
-        handle=Handle.of(url, run, keys, timeouts),
-        node=_ray().my_node_name() if url.startswith(_RAY) else node,
+        run=run,
+        node=_ray().my_node_name() if is_ray else node,
+        timeouts=timeouts or (CLUSTER_TIMEOUTS if is_ray else Timeouts()),
     )
+    return Source(carrier, settings, handle=Handle.of(url, run, keys, timeouts))
 
 
 def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:

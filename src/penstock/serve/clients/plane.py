@@ -47,6 +47,7 @@ from penstock.serve.clients.keeper_puts import KeeperPuts
 from penstock.serve.clients.producer_line import ProducerLine, Question
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.keepers.keeper_settings import this_node
 from penstock.serve.process.server import Server
@@ -299,20 +300,18 @@ class Plane:
         """The steps of one rank. `resume_step` is one above the last step of the checkpoint that is loaded; by
         default the first step that is not committed."""
         self._line.check_process()
-        return Source(
-            self._connect(),
+        settings = SourceSettings(
             rank=rank,
             world=int(self.status()["ranks"]) if world is None else world,
-            run=self._line.session.run,
-            handle=self._handle,
-            keys=self._keys,
-            node=self._node,
             replica=replica,
             replicas=replicas,
             resume_step=resume_step,
             prefetch=prefetch,
+            run=self._line.session.run,
+            node=self._node,
             timeouts=self.timeouts,
         )
+        return Source(self._connect(), settings, handle=self._handle, keys=self._keys)
 
     # -------------------------------------------------------------- onlookers
 

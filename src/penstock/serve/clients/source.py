@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
@@ -20,17 +19,16 @@ from penstock.pack import RankPlan, fill
 from penstock.send.carrier import ClientCarrier, keys_of
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import MAX_VERSION, Frames, FromPlane
-from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, StepDone
+from penstock.send.rank_session import Arrived, Event, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
-from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.client_loop import ClientLoop
 from penstock.serve.clients.handles import Handle, nowhere
+from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.clients.source_step import SourceStep as SourceStep
 from penstock.serve.clients.taker import ANY_SIZE, NotHad, Taker
 from penstock.serve.keepers.keeper_settings import this_node
 
 logger = logging.getLogger("penstock.source")
-_MAX_STEP = 2**53
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody still listens."""
 _FRESH_S = 0.25
@@ -49,70 +47,44 @@ class Source:
     def __init__(
         self,
         carrier: ClientCarrier,
+        settings: SourceSettings,
         *,
-        rank: int,
-        world: int,
-        run: str = "",
-        replica: int = 0,
-        replicas: int = 1,
-        resume_step: int | None = None,
-        prefetch: int = 1,
-        timeouts: Timeouts | None = None,
         handle: Handle | None = None,
         keys: ClientKeys | None = None,
-        node: str = "",
     ) -> None:
-        """`resume_step` is one above the last step of the checkpoint that is loaded; None goes on at the first step
-        that is not committed. `node` is where this process runs, and whose keeper is asked first; `keys` are for lines
-        to keepers, where the line to the plane has none."""
-        if prefetch not in (0, 1, 2):
-            raise InvalidInput(f"prefetch: {prefetch}; must be 0, 1 or 2 steps ahead")
-        if resume_step is not None and not 1 <= resume_step <= _MAX_STEP:
-            raise InvalidInput(
-                f"resume_step: {resume_step}; must be one above the last step of your checkpoint, counted from 1, or "
-                "None for the first step that is not committed"
-            )
-        self.rank, self.world = rank, world
-        self.timeouts = timeouts or Timeouts()
-        self._next = 0 if resume_step is None else resume_step
+        """`handle` is how another process reaches the plane; `keys` are for lines to keepers, where the line to the
+        plane has none."""
+        self.settings, self._handle_of_plane = settings, handle
+        self.rank, self.timeouts = settings.rank, settings.timeouts
+        self._next = settings.resume_step or 0
         """The step to give out next; 0 until the plane has said where it is."""
         self._first = self._next
-        self._prefetch = prefetch
-        self._handle_of_plane, self._replica, self._replicas = handle, replica, replicas
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._session = RankSession(
-            run=run,
-            rank=rank,
-            world=world,
-            step=resume_step,
-            incarnation=uuid.uuid4().hex,
-            replica=replica,
-            replicas=replicas,
-            timeouts=self.timeouts,
-        )
+        self._session = settings.new_session()
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None
-        self._taker = Taker(lambda: keys or keys_of(carrier), node=node or this_node(), timeouts=self.timeouts)
+        node = settings.node or this_node()
+        self._taker = Taker(lambda: keys or keys_of(carrier), node=node, timeouts=self.timeouts)
         self._untaken: dict[int, float] = {}
         """Steps that could not be taken from keepers -> since when."""
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps that wait to be checked and filled."""
-        threading.Thread(target=self._work, name=f"penstock-fill-{rank}", daemon=True).start()
+        threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True).start()
         self._loop = ClientLoop(
             carrier,
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,
-            tick_s=min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5),
-            name=f"source-{rank}",
+            tick_s=settings.tick_s,
+            name=f"source-{self.rank}",
         )
         with self._lock:
             self._handle(self._session.start(time.monotonic()))
-            if resume_step is not None:
-                self._ask_ahead(resume_step)
+            if self._next:
+                self._ask_ahead(self._next)
         self._loop.start()
 
     def __reduce__(self) -> tuple[Callable[[], Source], tuple[()]]:
@@ -120,9 +92,9 @@ class Source:
         after the last step committed here. A rank is one process; close this one."""
         if self._handle_of_plane is None:
             raise nowhere("source")
-        of_rank = {"rank": self.rank, "world": self.world, "replica": self._replica, "replicas": self._replicas}
-        resume = self._committed + 1 if self._next else None
-        return partial(self._handle_of_plane.source, **of_rank, prefetch=self._prefetch, resume_step=resume), ()
+        resume, had = self._committed + 1 if self._next else None, self.settings
+        of_rank = {"rank": had.rank, "world": had.world, "replica": had.replica, "replicas": had.replicas}
+        return partial(self._handle_of_plane.source, **of_rank, prefetch=had.prefetch, resume_step=resume), ()
 
     # -------------------------------------------------------------- the rank's side
 
@@ -348,7 +320,7 @@ class Source:
             self._handle(self._session.fail(step, reason, time.monotonic()))
 
     def _ask_ahead(self, step: int) -> None:
-        for ahead in range(step, step + self._prefetch):
+        for ahead in range(step, step + self.settings.prefetch):
             self._ask(ahead)
 
     def _begin_at(self, step: int) -> None:
