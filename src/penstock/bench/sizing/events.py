@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Act = Callable[[], None]
 
@@ -50,79 +51,75 @@ class Busy:
         return min(self.seconds / max(self.clock.now - self.since, 1e-12), 1.0)
 
 
-@dataclass(slots=True)
-class Queue:
-    """One server: works on one thing at a time, first come, first served. Long work is done in slices, between which
-    others have their turn, as threads of one interpreter do."""
+class _Server(ABC):
+    """Works off what waits for it, one turn after the other; kinds of servers differ in what a turn does."""
 
-    clock: Clock
-    slice_s: float = float("inf")
-    busy: Busy = field(init=False)
-    _waiting: deque[tuple[float, Act]] = field(default_factory=deque)
-    _working: bool = False
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.busy = clock, Busy(clock)
+        self._waiting: deque[tuple[float, Act]] = deque()
+        self._working = False
 
-    def __post_init__(self) -> None:
-        self.busy = Busy(self.clock)
+    @abstractmethod
+    def _turn(self) -> tuple[float, Act]:
+        """Take something that waits: how long it is worked on, and what happens then."""
 
-    def do(self, seconds: float, then: Act) -> None:
-        self._waiting.append((seconds, then))
+    def _add(self, amount: float, then: Act) -> None:
+        self._waiting.append((amount, then))
         if not self._working:
             self._next()
 
     def _next(self) -> None:
         self._working = bool(self._waiting)
-        if not self._working:
-            return
-        seconds, then = self._waiting.popleft()
-        now = min(seconds, self.slice_s)
-        self.busy.add(now)
-        self.clock.after(now, lambda: self._done(seconds - now, then))
+        if self._working:
+            seconds, then = self._turn()
+            self.busy.add(seconds)
+            self.clock.after(seconds, lambda: self._done(then))
 
-    def _done(self, left: float, then: Act) -> None:
-        if left > 0:
-            self._waiting.append((left, then))
-        else:
-            then()
+    def _done(self, then: Act) -> None:
+        then()
         self._next()
 
 
-@dataclass(slots=True)
-class BatchQueue:
+class Queue(_Server):
+    """Works on one thing at a time, first come, first served. Long work is done in slices, between which others have
+    their turn, as threads of one interpreter do."""
+
+    def __init__(self, clock: Clock, slice_s: float = float("inf")) -> None:
+        super().__init__(clock)
+        self.slice_s = slice_s
+
+    def do(self, seconds: float, then: Act) -> None:
+        self._add(seconds, then)
+
+    def _turn(self) -> tuple[float, Act]:
+        seconds, then = self._waiting.popleft()
+        if seconds <= self.slice_s:
+            return seconds, then
+        return self.slice_s, lambda: self._waiting.append((seconds - self.slice_s, then))
+
+
+class BatchQueue(_Server):
     """A disk: writes all that waits with one sync, up to a limit."""
 
-    clock: Clock
-    sync_s: float
-    bytes_s: float
-    most_bytes: float = 32 << 20
-    busy: Busy = field(init=False)
-    _waiting: deque[tuple[float, Act]] = field(default_factory=deque)
-    _working: bool = False
-
-    def __post_init__(self) -> None:
-        self.busy = Busy(self.clock)
+    def __init__(self, clock: Clock, sync_s: float, bytes_s: float, most_bytes: float = 32 << 20) -> None:
+        super().__init__(clock)
+        self.sync_s, self.bytes_s, self.most_bytes = sync_s, bytes_s, most_bytes
 
     def write(self, size: float, then: Act) -> None:
-        self._waiting.append((size, then))
-        if not self._working:
-            self._next()
+        self._add(size, then)
 
-    def _next(self) -> None:
-        self._working = bool(self._waiting)
-        if not self._working:
-            return
-        size, done = 0.0, []
+    def _turn(self) -> tuple[float, Act]:
+        size, written = 0.0, []
         while self._waiting and size < self.most_bytes:
             more, then = self._waiting.popleft()
             size += more
-            done.append(then)
-        seconds = self.sync_s + size / self.bytes_s
-        self.busy.add(seconds)
-        self.clock.after(seconds, lambda: self._done(done))
+            written.append(then)
 
-    def _done(self, done: list[Act]) -> None:
-        for then in done:
-            then()
-        self._next()
+        def done() -> None:
+            for then in written:
+                then()
+
+        return self.sync_s + size / self.bytes_s, done
 
 
 class Countdown:
