@@ -293,8 +293,7 @@ def test_one_of_several_rewards_is_chosen_by_its_key() -> None:
 # ------------------------------------------------------------------ TRL
 
 
-def test_a_rollout_sample_of_trl_is_made_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_a_rollout_sample_of_trl_is_made_and_read() -> None:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     made = to_trl(SAMPLE, group_id=7)

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns when it is imported
 from datasets import Dataset
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
