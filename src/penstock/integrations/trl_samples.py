@@ -63,11 +63,11 @@ def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
     require("to_trl", "trl")
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    fields = _fields(sample, group_id)
-    return RolloutSample(**fields)
+    return RolloutSample(**rollout_fields(sample, group_id))
 
 
-def _fields(sample: Sample, group_id: int) -> dict[str, Any]:
+def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
+    """The fields of a `RolloutSample`, by name; its version is the sample's, -1 where that is not known."""
     advantage = one_number(sample, "advantages")
     if advantage is None or "logprobs" not in sample:
         raise InvalidInput(
@@ -110,6 +110,6 @@ def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
                 continue
             lost.columns(sample, held=HELD)
             lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
-            fields = _fields(sample, groups.setdefault(sample.group or sample.id, len(groups)))
+            fields = rollout_fields(sample, groups.setdefault(sample.group or sample.id, len(groups)))
             plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
             file.write(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")

@@ -42,6 +42,7 @@ except ImportError as error:
 
 from penstock.arrays import Sample
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
+from penstock.integrations.trl_samples import rollout_fields
 from penstock.send.timeouts import Timeouts
 from penstock.serve import Plane, Source, SourceStep, connect
 
@@ -298,24 +299,12 @@ class PlaneRolloutWorker:
 
     def _rollout(self, sample: Sample, group: int) -> RolloutSample:
         """The sample as TRL takes it: one advantage, one temperature for all of them, no weights."""
-        mask = sample.loss_mask
         check_carried(sample, temperature=self._args.temperature, drop=self._drop)
         version = self._model_version
         if sample.policy_version is not None:
             version = sample.policy_version - self._first_version + 1
-        reward = float(sample["rewards"][0]) if "rewards" in sample else float("nan")
-        return RolloutSample(
-            prompt=[],
-            completion=[],
-            input_ids=sample.token_ids.astype(np.int64),
-            completion_mask=mask.astype(np.int64),
-            old_log_probs=sample["logprobs"].astype(np.float32),
-            advantage=float(sample["advantages"][mask][0]),
-            model_version=version,
-            group_id=group,
-            metrics={"reward": reward},
-            enqueued_at=time.time(),
-        )
+        fields = rollout_fields(sample, group) | {"model_version": version, "enqueued_at": time.time()}
+        return RolloutSample(**fields)
 
 
 def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] = ()) -> None:
