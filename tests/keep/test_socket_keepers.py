@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import DiskFull
+from penstock.errors import Conflict, DiskFull
 from penstock.keep import Keeper
 from penstock.keep.numbered import NumberedFrames
 from penstock.send.timeouts import Timeouts
@@ -65,6 +65,16 @@ def test_a_keeper_that_is_full_says_so_and_keeps_nothing(tmp_path: Path) -> None
             keeper.keep([kept_frame("b")])
         assert bytes(keeper.read(a)) == kept_frame("a")
         keeper.close()
+
+
+def test_a_folder_that_is_open_elsewhere_is_refused_by_its_index_too(tmp_path: Path) -> None:
+    """As when its lock does not reach from host to host: the frames are there, and nobody must throw them away."""
+    first = NumberedFrames(tmp_path)
+    (a,) = first.keep([("a", b"1" * 16, kept_frame("a"))])
+    with pytest.raises(Conflict, match="another keeper has it open; stop it"):
+        NumberedFrames(tmp_path)
+    assert bytes(first.read(a)) == kept_frame("a")
+    first.close()
 
 
 def test_a_folder_goes_on_where_it_was_and_never_uses_a_number_twice(tmp_path: Path) -> None:

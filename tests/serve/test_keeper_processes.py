@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,7 @@ NAMES = [f"g{i}" for i in range(6)]
 class Run:
     """A plane and two keepers, each a process; killed and started again as a test likes."""
 
-    def __init__(self, folder: Path, copies: int, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, copies: int | str, stack: ExitStack) -> None:
         self.folder, self.copies, self._stack = folder, copies, stack
         self.keys = folder / "keys"
         make_keys(self.keys, keepers=("keeper",))
@@ -46,9 +48,10 @@ class Run:
         self.plane = self._stack.enter_context(PlaneProcess(words))
         return self.plane
 
-    def start_keeper(self, node: str) -> KeeperProcess:
-        words = [f"--plane={self.plane.url}", f"--folder={self.folder / node}", f"--node={node}", f"--keys={self.keys}"]
-        return self._stack.enter_context(KeeperProcess([*words, *self._times()]))
+    def start_keeper(self, node: str, *, folder: str = "") -> KeeperProcess:
+        """In the folder of that name, which is the node's unless it is named."""
+        words = [f"--plane={self.plane.url}", f"--folder={self.folder / (folder or node)}", f"--node={node}"]
+        return self._stack.enter_context(KeeperProcess([*words, f"--keys={self.keys}", *self._times()]))
 
     def client(self, node: str) -> ps.Plane:
         return ps.open(self.plane.url, keys=self.keys, timeouts=TIMES, node=node)
@@ -190,5 +193,65 @@ def test_a_keeper_ends_in_order_and_says_why_it_does_not_start(tmp_path: Path, s
     second = [sys.executable, "-m", "penstock.cli", "keep", f"--plane={run.plane.url}", f"--keys={run.keys}"]
     found = subprocess.run([*second, f"--folder={tmp_path / 'a'}"], capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert "another" in found.stderr and len(found.stderr.strip().splitlines()) == 1
+    assert f"another keeper has it open (process {run.keepers['a'].pid} of " in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
     assert run.keepers["a"].stop() == 0
+
+
+def test_a_shared_folder_is_waited_for_and_goes_on_where_a_keeper_is_started_on_it(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    """Nobody serves it for longer than `keeper_s`: nothing is lost, and who waits is told what to start."""
+    run = Run(tmp_path, "shared", stack)
+    run.put(NAMES, "a")
+    name = run.keepers["a"].name
+    run.keepers["a"].kill()
+    with run.client("b") as plane, ThreadPoolExecutor() as pool:
+        wait_until(lambda: _keepers(plane)[name]["silent_s"] > TIMES.keeper_s + TIMES.heartbeat_s)
+        ranks = pool.submit(run.train, 3)
+        wait_until(lambda: f"keeper {name} (silent for" in plane.status()["waiting_for"])
+        assert "its folder is shared: start `penstock keep` on it, on any node" in plane.status()["waiting_for"]
+        assert run.start_keeper("c", folder="a").name == name
+        assert ranks.result() == undisturbed
+        ledger = plane.ledger
+        assert ledger.balanced and ledger.committed == 18 and not ledger.dropped
+
+
+def test_a_shared_folder_changes_its_node_while_ranks_wait_for_its_frames(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    run = Run(tmp_path, "shared", stack)
+    run.put(NAMES[:4], "a")
+    with ThreadPoolExecutor() as pool:
+        ranks = pool.submit(run.train, 3)  # they have steps, or addresses for them, when it dies
+        run.keepers["a"].kill()
+        second = run.start_keeper("b", folder="a")
+        run.put(NAMES[4:], "a")
+        assert ranks.result() == undisturbed
+    second.kill()
+    third = run.start_keeper("a")
+    with run.client("a") as plane:
+        wait_until(lambda: _keepers(plane)[third.name]["up"])
+        assert _keepers(plane)[third.name]["node"] == "a"
+        assert plane.ledger.balanced and plane.ledger.committed == 18
+
+
+def test_a_keeper_that_was_cut_off_and_replaced_ends_when_it_comes_back(
+    tmp_path: Path, stack: ExitStack, undisturbed: list[list[str]]
+) -> None:
+    """Another host has its folder, because the locks of the one that was cut off ran out."""
+    run = Run(tmp_path, "shared", stack)
+    run.put(NAMES, "a")
+    old = run.keepers["a"].process
+    old.send_signal(signal.SIGSTOP)
+    try:
+        shutil.copytree(tmp_path / "a", tmp_path / "there")  # on one host there is no other way past its locks
+        assert run.start_keeper("c", folder="there").name == run.keepers["a"].name
+    finally:
+        old.send_signal(signal.SIGCONT)
+    assert old.wait(120) == 1
+    assert run.train(3) == undisturbed
+
+
+def _keepers(plane: ps.Plane) -> dict[str, dict[str, Any]]:
+    return {keeper["name"]: keeper for keeper in plane.status()["keepers"]}

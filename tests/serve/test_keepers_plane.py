@@ -167,6 +167,23 @@ def test_a_keeper_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
     assert found == embedded_digests(tmp_path / "alone", NAMES)
 
 
+def test_a_shared_folder_that_is_lost_for_good_is_given_up_by_a_plane_with_one_copy(tmp_path: Path) -> None:
+    with Cluster(tmp_path, copies="shared", timeouts=TIMES) as cluster:
+        with cluster.client("a") as client:
+            client.put(group("g0"), timeout=60)
+        lost = cluster.keepers["a"].name
+        cluster.stop_keeper("a")
+        wait_until(lambda: _silent_s(cluster, lost) > TIMES.keeper_s + TIMES.heartbeat_s)
+        assert not cluster.plane.ledger.dropped
+        cluster.restart_plane(copies=1)
+        wait_until(lambda: cluster.plane.ledger.dropped["lost"] == 3)
+        assert cluster.plane.ledger.balanced
+
+
+def _silent_s(cluster: Cluster, name: str) -> float:
+    return float(next(keeper["silent_s"] for keeper in cluster.plane.status()["keepers"] if keeper["name"] == name))
+
+
 def test_a_plane_that_restarts_finds_its_keepers_and_they_forget_what_nobody_wants(tmp_path: Path) -> None:
     with Cluster(tmp_path, timeouts=TIMES) as cluster:
         for name in NAMES:

@@ -19,7 +19,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from penstock.encode.layout import Buffer
-from penstock.errors import CorruptFile, CorruptFrame, DiskFull, StorageError
+from penstock.errors import Conflict, CorruptFile, CorruptFrame, DiskFull, StorageError
 from penstock.keep.folder import FolderKeeper
 from penstock.keep.keeper import Pick
 
@@ -62,7 +62,10 @@ class NumberedFrames:
             self._frames = {number: KeptFrame(*rest) for number, *rest in found}
         except sqlite3.DatabaseError as error:
             self._db.close()
-            raise CorruptFile(f"{self.folder / 'index.sqlite'}: {error}; begin with an empty folder") from None
+            index = self.folder / "index.sqlite"
+            if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):  # on another host, past our lock
+                raise Conflict(f"{index}: another keeper has it open; stop it or use another folder") from None
+            raise CorruptFile(f"{index}: {error}; begin with an empty folder") from None
         self._keeper = FolderKeeper(self.folder / "frames", life=self.life)
         self._keeper.retain(frame.location for frame in self._frames.values())
 

@@ -5,6 +5,7 @@ each answer what else to forget, until it confirms that. Facts that name a numbe
 not in the log, are refused: that frame may just have been forgotten.
 
 A keeper that is silent for `peer_s` is down, and one that is down for `keeper_s` is gone: what only it had is lost.
+Where folders are shared a keeper that has frames is never gone: it is waited for, until somebody serves its folder.
 """
 
 from __future__ import annotations
@@ -166,6 +167,9 @@ class Roster:
         except CorruptFrame:
             return []  # as if it had been lost
         keeper = self._known(message.name)
+        if message.life < keeper.enlisted[0]:
+            words = f"keeper {message.name}: another process has opened its folder since; end this one"
+            return [Send(peer, Refused(epoch=self.terms.epoch, reason=words))]
         if (message.life, message.number) < keeper.enlisted:
             return []  # an old message
         keeper.enlisted = (message.life, message.number)
@@ -276,7 +280,12 @@ class Roster:
         return keeper.peer is not None and self._now - keeper.heard <= self._timeouts.peer_s
 
     def _is_gone(self, keeper: _Keeper) -> bool:
-        return not self._is_up(keeper) and self._now - keeper.heard > self._timeouts.keeper_s
+        silent = not self._is_up(keeper) and self._now - keeper.heard > self._timeouts.keeper_s
+        return silent and not self._is_safe(keeper)
+
+    def _is_safe(self, keeper: _Keeper) -> bool:
+        """Whether what it has is there without it: in a folder that others can open."""
+        return self.terms.is_shared and bool(keeper.held)
 
     # -------------------------------------------------------------- what became of a frame
 
@@ -304,8 +313,9 @@ class Roster:
         return number in self._keepers[name].held and number not in self._keepers[name].damaged
 
     def _words(self, keeper: _Keeper) -> str:
-        silent = self._now - keeper.heard
-        return f"keeper {keeper.at.name} ({'silent' if keeper.peer is not None else 'not here'} for {silent:.1f} s)"
+        silent = f"{'silent' if keeper.peer is not None else 'not here'} for {self._now - keeper.heard:.1f} s"
+        how = "; its folder is shared: start `penstock keep` on it, on any node" if self._is_safe(keeper) else ""
+        return f"keeper {keeper.at.name} ({silent}{how})"
 
     # -------------------------------------------------------------- looking
 

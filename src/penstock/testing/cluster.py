@@ -55,8 +55,10 @@ class Cluster:
     def stop_keeper(self, node: str) -> None:
         self.keepers.pop(node).stop()
 
-    def restart_plane(self) -> None:
+    def restart_plane(self, **settings: Any) -> None:
+        """On its folder, with these settings changed."""
         self.plane.close()
+        self._settings |= settings
         self.plane = self._open(self.url)
 
     def client(self, node: str = "") -> ps.Plane:

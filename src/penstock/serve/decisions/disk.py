@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -73,20 +74,20 @@ class Disk:
         return True
 
 
-def own(folder: Path) -> int:
+def own(folder: Path, what: str = "plane") -> int:
     """Lock the folder for this process; the lock goes with the process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        holder = os.pread(descriptor, 128, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise Conflict(
-            f"{folder}: another plane has it open (process {holder}); stop it or use another folder"
+            f"{folder}: another {what} has it open (process {holder}); stop it or use another folder"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    os.pwrite(descriptor, f"{os.getpid()} of {socket.gethostname()}\n".encode(), 0)
     fork.close_in_children(descriptor)
     return descriptor
 

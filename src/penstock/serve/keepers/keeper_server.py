@@ -346,7 +346,7 @@ class KeeperServer:
 
 def _own(folder: str) -> int:
     try:
-        return own(Path(folder))
+        return own(Path(folder), "keeper")
     except OSError as error:
         if isinstance(error, PenstockError):
             raise
