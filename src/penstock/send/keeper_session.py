@@ -14,12 +14,13 @@ still given to ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import Enum
 from typing import Protocol
 
 import msgspec
 
-from penstock.errors import Fenced, PeerError, PenstockError
+from penstock.errors import CorruptFrame, Fenced, PeerError, PenstockError
 from penstock.send.copies import numbers_of, numbers_to_bytes
 from penstock.send.keeper_events import Event, ForgetNumbers, Joined, ToPlane
 from penstock.send.keeper_messages import Enlist, Enlisted, KeeperAt, KeeperBeat, KeeperPulse
@@ -113,13 +114,12 @@ class KeeperSession:
         if isinstance(message, Attached):
             return self._on_attached(message, now)
         if isinstance(message, Unknown):
-            if self.membership is Membership.READY or now - self._said > self.timeouts.resend_s / 2:
-                self.membership = Membership.ENLISTING
-                return self._ask(now)
-        elif isinstance(message, Enlisted):
-            return self._on_enlisted(message, frames, now)
-        elif isinstance(message, KeeperPulse):
-            return self._on_pulse(message)
+            return self._on_unknown(now)
+        with suppress(CorruptFrame):  # as if it had been lost
+            if isinstance(message, Enlisted):
+                return self._on_enlisted(message, frames, now)
+            if isinstance(message, KeeperPulse):
+                return self._on_pulse(message)
         return []
 
     def on_tick(self, now: float) -> list[Event]:
@@ -151,6 +151,13 @@ class KeeperSession:
         message = msgspec.structs.replace(self._about, last=self._store.last, number=self._enlists)
         return [ToPlane(message, [numbers_to_bytes(self._store.numbers)])]
 
+    def _on_unknown(self, now: float) -> list[Event]:
+        """The plane restarted: enlist again, unless that was just said."""
+        if self.membership is not Membership.READY and now - self._said <= self.timeouts.resend_s / 2:
+            return []
+        self.membership = Membership.ENLISTING
+        return self._ask(now)
+
     def _on_attached(self, message: Attached, now: float) -> list[Event]:
         self.policy_version = message.policy_version
         if self.run_id != NO_RUN:
@@ -166,11 +173,13 @@ class KeeperSession:
     def _on_enlisted(self, message: Enlisted, frames: Frames, now: float) -> list[Event]:
         if self.membership is Membership.READY:
             return []  # said twice
+        unwanted = numbers_of(frames)
         self.terms, self.membership, self._batch = message, Membership.READY, 0
         events: list[Event] = [Joined(message.clients, message.keepers)]
-        return [*events, *self._forget(numbers_of(frames)), *self.beat(now)]
+        return [*events, *self._forget(unwanted), *self.beat(now)]
 
     def _on_pulse(self, message: KeeperPulse) -> list[Event]:
+        unwanted = numbers_of([message.forget])
         self.peers, self.down = message.peers, message.down
         self.policy_version = message.policy_version
         if message.number == self._reported[0]:
@@ -178,7 +187,7 @@ class KeeperSession:
         if message.batch <= self._batch or self.membership is not Membership.READY:
             return []
         self._batch = message.batch
-        return self._forget(numbers_of([message.forget]))
+        return self._forget(unwanted)
 
     def _forget(self, numbers: Iterable[int]) -> list[Event]:
         wanted_no_more = tuple(numbers)

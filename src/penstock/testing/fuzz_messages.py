@@ -65,17 +65,17 @@ from penstock.testing.fuzz_mutation import Change, change_bytes, change_tree
 from penstock.testing.groups import named_group
 
 MAX_MESSAGES = 64
-_RUN = "fuzz"
+RUN = "fuzz"
 
 
 def new_server(carrier: Wire) -> Server:
     """A plane of one rank, one group a step, that keeps everything in memory."""
-    settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=_RUN)
+    settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
     return Server(settings, Log(None), [carrier], workers=Inline())
 
 
 def new_rank() -> RankSession:
-    return RankSession(run=_RUN, rank=0, world=1, step=1, incarnation="r")
+    return RankSession(run=RUN, rank=0, world=1, step=1, incarnation="r")
 
 
 class Wire:
@@ -134,16 +134,19 @@ class Messages:
             items = msgspec.msgpack.decode(data)
         except (ValueError, RecursionError):
             items = []
-        return _Session().run(items[:MAX_MESSAGES]) if isinstance(items, list) else False
+        return self._run(items[:MAX_MESSAGES]) if isinstance(items, list) else False
+
+    def _run(self, items: list[Any]) -> bool:
+        return _Session().run(items)
 
     def _to_rank(self) -> list[Any]:
         samples = Samples.of(named_group("a"))
         frame = encode(samples)
         digest = step_digest(self._one, sample_digests(samples))
         same: dict[str, int] = {"epoch": 1, "session": 1}
-        step = Deliver(run=_RUN, epoch=1, session=1, step=1, rank=0, world=1, digest=digest, plan=self._one)
+        step = Deliver(run=RUN, epoch=1, session=1, step=1, rank=0, world=1, digest=digest, plan=self._one)
         return [
-            _from_plane(Attached(ticket=0, run_id=bytes(16), run=_RUN, epoch=1, ranks=1)),
+            _from_plane(Attached(ticket=0, run_id=bytes(16), run=RUN, epoch=1, ranks=1)),
             _from_plane(Welcome(**same, ready=True, step=1)),
             _from_plane(Sent(**same, step=1, copies=1)),
             _from_plane(step, frame),
@@ -188,7 +191,7 @@ class _Session:
             self.now += min(abs(item), 100.0) if item == item else 0.0
         elif isinstance(item, list) and len(item) == 3 and isinstance(item[0], int) and isinstance(item[2], list):
             peer, message, frames = item
-            record = msgspec.msgpack.encode(_filled_in(message, self.wire.digests.get(peer, "")))
+            record = msgspec.msgpack.encode(fill_in(message, self.wire.digests.get(peer, "")))
             header = wrap(record, bytes.fromhex(self.server.engine.log.run_id))
             buffers = [frame for frame in frames if isinstance(frame, bytes)]
             self._to_rank(header, buffers) if peer < 0 else self._to_plane(peer, header, buffers)
@@ -224,10 +227,10 @@ def _to_plane() -> list[Any]:
     a, b = (encode(named_group(name)) for name in "ab")
     digest = xxhash.xxh3_128_digest(a)
     return [
-        _from_client(_hello()),
+        _from_client(hello()),
         _from_client(Put(ticket=1, group="a", digest=digest), a),
         _from_client(Put(ticket=2, group="b"), b),
-        _from_client(Attach(ticket=0, run=_RUN)),
+        _from_client(Attach(ticket=0, run=RUN)),
         _from_client(AskRoom(ticket=7, run="", size=1 << 40)),
         _from_client(AskRoom(ticket=8, run="", size=100, waits=False)),
         _from_client(GiveUp(ticket=7)),
@@ -251,7 +254,7 @@ def _several_runs() -> list[Any]:
         _from_client(SetWeight(ticket=2, run="b", weight=2.0)),
         _from_client(Put(ticket=3, group="a"), frames[0]),
         _from_client(Put(ticket=4, group="b"), frames[1]),
-        _from_client(_hello()),
+        _from_client(hello()),
         _from_client(Request(session=0, step=1)),
         _from_client(SetWeight(ticket=5, run="b", weight=0.0, reason="enough")),
         _from_client(Ask(ticket=6)),
@@ -260,29 +263,35 @@ def _several_runs() -> list[Any]:
 
 def _endings() -> list[Any]:
     return [
-        _from_client(_hello()),
+        _from_client(hello()),
         12.0,
-        _from_client(_hello()),
+        _from_client(hello()),
         _from_client(Fail(session=0, step=1, reason="out of memory")),
-        _from_client(msgspec.structs.replace(_hello(), incarnation="j")),
+        _from_client(msgspec.structs.replace(hello(), incarnation="j")),
         _from_client(Bye(session=0)),
         [0, ["nothing", 1], []],
     ]
 
 
-def _hello() -> Hello:
-    return Hello(run=_RUN, rank=0, world=1, replica=0, replicas=1, incarnation="i", session=0, step=1)
+def hello() -> Hello:
+    return Hello(run=RUN, rank=0, world=1, replica=0, replicas=1, incarnation="i", session=0, step=1)
 
 
 def _from_client(message: FromClient, *frames: bytes) -> list[Any]:
-    return [0, msgspec.msgpack.decode(pack_message(message)[HEAD_BYTES:]), list(frames)]
+    return item(0, message, *frames)
 
 
 def _from_plane(message: FromPlane, *frames: bytes) -> list[Any]:
-    return [-1, msgspec.msgpack.decode(pack_message(message)[HEAD_BYTES:]), list(frames)]
+    return item(-1, message, *frames)
 
 
-def _filled_in(message: Any, digest: str) -> Any:
+def item(peer: int, message: FromClient | FromPlane, *frames: bytes) -> list[Any]:
+    """A message as an input has it."""
+    return [peer, msgspec.msgpack.decode(pack_message(message)[HEAD_BYTES:]), list(frames)]
+
+
+def fill_in(message: Any, digest: str) -> Any:
+    """With the digest that a fuzzer cannot guess."""
     return [digest if value == "$" else value for value in message] if isinstance(message, list) else message
 
 

@@ -67,7 +67,7 @@ from penstock.serve.decisions.disk import own
 from penstock.serve.decisions.step_builder import pieces_of
 from penstock.serve.keepers.keeper_settings import KeeperSettings
 from penstock.serve.keepers.keeper_work import Altered, Checked, Given, KeeperWork
-from penstock.serve.process.workers import Threads
+from penstock.serve.process.workers import Threads, Workers
 
 logger = logging.getLogger("penstock.keeper")
 _PLANE = ""
@@ -100,10 +100,12 @@ class KeeperServer:
         self.name = self._frames.name
         self.url = _told(self._listener.url, settings.host)
         self._work = KeeperWork(self._frames)
-        self._workers = Threads()
+        threads = Threads()
+        self._workers: Workers = threads
+        self._wake = threads.wake
         self._lines = Lines()
         self._lines.watch(self._listener.pollable())
-        self._lines.watch(self._workers.wake.descriptor)
+        self._lines.watch(self._wake.descriptor)
         self._lines.connect(_PLANE, self._address.url, self._address.keys)
         self._resolver = Resolver(self._resolve, silence_s=settings.timeouts.peer_s)
         self.session = KeeperSession(self._about(), self._frames, run=settings.run, timeouts=settings.timeouts)
@@ -153,7 +155,7 @@ class KeeperServer:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._workers.wake.call()
+        self._wake.call()
 
     def turn(self, now: float) -> None:
         """One turn of the loop."""
