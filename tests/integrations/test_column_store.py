@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sqlite3
@@ -132,6 +133,15 @@ def test_a_folder_has_one_owner_and_keeps_what_was_said_of_it(tmp_path: Path, mo
     with pytest.raises(ConfigError, match="units 3, and 2 when it was made"):
         ColumnStore(tmp_path, units="3")
     ColumnStore(tmp_path, units="2").close()
+
+
+def test_a_folder_is_free_though_a_forked_child_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.integrations.column_store._OWNER_S", 0.05)
+    store = ColumnStore(tmp_path)
+    child = os.dup(store._owner.fileno())
+    store.close()
+    ColumnStore(tmp_path).close()
+    os.close(child)
 
 
 def test_bytes_that_changed_on_disk_are_not_handed_out(tmp_path: Path) -> None:

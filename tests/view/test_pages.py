@@ -100,9 +100,7 @@ def at(page: Any, url: str) -> Iterator[Any]:
     """Opens a page of run alpha by the part of its address behind the `#/`."""
 
     def open_at(where: str, wait: str) -> Any:
-        page.goto(url)
-        page.goto(url.split("?")[0] + "#/" + where)
-        page.reload()
+        page.goto(url + "#/" + where)
         page.wait_for_selector(wait)
         return page
 
@@ -158,6 +156,13 @@ def test_one_cursor_reads_all_charts_and_the_keyboard_moves_it(at: Any) -> None:
     page.keyboard.press("ArrowRight")
     assert page.text_content("#at-step") == "step 2" and keys(page, "mine/own number") == {"": "4"}
     assert "latest 0.86" in page.get_attribute('[data-curve="Reward"]', "aria-label")
+
+
+def test_what_a_page_notes_in_the_address_does_not_undo_a_click(at: Any) -> None:
+    page = at("samples/runs/alpha/3", ".holder")
+    page.evaluate("location.hash = '#/run/runs/alpha/3'; ps.query.set({ colour: 'entropy' })")
+    page.wait_for_selector(".chart")
+    assert "#/run/runs/alpha/3" in page.url
 
 
 def test_dragging_looks_closer_and_the_address_remembers_it(at: Any) -> None:

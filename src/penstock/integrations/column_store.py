@@ -233,6 +233,7 @@ class ColumnStore:
     def close(self) -> None:
         self._keeper.close()
         self._sql.close()
+        fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open too
         self._owner.close()
 
     # -------------------------------------------------------------- what is known

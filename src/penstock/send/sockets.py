@@ -14,6 +14,7 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import zmq
 
@@ -145,12 +146,11 @@ class SocketPlane:
         """Nothing is kept for a client but what it has not read."""
 
     def close(self) -> None:
-        if self._url:
-            forked_sockets.forget(self._url)
-        if self._guard is not None:
-            self._guard.stop()
-        self._socket.close(linger=200)
-        self._context.term()
+        with forked_sockets.letting_go(self._url) if self._url else nullcontext():
+            if self._guard is not None:
+                self._guard.stop()
+            self._socket.close(linger=200)
+            self._context.term()
 
 
 class SocketClient:

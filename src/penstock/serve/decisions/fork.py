@@ -1,7 +1,12 @@
-"""File descriptors that a forked child must not keep: a lock lives as long as any process has its file open."""
+"""Locks that a forked child must not keep: one lives as long as any process has its file open, or until it is undone.
+
+A child closes the file as soon as it runs, for the case that its parent is killed. On a busy machine that may be long
+after the parent has closed its plane and opens it again: so whoever closes a lock undoes it for everybody.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import suppress
 
@@ -18,9 +23,10 @@ def close_in_children(descriptor: int) -> None:
 
 
 def close(descriptor: int) -> None:
-    """Close it here, unless this is a child in which that was done."""
+    """Undo the lock and close its file, unless this is a child in which that was done."""
     if descriptor in _open:
         _open.discard(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

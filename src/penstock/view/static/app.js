@@ -9,6 +9,7 @@
   let step = null;
   let sample = null;
   let shownKey = "";
+  let here = ""; // the address as it was last read or written here
 
   // ---------------------------------------------------------------- the address
 
@@ -24,7 +25,14 @@
     const to = { ...at, ...changes };
     if (!replace) return void (location.hash = address(to));
     Object.assign(at, to);
-    history.replaceState(null, "", address(to));
+    write();
+  }
+
+  // Note in the address what was chosen, unless the reader has gone on: then `hashchange` is on its way.
+  function write() {
+    if (location.hash !== here) return;
+    history.replaceState(null, "", address(at));
+    here = location.hash;
   }
 
   // What is chosen on a page, kept in the address.
@@ -34,11 +42,12 @@
       for (const [name, value] of Object.entries(changes))
         if (value === null || value === undefined || value === "") query.delete(name);
         else query.set(name, value);
-      if (at.export) history.replaceState(null, "", address(at));
+      if (at.export) write();
     },
   };
 
   function parse() {
+    here = location.hash;
     const [path, asked] = location.hash.replace(/^#\//, "").split("?");
     query = new URLSearchParams(asked || "");
     const parts = path.split("/").map(decodeURIComponent);
@@ -214,7 +223,7 @@
   async function follow() {
     const before = { ...at };
     parse();
-    if (!location.hash) history.replaceState(null, "", address(at));
+    if (!location.hash) write();
     notice(overview.parting ? overview.parting.sentence : "");
     drawTop();
     document.body.dataset.page = at.page;
