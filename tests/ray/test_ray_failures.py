@@ -147,6 +147,20 @@ def test_a_node_that_comes_back_with_its_disk_has_what_it_kept(new_run: NewRun, 
     finish(run, "a keeper's node that comes back, copies=1", died, 2)
 
 
+def test_a_shared_folder_waits_for_a_node_of_its_name(new_run: NewRun, cluster: LocalCluster) -> None:
+    """For longer than `keeper_s`: the folder is safe, so nothing in it is lost."""
+    run = new_run(copies="shared", on=cluster.head, timeouts=replace(TIMEOUTS, keeper_s=8.0))
+    lost = cluster.others[0]
+    run.put(range(4), on=lost)
+    cluster.kill_node(lost)
+    died = time.monotonic()
+    eventually(lambda: max(keeper["silent_s"] for keeper in run.plane.status()["keepers"]) > 10.0)
+    assert not run.plane.ledger.dropped
+    cluster.add_node(cluster.names[lost])
+    run.join()
+    finish(run, "a keeper's node that is replaced, copies='shared'", died, 2)
+
+
 def test_a_producer_dies_while_it_puts(new_run: NewRun) -> None:
     import ray
 
