@@ -114,6 +114,24 @@ def test_with_one_keeper_of_two_a_put_waits_and_names_who_is_missing(tmp_path: P
         assert cluster.plane.status()["copies"]["groups_too_few"] == 0
 
 
+def test_a_keeper_that_restarts_while_the_plane_is_away_does_not_end_its_producers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = replace(TIMES, plane_s=60.0)
+    with Cluster(tmp_path, timeouts=times) as cluster, cluster.client("a") as client:
+        client.put(group("a"), timeout=60)
+        url = cluster.keepers["a"].server.url
+        cluster.stop_keeper("a")
+        cluster.plane.close()
+        cluster.start_keeper("a", listen=url)  # it cannot know its run now
+        with ThreadPoolExecutor() as pool:
+            putting = pool.submit(client.put, group("b"), timeout=60)
+            wait_until(lambda: putting.done() or "looking for another keeper" in caplog.text)
+            cluster.restart_plane()
+            assert putting.result()
+        assert cluster.plane.ledger.accepted == 6
+
+
 def test_with_two_copies_a_keeper_may_be_lost(tmp_path: Path) -> None:
     with Cluster(tmp_path, timeouts=TIMES) as cluster:
         for name in NAMES:

@@ -11,7 +11,6 @@ import msgspec
 from penstock.arrays.digests import step_digest
 from penstock.errors import DiskFull, PenstockError, PlaneLost
 from penstock.send.carrier import Peer
-from penstock.send.copy_desk import CopyDesk
 from penstock.send.keeper_events import (
     CheckFrame,
     Event,
@@ -23,30 +22,14 @@ from penstock.send.keeper_events import (
     ToPeer,
     ToPlane,
 )
-from penstock.send.keeper_messages import Copied, CopyFrame, DropCopies, Enlist, KeeperAt, Take, Taken, Taking
+from penstock.send.keeper_messages import Copied, Enlist, KeeperAt, Taken, Taking
+from penstock.send.keeper_protocol import KeeperProtocol
 from penstock.send.keeper_session import KeeperSession
 from penstock.send.message_header import pack_message, read_from_client, read_from_plane, run_of
-from penstock.send.messages import (
-    Accepted,
-    AskRoom,
-    Attach,
-    Buffer,
-    Foreign,
-    Frames,
-    FromClient,
-    FromPlane,
-    GiveUp,
-    Missing,
-    Put,
-    Rejected,
-    Room,
-    Trace,
-)
+from penstock.send.messages import Buffer, Frames, FromClient, Rejected
 from penstock.send.picks import StepPicks
 from penstock.send.producer import Answered, ProducerSession
-from penstock.send.put_desk import PutDesk
 from penstock.send.rank_session import Arrived
-from penstock.send.take_desk import TakeDesk
 from penstock.send.taking import Say, TakeSession
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.testing.plain_groups import plain_facts
@@ -110,14 +93,11 @@ class SimulatedKeeper(Process):
             incarnation=self.peer,
             last=0,
             life=self.disk.life,
+            quota_bytes=self.cluster.quota_bytes,
         )
-        self.session = KeeperSession(about, self.disk, timeouts=self.world.timeouts)
-        quota = self.cluster.quota_bytes
-        disk = self.disk
-        self.puts = PutDesk(self.session, name=disk.name, used_bytes=lambda: disk.num_bytes, quota_bytes=quota)
-        self.takes = TakeDesk()
-        self.copies = CopyDesk(lambda size: quota is None or disk.num_bytes + size <= quota)
-        self.do(self.session.start(self.world.clock.now))
+        self.protocol = KeeperProtocol(about, self.disk, timeouts=self.world.timeouts)
+        self.session = self.protocol.session
+        self.do(self.protocol.start(self.world.clock.now))
         self.tick()
 
     def tick(self) -> None:
@@ -125,8 +105,7 @@ class SimulatedKeeper(Process):
 
         def look() -> None:
             if self.life == life:
-                now = self.world.clock.now
-                self.do([*self.session.on_tick(now), *self.puts.on_tick(now)])
+                self.do(self.protocol.on_tick(self.world.clock.now))
                 self.world.clock.after(self.world.timeouts.resend_s / 2, lambda: self.hears(look))
 
         self.hears(look)
@@ -137,40 +116,15 @@ class SimulatedKeeper(Process):
         """From the plane, or an answer of a peer."""
         message, now = read_from_plane(header), self.world.clock.now
         if isinstance(message, Copied):
-            self.do(self.puts.on_copied(message, now))
-        elif isinstance(message, (Accepted, Rejected, Missing, Room)):
-            self.do(self.puts.on_plane(message, now))
+            self.do(self.protocol.on_peer(message, now))
         else:
-            self.do(self.session.on_message(message, frames, now))
+            self.do(self.protocol.on_plane(message, frames, now))
             assert self.session.failure is None, self.session.failure
 
     def listen(self, peer: Peer, header: bytes, frames: Frames) -> None:
         """From somebody who connected here."""
-        message, now = read_from_client(header), self.world.clock.now
-        if isinstance(message, Attach):
-            self._attach(peer, message)
-        elif run_of(header) != self.session.run_id:
-            self.do([ToClient(peer, Foreign(reason="another run"))] if self.session.attached else [])
-        elif isinstance(message, Put):
-            self.do(self.puts.on_put(peer, message, frames, now))
-        elif isinstance(message, AskRoom):
-            self.do(self.puts.on_ask_room(peer, message, now))
-        elif isinstance(message, Trace):
-            self.do(self.puts.on_trace(peer, message, frames))
-        elif isinstance(message, GiveUp):
-            self.do(self.puts.on_give_up(peer, message))
-        elif isinstance(message, Take):
-            self.do(self.takes.on_take(peer, message))
-        elif isinstance(message, CopyFrame):
-            self.do(self.copies.on_copy(peer, message, frames))
-        else:
-            assert isinstance(message, DropCopies), message
-            self.do([ForgetNumbers(message.numbers)])
-
-    def _attach(self, peer: Peer, message: Attach) -> None:
-        known = self.session.attached
-        if known is not None:
-            self.do([ToClient(peer, msgspec.structs.replace(known, ticket=message.ticket, keepers=()))])
+        message, run_id, now = read_from_client(header), run_of(header), self.world.clock.now
+        self.do(self.protocol.on_client(peer, message, frames, now, run_id=run_id, is_keeper=True))
 
     # -------------------------------------------------------------- events
 
@@ -179,7 +133,8 @@ class SimulatedKeeper(Process):
             if not self.up:
                 return
             if isinstance(event, ToClient):
-                self.cluster.answer(self, event.peer, self._pack(event.message), event.frames)
+                answer = pack_message(event.message, self.session.run_id)
+                self.cluster.answer(self, event.peer, answer, event.frames)
             elif isinstance(event, ToPlane):
                 self.say(event.message, event.frames, self.session.run_id)
             elif isinstance(event, ToPeer):
@@ -191,9 +146,6 @@ class SimulatedKeeper(Process):
                     self.disk.frames.pop(number, None)
             elif not isinstance(event, Joined):
                 self._work(event)
-
-    def _pack(self, message: FromPlane) -> bytes:
-        return pack_message(message, self.session.run_id)
 
     def _work(self, event: CheckFrame | KeepFrame | TakeFrame) -> None:
         """Done after a while, unless the process is gone by then."""
@@ -214,33 +166,24 @@ class SimulatedKeeper(Process):
     def _check(self, asked: CheckFrame) -> None:
         shown = EvalFacts().to_bytes() if asked.is_evaluation else b""
         facts = plain_facts(asked.group, asked.frame).to_bytes()
-        self.do(self.puts.checked(asked.work, facts, shown, self.world.clock.now))
+        self.do(self.protocol.puts.checked(asked.work, facts, shown, self.world.clock.now))
 
     def _keep(self, asked: KeepFrame) -> None:
         full = self.world.happens(self.world.faults.disk_full)
-        if isinstance(asked.work, int):
-            now = self.world.clock.now
-            if full:
-                self.do(self.puts.not_kept(asked.work, DiskFull("simulated: no room")))
-            else:
-                self.do(self.puts.kept(asked.work, self.disk.keep(asked.group, asked.frame), now))
-        elif full:
-            self.do(self.copies.not_kept(asked.work, DiskFull("simulated: no room")))
-        else:
-            self.do(self.copies.kept(asked.work, self.disk.keep(asked.group, asked.frame)))
+        found = DiskFull("simulated: no room") if full else self.disk.keep(asked.group, asked.frame)
+        self.do(self.protocol.kept(asked, found, self.world.clock.now))
 
     def _take(self, asked: TakeFrame) -> None:
-        given, missing = [], {}
+        given, missing, damaged = [], {}, []
         for i, (number, group, _) in enumerate(asked.picks):
             known = self.disk.frames.get(number)
             if known is None or known[0] != group:
                 missing[i] = f"no frame {number}"
-                self.session.damaged.add(number)
+                damaged.append(number)
             else:
                 given.append(known[1])
-        self.do(self.takes.taken(asked.peer, asked.ticket, [msgspec.msgpack.encode(given)], missing))
-        if missing:
-            self.do(self.session.beat(self.world.clock.now))
+        frames = [msgspec.msgpack.encode(given)]
+        self.do(self.protocol.taken(asked, frames, missing, damaged, self.world.clock.now))
 
     # -------------------------------------------------------------- trouble
 

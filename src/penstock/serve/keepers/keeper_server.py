@@ -4,7 +4,7 @@
                                                       |
                         check thread, keep thread (one sync for all that came together), give thread
 
-The loop owns the state machines (`send/keeper_session.py`, `put_desk.py`, `take_desk.py`) and never touches a frame.
+The loop owns the state machines (`send/keeper_protocol.py`) and never touches a frame.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import zmq
 from penstock.errors import ConfigError, CorruptFrame, PenstockError
 from penstock.keep.numbered import NumberedFrames
 from penstock.send.carrier import Peer
-from penstock.send.copy_desk import CopyDesk
 from penstock.send.keeper_events import (
     CheckFrame,
     Event,
@@ -36,31 +35,14 @@ from penstock.send.keeper_events import (
     ToPeer,
     ToPlane,
 )
-from penstock.send.keeper_messages import Copied, CopyFrame, DropCopies, Enlist, Take
-from penstock.send.keeper_session import KeeperSession
+from penstock.send.keeper_messages import Enlist
+from penstock.send.keeper_protocol import KeeperProtocol
 from penstock.send.keys import ClientKeys
 from penstock.send.lines import Lines
-from penstock.send.message_header import Packer, pack_message, read_from_client, read_from_plane, run_of
-from penstock.send.messages import (
-    Accepted,
-    AskRoom,
-    Attach,
-    Attached,
-    Buffer,
-    Foreign,
-    Frames,
-    FromPlane,
-    GiveUp,
-    Missing,
-    Put,
-    Rejected,
-    Room,
-    Trace,
-)
-from penstock.send.put_desk import PutDesk
+from penstock.send.message_header import pack_message, read_from_client, read_from_plane, run_of
+from penstock.send.messages import Buffer, Frames
 from penstock.send.resolving import Address, Resolve, Resolver
 from penstock.send.sockets import SocketPlane
-from penstock.send.take_desk import TakeDesk
 from penstock.serve.clients.handles import usable_url
 from penstock.serve.decisions import fork
 from penstock.serve.decisions.disk import own
@@ -108,15 +90,8 @@ class KeeperServer:
         self._lines.watch(self._wake.descriptor)
         self._lines.connect(_PLANE, self._address.url, self._address.keys)
         self._resolver = Resolver(self._resolve, silence_s=settings.timeouts.peer_s)
-        self.session = KeeperSession(self._about(), self._frames, run=settings.run, timeouts=settings.timeouts)
-        self._puts = PutDesk(
-            self.session,
-            name=self.name,
-            used_bytes=lambda: self._frames.num_bytes,
-            quota_bytes=settings.quota_bytes,
-        )
-        self._takes = TakeDesk()
-        self._copies = CopyDesk(lambda size: self._has_room(size))
+        self._protocol = KeeperProtocol(self._about(), self._frames, run=settings.run, timeouts=settings.timeouts)
+        self.session = self._protocol.session
         self._to_keep: deque[KeepFrame] = deque()
         self._to_give: deque[TakeFrame] = deque()
         self._stopping = threading.Event()
@@ -142,7 +117,7 @@ class KeeperServer:
         timeouts = self.settings.timeouts
         patience_s = min(timeouts.heartbeat_s / 4, timeouts.resend_s / 4, 0.25)
         try:
-            self._do(self.session.start(time.monotonic()))
+            self._do(self._protocol.start(time.monotonic()))
             while not self._stopping.is_set():
                 self._lines.poll(patience_s)
                 self.turn(time.monotonic())
@@ -164,8 +139,7 @@ class KeeperServer:
         for name, header, frames in self._lines.receive():
             self._on_line(name, header, frames, now)
         self._workers.finish()
-        self._do(self.session.on_tick(now))
-        self._do(self._puts.on_tick(now))
+        self._do(self._protocol.on_tick(now))
         self._find_plane()
         self._on_turn()
 
@@ -192,43 +166,8 @@ class KeeperServer:
         except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
             logger.debug("dropped a message: %s", error)
             return
-        if isinstance(message, Attach):
-            self._on_attach(peer, message)
-        elif run_of(header) != self.session.run_id:
-            words = "this keeper is of another run; open the plane anew"
-            self._do([ToClient(peer, Foreign(reason=words))])
-        elif isinstance(message, Put):
-            self._do(self._puts.on_put(peer, message, frames, now))
-        elif isinstance(message, AskRoom):
-            self._do(self._puts.on_ask_room(peer, message, now))
-        elif isinstance(message, Trace):
-            self._do(self._puts.on_trace(peer, message, frames))
-        elif isinstance(message, GiveUp):
-            self._do(self._puts.on_give_up(peer, message))
-        elif isinstance(message, Take):
-            self._do(self._takes.on_take(peer, message))
-        elif isinstance(message, (CopyFrame, DropCopies)) and self._listener.is_keeper(peer):
-            if isinstance(message, CopyFrame):
-                self._do(self._copies.on_copy(peer, message, frames))
-            else:
-                self._do([ForgetNumbers(message.numbers)])
-        else:
-            logger.debug("dropped a %s: it is not for keepers, or not from one", type(message).__name__)
-
-    def _on_attach(self, peer: Peer, message: Attach) -> None:
-        """Which run is this? Known once the plane has said it; until then the client asks again."""
-        known = self.session.attached
-        if known is not None:
-            answer = Attached(
-                ticket=message.ticket,
-                run_id=known.run_id,
-                run=known.run,
-                epoch=known.epoch,
-                ranks=known.ranks,
-                policy_version=self.session.policy_version,
-                copies=known.copies,
-            )
-            self._do([ToClient(peer, answer)])
+        is_keeper, run_id = self._listener.is_keeper(peer), run_of(header)
+        self._do(self._protocol.on_client(peer, message, frames, now, run_id=run_id, is_keeper=is_keeper))
 
     def _on_line(self, name: str, header: Buffer, frames: Frames, now: float) -> None:
         try:
@@ -237,21 +176,17 @@ class KeeperServer:
             logger.debug("dropped a message: %s", error)
             return
         if name != _PLANE:
-            if isinstance(message, Copied):
-                self._do(self._puts.on_copied(message, now))
-            return
-        self._resolver.heard()
-        if isinstance(message, (Accepted, Rejected, Missing, Room)):
-            self._do(self._puts.on_plane(message, now))
+            self._do(self._protocol.on_peer(message, now))
         else:
-            self._do(self.session.on_message(message, frames, now))
+            self._resolver.heard()
+            self._do(self._protocol.on_plane(message, frames, now))
 
     # -------------------------------------------------------------- events
 
     def _do(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, ToClient):
-                self._listener.send(event.peer, self._pack(event.message), event.frames)
+                self._listener.send(event.peer, pack_message(event.message, self.session.run_id), event.frames)
             elif isinstance(event, ToPlane):
                 self._resolver.said()
                 self._lines.send(_PLANE, pack_message(event.message, self.session.run_id), event.frames)
@@ -271,9 +206,6 @@ class KeeperServer:
             elif isinstance(event, Joined):
                 logger.info("keeper %s joined run %s", self.name, self.session.run_id.hex()[:12])
                 self._listener.admit(event.clients, event.keepers)
-
-    def _pack(self, message: FromPlane) -> bytes:
-        return Packer(self.session.run_id)(message)
 
     def _to_peer(self, event: ToPeer) -> None:
         at = next((at for at in self.session.peers if at.name == event.name), None)
@@ -295,11 +227,11 @@ class KeeperServer:
 
     def _checked(self, work: int, result: Checked | Exception) -> None:
         if isinstance(result, Checked):
-            self._do(self._puts.checked(work, result.facts, result.evaluation, time.monotonic()))
+            self._do(self._protocol.puts.checked(work, result.facts, result.evaluation, time.monotonic()))
         elif isinstance(result, Altered):
-            self._do(self._puts.altered(work))
+            self._do(self._protocol.puts.altered(work))
         elif isinstance(result, PenstockError):
-            self._do(self._puts.refused(work, result))
+            self._do(self._protocol.puts.refused(work, result))
         else:
             raise result
 
@@ -317,15 +249,7 @@ class KeeperServer:
             raise results
         now = time.monotonic()
         for asked, found in results:
-            if isinstance(asked.work, int) and isinstance(found, int):
-                self._do(self._puts.kept(asked.work, found, now))
-            elif isinstance(asked.work, int):
-                assert isinstance(found, PenstockError)
-                self._do(self._puts.not_kept(asked.work, found))
-            elif isinstance(found, int):
-                self._do(self._copies.kept(asked.work, found))
-            else:
-                self._do(self._copies.not_kept(asked.work, found))
+            self._do(self._protocol.kept(asked, found, now))
 
     def _give(self) -> list[tuple[TakeFrame, Given]]:
         """On a worker's thread: all that was asked since the last time, each frame opened once."""
@@ -335,15 +259,9 @@ class KeeperServer:
     def _given(self, result: list[tuple[TakeFrame, Given]] | Exception) -> None:
         if isinstance(result, Exception):
             raise result
+        now = time.monotonic()
         for asked, given in result:
-            self.session.damaged.update(given.damaged)
-            self._do(self._takes.taken(asked.peer, asked.ticket, pieces_of(given.frame), given.missing))
-            if given.damaged:
-                self._do(self.session.beat(time.monotonic()))
-
-    def _has_room(self, size: int) -> bool:
-        quota = self.settings.quota_bytes
-        return quota is None or self._frames.num_bytes + size <= quota
+            self._do(self._protocol.taken(asked, pieces_of(given.frame), given.missing, given.damaged, now))
 
 
 def _own(folder: str) -> int:
