@@ -21,7 +21,7 @@ from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
 from penstock.commands.diff import place
 from penstock.pack import pack
-from penstock.testing.browser import keep_pictures, serving, wait_until
+from penstock.testing.browser import keep_pictures, wait_until
 from penstock.testing.exports import Words, make_export, terms_of
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter, masking_rules
@@ -29,6 +29,7 @@ from penstock.view.diff import compare
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import Pieces, open_vocabulary
+from penstock.view.web import serving
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 

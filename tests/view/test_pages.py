@@ -22,13 +22,14 @@ import pytest
 from penstock.arrays import Sample
 from penstock.demo.words import write_tokenizer
 from penstock.pack import pack
-from penstock.testing.browser import keep_pictures, serving, wait_until
+from penstock.testing.browser import keep_pictures, wait_until
 from penstock.testing.exports import make_export, terms_of
 from penstock.view import Export, Record, TokenExporter, masking_rules
 from penstock.view.library import Library
 from penstock.view.run_state import at_work
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary
+from penstock.view.web import serving
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "pages"
 STEPS = 60

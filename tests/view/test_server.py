@@ -17,7 +17,6 @@ import pytest
 from penstock.assets import AssetStore
 from penstock.cli import main
 from penstock.errors import ConfigError, CorruptFile
-from penstock.testing.browser import serving
 from penstock.testing.exports import make_export
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
@@ -25,7 +24,7 @@ from penstock.view.access import POLICY, Guard, cookie_name, new_token
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary, piece_text
-from penstock.view.web import SCRIPTS, listening, static_files
+from penstock.view.web import SCRIPTS, listening, serving, static_files
 
 
 class Caller:

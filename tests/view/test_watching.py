@@ -16,13 +16,13 @@ import pytest
 
 from penstock.arrays import Sample
 from penstock.pack import pack
-from penstock.testing.browser import keep_pictures, serving, wait_until
+from penstock.testing.browser import keep_pictures, wait_until
 from penstock.testing.exports import make_export, terms_of
 from penstock.view import Export, TokenExporter
 from penstock.view.access import new_token
 from penstock.view.library import Library
 from penstock.view.run_state import at_work
-from penstock.view.web import listening, make_app, make_server, static_files
+from penstock.view.web import listening, make_app, make_server, serving, static_files
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "pages"
 

@@ -17,6 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def earliest_parents(parents: NDArray[np.int64], shared: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n] of each sample, the first on the way up from its parent that has all the tokens it shares; -1 where it
+    shares none.
+
+    >>> earliest_parents(np.array([-1, 0, 1, 2]), np.array([0, 3, 2, 0])).tolist()
+    [-1, 0, 0, -1]
+    """
+    found, lengths = parents.tolist(), shared.tolist()
+    for i, length in enumerate(lengths):
+        parent = found[i]
+        while parent >= 0 and lengths[parent] >= length:
+            parent = found[parent]
+        found[i] = parent
+    return np.array(found, np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
     """One entry per sample."""
@@ -56,13 +72,7 @@ class SharedPrefixes:
     def shortened(self) -> SharedPrefixes:
         """The same, each parent as early as it may be: then every child shares more with its parent than that one with
         its own, and on a way upwards shared lengths fall."""
-        parents, shared = self.parents.tolist(), self.lengths.tolist()
-        for i, length in enumerate(shared):
-            parent = parents[i]
-            while parent >= 0 and shared[parent] >= length:
-                parent = parents[parent]
-            parents[i] = parent if length else -1
-        return replace(self, parents=np.array(parents, np.int64))
+        return replace(self, parents=earliest_parents(self.parents, self.lengths))
 
     def depth_first(self) -> NDArray[np.intp]:
         """[n] the samples in depth-first order; without sharing, as they come.

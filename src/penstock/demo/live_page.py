@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.view.access import new_token
 from penstock.view.library import Library
 from penstock.view.reader import Export
 from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import listening, make_app, make_server
-
-_END_S = 10.0
+from penstock.view.web import serving
 
 
 @contextlib.contextmanager
@@ -25,16 +21,8 @@ def live_page(folder: Path) -> Iterator[str]:
         from penstock.assets import AssetStore
 
         library.images = AssetStore(folder / "assets")
-    token = new_token()
-    with listening(0) as (listener, port):
-        server = make_server(make_app(library, token=token))
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="run-page", daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{port}/?token={token}"
-        finally:
-            server.should_exit = True
-            thread.join(_END_S)
+    with serving(library) as (url, _, _):
+        yield url
 
 
 @contextlib.contextmanager

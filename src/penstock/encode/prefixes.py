@@ -17,6 +17,7 @@ from penstock.arrays.columns import Array
 from penstock.arrays.common_prefix import common_prefix
 from penstock.arrays.ragged import Offsets
 from penstock.arrays.run_lengths import bit_view
+from penstock.arrays.shared_prefixes import earliest_parents
 
 MIN_SHARED = 32
 """Shorter prefixes cost more to describe and to copy than they save."""
@@ -41,13 +42,7 @@ class Prefixes:
         On the way from a sample to its first ancestor every step then leaves tokens behind, so that no walk is longer
         than the sample, whatever chain a frame describes.
         """
-        parents, shared = self.parents.tolist(), self.shared.tolist()
-        for i, length in enumerate(shared):
-            parent = parents[i]
-            while parent >= 0 and shared[parent] >= length:
-                parent = parents[parent]
-            parents[i] = parent
-        return Prefixes(np.array(parents, np.int64), self.shared)
+        return Prefixes(earliest_parents(self.parents, self.shared), self.shared)
 
 
 def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:

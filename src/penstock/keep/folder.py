@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.arrays.ragged import offsets_of
+from penstock.atomic import sync
 from penstock.encode.layout import Allocate, Buffer
 from penstock.errors import CorruptFrame, DiskFull, StorageError
 from penstock.keep.keeper import Pick, take_from
@@ -84,7 +85,7 @@ class FolderKeeper:
         name = f"{self._life:06}-{self._count:06}"
         try:
             file = os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            _sync_folder(self._folder)
+            sync(self._folder)
         except OSError as error:
             raise _typed(error, self._folder) from None
         self._active, self._end = (name, file), 0
@@ -221,14 +222,6 @@ def _write(file: int, frame: Buffer) -> None:
     view = memoryview(frame).cast("B")
     while len(view):
         view = view[os.write(file, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

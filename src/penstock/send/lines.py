@@ -5,14 +5,13 @@ As `sockets.SocketClient`, two connections to each, one for payloads; but all of
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 
 import zmq
 
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
-from penstock.send.sockets import LARGE, SMALL, check_url, configure, send_parts
+from penstock.send.sockets import check_url, connected_pair, send_parts
 
 _MOST = 256
 """Messages taken in one go."""
@@ -34,19 +33,10 @@ class Lines:
             return
         check_url(url, secured=keys is not None)
         self.disconnect(name)
-        identity = secrets.token_bytes(15)
-        small, large = (self._open(url, keys, kind + identity) for kind in (SMALL, LARGE))
+        small, large = connected_pair(self._context, url, keys)
+        for end in (small, large):
+            self._poller.register(end, zmq.POLLIN)
         self._ends[name] = (url, small, large)
-
-    def _open(self, url: str, keys: ClientKeys | None, identity: bytes) -> zmq.Socket[bytes]:
-        end = self._context.socket(zmq.DEALER)
-        configure(end, payloads=identity.startswith(LARGE))
-        end.setsockopt(zmq.IDENTITY, identity)
-        if keys is not None:
-            keys.apply(end)
-        end.connect(url)
-        self._poller.register(end, zmq.POLLIN)
-        return end
 
     def disconnect(self, name: str) -> None:
         for end in self._ends.pop(name, ("",))[1:]:

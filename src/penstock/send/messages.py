@@ -12,12 +12,11 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from penstock.arrays.versions import MAX_VERSION as MAX_VERSION
 from penstock.send.keeper_messages import FromKeeper, KeeperAt, OfKeeper, PlaneToKeeper, ToKeeper
 from penstock.send.message_record import SCHEMA as SCHEMA
 from penstock.send.message_record import Message as _Message
 
-MAX_VERSION = 2**53
-"""Policy versions are counted from 0 to this: beyond, JSON and floats would change them."""
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 MAX_REASON = 2000
 """Characters of what went wrong."""

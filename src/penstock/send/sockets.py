@@ -153,6 +153,21 @@ class SocketPlane:
             self._context.term()
 
 
+def connected_pair(
+    context: zmq.Context[zmq.Socket[bytes]], url: str, keys: ClientKeys | None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A client's two sockets to an address, for messages without and with payloads, under one name of their own."""
+    name = secrets.token_bytes(15)
+    small, large = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for kind, end in ((SMALL, small), (LARGE, large)):
+        configure(end, payloads=kind == LARGE)
+        end.setsockopt(zmq.IDENTITY, kind + name)
+        if keys is not None:
+            keys.apply(end)
+        end.connect(url)
+    return small, large
+
+
 class SocketClient:
     """A client's end."""
 
@@ -164,18 +179,9 @@ class SocketClient:
         self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
-        name = secrets.token_bytes(15)
-        self._small, self._large = (self._connect(url, keys, kind + name) for kind in (SMALL, LARGE))
-
-    def _connect(self, url: str, keys: ClientKeys | None, name: bytes) -> zmq.Socket[bytes]:
-        end = self._context.socket(zmq.DEALER)
-        configure(end, payloads=name.startswith(LARGE))
-        end.setsockopt(zmq.IDENTITY, name)
-        if keys:
-            keys.apply(end)
-        end.connect(url)
-        self._poller.register(end, zmq.POLLIN)
-        return end
+        self._small, self._large = connected_pair(self._context, url, keys)
+        for end in (self._small, self._large):
+            self._poller.register(end, zmq.POLLIN)
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:

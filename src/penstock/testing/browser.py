@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.view.access import new_token
-from penstock.view.library import Library
-from penstock.view.web import listening, make_app, make_server
 
 SIZES = (1400, 700)
 """Widths at which pages are looked at: a desk's screen and half of one."""
@@ -38,21 +34,6 @@ def find_chromium() -> str:
     if found is None:
         raise ConfigError(f"browser: none of {', '.join(NAMES)} is installed; run scripts/setup_browser")
     return found
-
-
-@contextlib.contextmanager
-def serving(library: Library) -> Iterator[tuple[str, int, str]]:
-    """The viewer at work: its URL with the token, its port, and the token."""
-    token = new_token()
-    with listening(0) as (listener, port):
-        server = make_server(make_app(library, token=token))
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="viewer", daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{port}/?token={token}", port, token
-        finally:
-            server.should_exit = True
-            thread.join(10)
 
 
 @contextlib.contextmanager

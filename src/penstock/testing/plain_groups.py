@@ -16,7 +16,7 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.intake import Intake
 from penstock.serve.decisions.remote_frames import RemoteFrames
-from penstock.serve.decisions.step_builder import Place, PlannedStep, step_picks
+from penstock.serve.decisions.step_builder import Place, PlannedStep, staged_picks, step_picks
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
 
@@ -113,14 +113,7 @@ class PlainPicks(PlainBuilder):
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
         dealt = [groups[rank :: self._ranks] for rank in range(self._ranks)]
         picks = [step_picks([Pick(place.location, place.group, (0,)) for place in places]) for places in dealt]
-        return Staged(
-            step=step,
-            plans=list(planned.rank_plans),
-            payloads=[[found.to_bytes()] for found in picks],
-            digests=list(planned.digests),
-            keepers=[found.keepers for found in picks],
-            find=self._roster.addresses,
-        )
+        return staged_picks(step, planned, picks, self._roster)
 
 
 def plain_keeper_pipeline(engine: Engine, workers: Workers) -> Pipeline:

@@ -236,26 +236,20 @@ def cap_dependent_gradient(trial: Trial) -> str | None:
 
 
 def denominator_per_micro_batch(trial: Trial) -> str | None:
-    samples = [trial.small, trial.large]
-    trained, expected = trial.run(samples, max_samples=1), trial.expected(samples)
-    mixture = trial.mixture(trained, samples)
-    if not trial.is_right(mixture, expected):
-        return (
-            f"two micro-batches, with {samples[0].loss_tokens} and {samples[1].loss_tokens} trained tokens, have the "
-            f"weights {_listed(mixture.weights)} in the gradient, not {_listed(expected)}"
-        )
-    return trial.wrong_loss(trained, samples)
+    counts = f"{trial.small.loss_tokens} and {trial.large.loss_tokens}"
+    return _wrong_weights(trial, f"two micro-batches, with {counts} trained tokens, have", max_samples=1)
 
 
 def rank_dependent_scale(trial: Trial) -> str | None:
+    return _wrong_weights(trial, "one sample on each of two ranks: they have", ranks=2, max_samples=1)
+
+
+def _wrong_weights(trial: Trial, what: str, **packing: int) -> str | None:
     samples = [trial.small, trial.large]
-    trained, expected = trial.run(samples, ranks=2, max_samples=1), trial.expected(samples)
+    trained, expected = trial.run(samples, **packing), trial.expected(samples)
     mixture = trial.mixture(trained, samples)
     if not trial.is_right(mixture, expected):
-        return (
-            f"one sample on each of two ranks: they have the weights {_listed(mixture.weights)} in the gradient, not "
-            f"{_listed(expected)}"
-        )
+        return f"{what} the weights {_listed(mixture.weights)} in the gradient, not {_listed(expected)}"
     return trial.wrong_loss(trained, samples)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 
 from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.extras import require
-from penstock.view.access import Guard
+from penstock.view.access import Guard, new_token
 from penstock.view.library import Library
 from penstock.view.live import events, parse_read
 
@@ -34,6 +35,8 @@ _TYPES = {
 }
 _GRACE_S = 5
 """How long an answer under way may keep the server from ending."""
+_END_S = 10.0
+"""How long its thread is waited for."""
 
 
 def make_app(library: Library, *, token: str) -> Guard:
@@ -160,6 +163,21 @@ def listening(port: int) -> Iterator[tuple[socket.socket, int]]:
         except OSError as error:
             raise ConfigError(f"port {port}: {error.strerror}; choose another, or 0 for a free one") from None
         yield listener, int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(library: Library) -> Iterator[tuple[str, int, str]]:
+    """The viewer at work in a thread: its URL with the token, its port, and the token."""
+    token = new_token()
+    with listening(0) as (listener, port):
+        server = make_server(make_app(library, token=token))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="viewer", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}/?token={token}", port, token
+        finally:
+            server.should_exit = True
+            thread.join(_END_S)
 
 
 def make_server(app: Guard) -> Any:

@@ -119,14 +119,19 @@ class PickBuilder(StepBuilder):
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
         picks = [step_picks(request) for request in requests]
-        return Staged(
-            step=step,
-            plans=list(planned.rank_plans),
-            payloads=[[found.to_bytes()] for found in picks],
-            digests=list(planned.digests),
-            keepers=[found.keepers for found in picks],
-            find=self.roster.addresses,
-        )
+        return staged_picks(step, planned, picks, self.roster)
+
+
+def staged_picks(step: int, planned: PlannedStep, picks: Sequence[StepPicks], roster: Roster) -> Staged:
+    """A step of which ranks are sent what to take, and from whom."""
+    return Staged(
+        step=step,
+        plans=list(planned.rank_plans),
+        payloads=[[found.to_bytes()] for found in picks],
+        digests=list(planned.digests),
+        keepers=[found.keepers for found in picks],
+        find=roster.addresses,
+    )
 
 
 def step_picks(request: Sequence[Pick]) -> StepPicks:
