@@ -384,7 +384,7 @@ class Engine:
         with self.journal.transaction():
             self.log.set_meta("session", session)
             self.log.set_meta("next_step", step)
-        self.state.begin_at(step)
+        self.state.begin_at(step, anew=True)
         if step < first:
             self.counts["resumes_rewound"] += 1
             return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"

@@ -234,11 +234,13 @@ class PlaneState:
                 self.bytes_of[row.run] += row.size if old is State.COMMITTED else -row.size
         self.states[step] = self._unwritten_steps[step] = state
 
-    def begin_at(self, step: int) -> None:
-        """Steps before this one are trained, the others are not."""
+    def begin_at(self, step: int, *, anew: bool = False) -> None:
+        """Steps before this one are trained, the others are not; `anew`: and no rank has any of them."""
         self.next_step = step
         for number, state in list(self.states.items()):
-            if (state is State.COMMITTED) != (number < step):
+            if anew and number >= step:
+                self.set_step(number, State.SCHEDULED)
+            elif (state is State.COMMITTED) != (number < step):
                 self.set_step(number, State.COMMITTED if number < step else State.SCHEDULED)
         self.retire()
 
