@@ -267,3 +267,13 @@ def test_puts_and_steps_go_through_keepers_with_keys(tmp_path: Path) -> None:
         for name in NAMES:
             client.put(group(name), timeout=120)
         assert digests(cluster, 3) == embedded_digests(tmp_path / "alone", NAMES)
+
+
+def test_a_put_that_does_not_wait_for_room_waits_for_the_answer(tmp_path: Path) -> None:
+    with Cluster(tmp_path, timeouts=TIMES, capacity=2) as cluster, cluster.client("b") as client:
+        client.put(group("g0"), timeout=60)  # both keepers are here
+        assert client.put(group("g1"), timeout=0)
+        with pytest.raises(Overloaded, match="wait for the trainer"):
+            client.put(group("g2"), timeout=0)
+        digests(cluster, 1)
+        assert client.put(group("g2"), timeout=0)

@@ -257,3 +257,14 @@ def test_reasons_for_which_samples_are_discarded_are_bounded(open_plane: OpenPla
         plane.discard(f"reason {number}", 1)
     found = plane.ledger.discarded
     assert (len(found), sum(found.values()), found["other reasons"]) == (257, 300, 44)
+
+
+def test_a_producer_that_never_waits_is_let_in_again_when_there_is_room(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1, capacity=2)
+    for name in "ab":
+        plane.put(named_group(name), timeout=0)
+    for _ in range(3):
+        with pytest.raises(Overloaded):
+            plane.put(named_group("c"), timeout=0)
+    train(plane, 1)
+    assert plane.put(named_group("c"), timeout=0)

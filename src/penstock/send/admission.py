@@ -253,6 +253,10 @@ class Admission:
             queue.waiting[ticket] = max(message.size, 0)
         return table
 
+    def came(self, ticket: Ticket) -> None:
+        """What room was promised to has come, as facts that a keeper vouches for."""
+        self._forget(ticket)
+
     def _forget(self, ticket: Ticket) -> None:
         for queue in self._queues.values():
             queue.waiting.pop(ticket, None)

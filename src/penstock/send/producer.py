@@ -80,6 +80,8 @@ class _Put(Pending):
     """Whether it may wait for room."""
     refused: Rejected | None = None
     """Why it waits here; None while it is on its way."""
+    is_unheard: bool = False
+    """Whether it was asked about and there is no word yet, of room or of none."""
 
     @property
     def put(self) -> Put:
@@ -154,25 +156,26 @@ class ProducerSession:
         if self._asks_first or (self._full and not evaluation and run() in self._full):
             words = f"{self.where} has not answered yet" if self._asks_first else "no room"
             question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: {words}")
+            question.is_unheard = True
             return ticket, self._say(Out(question.ask_room()), now)
         return ticket, self._say(Out(message, question.frames), now)
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
-        """Give a group back that waits for room, with the reason; None if it does not wait for that."""
+        """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
+        said yet whether there is some: the answer says it."""
         question = self._open.get(ticket)
         if not isinstance(question, _Put):
             return None, []
         question.waits = False
-        if question.refused is None:
+        if question.refused is None or question.is_unheard:
             return None, []
-        self._open.pop(ticket)
-        if self.run_id == NO_RUN:  # nobody has heard of it yet
-            return question.refused, []
-        return question.refused, [Out(GiveUp(ticket=ticket))]
+        return question.refused, self.abandon(ticket)
 
-    def drop(self, ticket: int) -> None:
+    def abandon(self, ticket: int) -> list[Event]:
         """Nobody waits for this answer any more."""
-        self._open.pop(ticket, None)
+        question = self._open.pop(ticket, None)
+        is_in_line = isinstance(question, _Put) and question.refused is not None and self.run_id != NO_RUN
+        return [Out(GiveUp(ticket=ticket))] if is_in_line else []
 
     def _next_ticket(self, now: float) -> int:
         if not self._open:
@@ -236,9 +239,9 @@ class ProducerSession:
             self._open.pop(message.ticket)
             return [Answered(message.ticket, message)]
         self._full.add(question.run())
+        question.is_unheard = False
         if not question.waits:
-            self._open.pop(message.ticket)
-            return [Answered(message.ticket, message)]
+            return [*self.abandon(message.ticket), Answered(message.ticket, message)]
         if question.refused is not None:  # it was asked about; there will be word when there is room
             reason = f"group {question.put.group!r}: {message.reason}"
             question.refused = msgspec.structs.replace(message, reason=reason)
@@ -252,7 +255,7 @@ class ProducerSession:
         if not isinstance(question, _Put) or question.refused is None:
             return []
         self._full.discard(question.run())
-        question.refused = None
+        question.refused, question.is_unheard = None, False
         return self._send_again(ticket, now)
 
     def _send_again(self, ticket: int, now: float) -> list[Event]:

@@ -121,10 +121,9 @@ class ProducerLine:
 
     def _forget(self, ticket: int) -> None:
         """Nobody waits for this answer; where there is none yet, the plane is told."""
-        self._stop_waiting(ticket)
         with self._lock:
-            self.session.drop(ticket)
             self._futures.pop(ticket, None)
+            self._handle(self.session.abandon(ticket))
 
     def close(self) -> None:
         """Whoever waits gets `Closed`."""

@@ -46,8 +46,6 @@ logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
 LIVE_S = 30.0
 """Without a turn of the loop for longer, /healthz says that the plane is stuck; the watchdog waits longer than that."""
-_KEEPERS_S = 10.0
-"""How long a put over HTTP waits for keepers."""
 IN_PROCESS = "memory:"
 """The address of what runs in this process: nobody else can use it."""
 
@@ -237,8 +235,7 @@ def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
     keys = ClientKeys.load(config.keys) if config.keys is not None and config.copies else None
     line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts, keys=keys, node=config.node)
     try:
-        patience_s = _KEEPERS_S if config.copies else 0.0
-        return HttpDoor(address, line, token=token, patience_s=patience_s), token if is_made else None
+        return HttpDoor(address, line, token=token), token if is_made else None
     except BaseException:
         line.close()
         raise

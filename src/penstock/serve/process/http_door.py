@@ -62,13 +62,9 @@ Answer = Callable[["Request"], Awaitable["Response"]]
 
 
 class HttpDoor:
-    """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one.
+    """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one."""
 
-    `patience_s` is how long a put may wait before it is told to come again: none for a plane that keeps frames itself,
-    some where keepers must be asked.
-    """
-
-    def __init__(self, address: str, plane: Plane, *, token: str, patience_s: float = 0.0) -> None:
+    def __init__(self, address: str, plane: Plane, *, token: str) -> None:
         require("the HTTP door", "starlette", "uvicorn", extra="http")
         import uvicorn
 
@@ -78,7 +74,7 @@ class HttpDoor:
         except OSError as error:
             raise ConfigError(f"http: {address!r}: {error.strerror}; use another port, or 0 for a free one") from None
         self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
-        app = make_app(plane, self._pool, token=token, patience_s=patience_s)
+        app = make_app(plane, self._pool, token=token)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -111,7 +107,7 @@ class HttpDoor:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str, patience_s: float) -> Any:
+def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     """The routes, behind the token."""
     from starlette.applications import Starlette
     from starlette.routing import Route
@@ -133,9 +129,9 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str, patience_s: 
                 return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
             if kind == FRAME:
                 evaluation = request.query_params.get("evaluation") == "true"
-                found, status = await _beside(pool, _put_frame, plane, body, patience_s, evaluation)
+                found, status = await _beside(pool, _put_frame, plane, body, evaluation)
             else:
-                found, status = await _beside(pool, _put_json, plane, body, patience_s)
+                found, status = await _beside(pool, _put_json, plane, body)
         return _json(found, status)
 
     async def status(_: Request) -> Response:
@@ -153,18 +149,18 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str, patience_s: 
     return Starlette(routes=routes)
 
 
-def _put_json(plane: Plane, body: bytes, patience_s: float) -> tuple[dict[str, Any], int]:
+def _put_json(plane: Plane, body: bytes) -> tuple[dict[str, Any], int]:
     group, evaluation = read_json_group(body, lambda: plane.columns)
-    is_new = plane.put(group, evaluation=evaluation, timeout=patience_s)
+    is_new = plane.put(group, evaluation=evaluation, timeout=0)
     return {"group": group.id, "samples": len(group), "new": is_new}, 201 if is_new else 200
 
 
-def _put_frame(plane: Plane, body: bytes, patience_s: float, evaluation: bool) -> tuple[dict[str, Any], int]:
+def _put_frame(plane: Plane, body: bytes, evaluation: bool) -> tuple[dict[str, Any], int]:
     head = read_head(body)
     groups = sorted(set(head.text.get("group", ())))
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
-    is_new = plane.put_frame(groups[0], body, evaluation=evaluation, timeout=patience_s)
+    is_new = plane.put_frame(groups[0], body, evaluation=evaluation, timeout=0)
     return {"group": groups[0], "samples": len(head.ids), "new": is_new}, 201 if is_new else 200
 
 

@@ -265,6 +265,8 @@ class Server:
             )
             return
         is_keeper = peer[0].is_keeper(peer[1])
+        if isinstance(message, PutFacts):
+            self.admission.came((peer, message.ticket))
         found = self._desk.on_message(peer, message, frames, now, is_keeper=is_keeper)
         if isinstance(found, Outcome):
             self._answer(found)
