@@ -10,21 +10,18 @@ import pytest
 from penstock.testing.keeper_simulation import KeeperSimulation, main
 
 SEEDS, PARTS = 2000, 8
-STALLS = {1706}
-"""Known and not understood: the run stands still after the faults have ended. Nothing is lost in it."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_was_acknowledged_is_served_once_while_one_of_its_disks_is_left_and_else_counted(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
-        if seed not in STALLS:
-            KeeperSimulation(seed).run()
+        KeeperSimulation(seed).run()
 
 
 def test_nodes_are_lost_with_what_they_have_and_runs_go_on() -> None:
     """Else the test above would show nothing."""
     lost = dropped = crashed = 0
-    for seed in range(60):
+    for seed in range(200):
         run = KeeperSimulation(seed)
         run.run()
         lost += len(run.lost_disks)
@@ -34,5 +31,5 @@ def test_nodes_are_lost_with_what_they_have_and_runs_go_on() -> None:
 
 
 def test_one_seed_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "3"]) == 0
+    assert main(["--seed", "1706"]) == 0
     assert "node0 is lost, with keeper node0.1" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 waits for training          dropped, and counted: dropped["lost"]
 planned, not delivered      the step is planned anew without it, and those behind it
-delivered to all ranks      nothing: they have it
+delivered to all ranks      nothing, while their session lasts: they have it
 committed                   the step cannot be served again, nor any before it: the oldest step moves up
 """
 
@@ -18,35 +18,27 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import State
 
 
-def lost_groups(engine: Engine, roster: Roster, awaited: int = 0, *, only_awaited: bool = False) -> dict[int, str]:
-    """Groups that can never be had again, by op, each with the reason. `awaited` is a step that ranks ask for and that
-    waits for its keepers: it counts as not delivered, whoever had it before."""
+def lost_groups(engine: Engine, roster: Roster) -> dict[int, str]:
+    """Groups that can never be had again, by op, each with the reason."""
     state = engine.state
-    ops = state.steps[awaited].groups if only_awaited and awaited in state.steps else list(state.rows)
-    rows = [state.rows[op] for op in ops if op in state.rows]
-    found = {row.op: why for row in rows if row.location and (why := roster.lost(row.location))}
+    found = {row.op: why for row in state.rows.values() if row.location and (why := roster.lost(row.location))}
     needed = {
         op
         for step, manifest in state.steps.items()
-        if step < engine.next_step or _is_wanted(engine, step, awaited)
+        if step < engine.next_step or state.states[step] is State.SCHEDULED
         for op in manifest.groups
     }
-    # What all ranks have, and nobody else will want, may be lost without any change.
+    # What all ranks of a session have, and nobody else will want, may be lost without any change.
     return {op: why for op, why in found.items() if op in needed or engine.run_tables.is_waiting(state.rows[op])}
 
 
-def _is_wanted(engine: Engine, step: int, awaited: int) -> bool:
-    """Whether a planned step has still to be given to somebody."""
-    return step >= engine.next_step and (step == awaited or engine.state.states[step] is State.SCHEDULED)
-
-
-def lose(engine: Engine, lost: Mapping[int, str], awaited: int = 0) -> tuple[int, str] | None:
+def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
     """Write down that these are lost. The first step that is planned anew because of it, and why; None if none is."""
     state = engine.state
     assert not state.is_drawing
     record = Lose(groups={op: why[:500] for op, why in lost.items()})
     using = [step for step, manifest in state.steps.items() if lost.keys() & set(manifest.groups)]
-    first = min((step for step in using if _is_wanted(engine, step, awaited)), default=None)
+    first = min((step for step in using if state.states[step] is State.SCHEDULED), default=None)
     words = ""
     if first is None:
         engine.journal.decide(record)

@@ -23,7 +23,6 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
-_LOOK_S = 0.5
 _MAX_NAMED = 20
 _MAX_COPIES = 16
 _MAX_NUMBER = 10**18
@@ -36,7 +35,6 @@ class KeeperDesk:
         self._roster, self._engine, self._pipeline = roster, engine, pipeline
         self._copies: dict[object, tuple[Copy, ...]] = {}
         """Facts that are not answered yet, by ticket -> where their frames are."""
-        self._look_at = 0.0
 
     def on_message(
         self, peer: Peer, message: FromKeeper, frames: Frames, now: float, *, is_keeper: bool
@@ -76,14 +74,13 @@ class KeeperDesk:
         because of that, and why."""
         self._roster.policy_version = self._engine.policy_version
         self._roster.tick(now)
-        waits, roster, engine = self._pipeline.awaits_keepers, self._roster, self._engine
-        if not (roster.has_news or (waits and now >= self._look_at)) or engine.state.is_drawing:
+        roster, engine = self._roster, self._engine
+        if not roster.has_news or engine.state.is_drawing:
             return None
-        self._look_at = now + _LOOK_S
-        lost = lost_groups(engine, roster, waits, only_awaited=not roster.has_news)
+        lost = lost_groups(engine, roster)
         names = {op: engine.state.rows[op].id for op in lost}
         try:
-            found = lose(engine, lost, waits) if lost else None
+            found = lose(engine, lost) if lost else None
         except DiskFull:
             return None  # the next turn looks again
         roster.has_news = False

@@ -69,8 +69,6 @@ class Pipeline:
         """What the session that asks next is told."""
         self._session = self._asked_by = 0
         """Counts the sessions that began, and which of them asked for what is being made."""
-        self.awaits_keepers = 0
-        """The step that is planned and waits for somebody who has its frames; 0: none does."""
         self.replanned = 0
         """The first of the steps that were planned anew: what was staged of them is no more; 0 if there is none."""
 
@@ -160,7 +158,9 @@ class Pipeline:
     def begin_session(self) -> None:
         """Other ranks ask from now on: what failed for those before them is no news to these, and may go well now."""
         self._session += 1
-        self._failure, self.awaits_keepers = None, 0
+        self._failure = None
+        if self._roster is not None:
+            self._roster.has_news = True  # what those before them had may be lost to these
 
     def step(self, step: int) -> Staged | str:
         """A step, once it is built; until then, in words, what it waits for.
@@ -257,7 +257,6 @@ class Pipeline:
             return ""
         if self._roster is not None:
             away = {words: at.group for at in groups if (words := self._roster.missing(at.location))}
-            self.awaits_keepers = step if away else 0
             if away:
                 words, group = next(iter(away.items()))
                 return f"{words} to come back, for group {group!r}"
