@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -105,13 +106,20 @@ def test_facts_that_fit_another_length_are_those_made_for_it(made: Groups, befor
 
 def test_facts_that_cannot_be_read_are_an_error_in_words() -> None:
     facts = facts_of(group({}))
-    for data in (b"", b"\xc1", facts.to_bytes()[:-1], msgspec.msgpack.encode(["x"]), b"\x91\xa1\xff"):
+    unreadable = [zlib.compress(data) for data in (b"", b"\xc1", msgspec.msgpack.encode(["x"]), b"\x91\xa1\xff")]
+    for data in (b"", b"\xc1", facts.to_bytes()[:-1], *unreadable):
         with pytest.raises(CorruptFrame, match="facts of a group: "):
             GroupFacts.from_bytes(data)
-    later = msgspec.structs.replace(facts, format=3).to_bytes()
-    assert GroupFacts.is_current(facts.to_bytes()) and not GroupFacts.is_current(later)
-    with pytest.raises(CorruptFrame, match="facts of a group: format 3; this version reads 2"):
+    later = msgspec.structs.replace(facts, format=4).to_bytes()
+    with pytest.raises(CorruptFrame, match="facts of a group: format 4; this version reads 3"):
         GroupFacts.from_bytes(later)
+
+
+def test_facts_that_would_inflate_without_end_are_refused_before_they_do() -> None:
+    bomb = zlib.compress(bytes(1 << 28), 9)
+    assert len(bomb) < 300_000
+    with pytest.raises(CorruptFrame, match="facts of a group: cut off, or more than 67,108,864 bytes"):
+        GroupFacts.from_bytes(bomb)
 
 
 def test_a_prefix_is_shared_as_far_as_all_agrees_that_a_model_computes_from() -> None:

@@ -27,7 +27,7 @@ from penstock.serve.decisions.decision_records import Record, pack_record, read_
 from penstock.serve.decisions.disk import Disk, own, typed_errors
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
 
-FORMAT = 3
+FORMAT = 4
 _PAGE = 16384
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;

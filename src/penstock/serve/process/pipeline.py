@@ -217,15 +217,15 @@ class Pipeline:
             return _Unplannable(error, self._builder.unpackable(facts))
 
     def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
-        """Facts of an earlier format, or made for another `seq_len` which cuts some of their samples, are made anew."""
+        """Facts made for another `seq_len`, which cuts some of their samples, are made anew."""
         settings, keeper = self._engine.settings, self._engine.keeper
         seq_len = settings.packing.seq_len
         found: list[GroupFacts] = []
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
-            facts = GroupFacts.from_bytes(data) if GroupFacts.is_current(data) else None
-            if facts is None or not facts.fits(seq_len):
+            facts = GroupFacts.from_bytes(data)
+            if not facts.fits(seq_len):
                 if self._roster is not None:
-                    raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len if facts else '?'}")
+                    raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len}")
                 facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
             found.append(facts)
         return found
