@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,13 @@ def test_files_and_targets_that_a_page_names_are_there(page: Path) -> None:
         r"`((?:penstock|arrays|assets|capture|convert|encode|hold|pack|send|serve|train|view)/[\w./]+\.py)`", text
     ):
         assert (ROOT / "src" / "penstock" / path.removeprefix("penstock/")).exists(), path
+
+
+def test_every_picture_is_shown_somewhere_and_can_be_made_anew() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "screenshot"))["PICTURES"]
+    files = {file for _, own in made.values() for file in own}
+    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+\.(?:svg|png))", page.read_text())}
+    assert files == {path.name for path in (ROOT / "docs" / "images").iterdir()} == shown
 
 
 def test_the_table_of_extras_is_that_of_the_package() -> None:
