@@ -21,15 +21,15 @@ def test_what_was_acknowledged_is_served_once_while_one_of_its_disks_is_left_and
 def test_nodes_are_lost_with_what_they_have_and_runs_go_on() -> None:
     """Else the test above would show nothing."""
     lost = dropped = crashed = 0
-    for seed in range(200):
+    for seed in range(60):
         run = KeeperSimulation(seed)
         run.run()
         lost += len(run.lost_disks)
         dropped += run.server.engine.ledger.dropped["lost"]
         crashed += sum(keeper.life - 1 for keeper in run.keepers)
-    assert min(lost, dropped, crashed) > 5, (lost, dropped, crashed)
+    assert min(lost, dropped, crashed) > 20, (lost, dropped, crashed)
 
 
 def test_one_seed_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "1706"]) == 0
+    assert main(["--seed", "3"]) == 0
     assert "node0 is lost, with keeper node0.1" in capsys.readouterr().out

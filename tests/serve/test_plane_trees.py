@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,21 +48,6 @@ def test_ranks_fill_the_forests_that_packing_in_one_process_gives(open_plane: Op
         assert any(batch.forest is not None for batch in step)
         assert step.accounting.total.shared_tokens == expected.accounting.total.shared_tokens
         source.close()
-
-
-def test_facts_of_an_earlier_format_are_made_anew(open_plane: OpenPlane, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with ps.open(folder, ranks=1, seq_len=256, groups_per_step=1) as plane:
-        assert plane.put(answers("a"))
-    with sqlite3.connect(folder / "log.sqlite") as log:
-        (data,) = log.execute("SELECT facts FROM facts").fetchone()
-        old = msgspec.msgpack.decode(data)
-        log.execute("UPDATE facts SET facts = ?", (msgspec.msgpack.encode([1, *old[1:-3]]),))
-    log.close()
-    plane = open_plane(folder, ranks=1, seq_len=256, groups_per_step=1, trees=True)
-    with plane.source(0, world=1) as source:
-        (batch,) = source.step()
-    assert batch.forest is not None and batch.forest.shared_tokens == 2 * PROMPT + 100
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,7 +32,7 @@ from penstock.testing.simulation import Simulation, run_seeds
 
 _KEEPER_S = 6.0
 """Longer than all faults: only a disk that is lost takes groups with it."""
-_COPIES: tuple[Literal[1, 2, 3], ...] = (1, 2, 2, 3)
+_COPIES: tuple[Literal[1, 2, 3], ...] = (1, 1, 2, 2, 3)
 
 
 class KeeperSimulation(Simulation):
@@ -49,7 +49,7 @@ class KeeperSimulation(Simulation):
             self.faults,
             disk_full=self.faults.disk_full * 0.3,
             keeper_crash=more.random() * 0.6 if more.random() < 0.5 else 0.0,
-            node_loss=more.random() * 0.15 if more.random() < 0.5 else 0.0,
+            node_loss=more.random() * 0.6 if more.random() < 0.5 else 0.0,
         )
         self.keepers = [SimulatedKeeper(self, number) for number in range(copies + more.choice([0, 1, 1]))]
         self.lost_disks: set[str] = set()
