@@ -49,7 +49,7 @@ from penstock.serve.decisions.disk import own
 from penstock.serve.decisions.step_builder import pieces_of
 from penstock.serve.keepers.keeper_settings import KeeperSettings
 from penstock.serve.keepers.keeper_work import Altered, Checked, Given, KeeperWork
-from penstock.serve.process.workers import Threads, Workers
+from penstock.serve.process.workers import Threads, Workers, raise_if_failed
 
 logger = logging.getLogger("penstock.keeper")
 _PLANE = ""
@@ -202,7 +202,7 @@ class KeeperServer:
                 self._workers.submit("give", self._give, self._given)
             elif isinstance(event, ForgetNumbers):
                 self._frames.forget(event.numbers)
-                self._workers.submit("sweep", self._frames.sweep, _raise_if_failed)
+                self._workers.submit("sweep", self._frames.sweep, raise_if_failed)
             elif isinstance(event, Joined):
                 logger.info("keeper %s joined run %s", self.name, self.session.run_id.hex()[:12])
                 self._listener.admit(event.clients, event.keepers)
@@ -277,8 +277,3 @@ def _told(url: str, host: str) -> str:
     """The address that others are told."""
     match = re.fullmatch(r"tcp://(?:\[[^\]]*\]|[^:]*):(\d+)", url)
     return f"tcp://{host}:{match[1]}" if match and host else usable_url(url)
-
-
-def _raise_if_failed(result: object) -> None:
-    if isinstance(result, Exception):
-        raise result

@@ -19,10 +19,9 @@ import zmq
 
 from penstock.errors import CorruptFrame, DiskFull, Fenced, InvalidInput, PenstockError
 from penstock.keep import Keeper
-from penstock.send.admission import Admission, Decide, Offer
+from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
-from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Send
 from penstock.send.keeper_messages import CopyFrame, DropCopies, Enlist, FromKeeper, KeeperBeat, PutFacts, Take
 from penstock.send.message_header import Packer, read_from_client, run_of
@@ -48,7 +47,6 @@ from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.remembered import members_left
 from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.process.archiver import Archiving
 from penstock.serve.process.effect_runner import EffectRunner
@@ -61,10 +59,11 @@ from penstock.serve.process.pipeline import (
     keeper_of,
     pipeline_of,
 )
+from penstock.serve.process.plane_sessions import admission_of, coordinator_of
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
-from penstock.serve.process.workers import Threads, Workers
+from penstock.serve.process.workers import Threads, Workers, raise_if_failed
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
@@ -93,42 +92,17 @@ class Server:
         self.engine = Engine(settings, log, self._keeper)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
-        self.engine.journal.sweep = lambda: self._workers.submit("sweep", self._keeper.sweep, _raise_if_failed)
+        self.engine.journal.sweep = lambda: self._workers.submit("sweep", self._keeper.sweep, raise_if_failed)
         self._pipeline = (pipeline or partial(pipeline_of, allocate=shared))(self.engine, self._workers)
-        self.coordinator = Coordinator(
-            run=settings.run,
-            ranks=settings.packing.ranks,
-            replicas=settings.replicas,
-            epoch=log.epoch,
-            session=log.meta("session", 0),
-            next_step=self.engine.next_step,
-            last_step=self.engine.last_step,
-            left=members_left(settings, log),
-            timeouts=settings.timeouts,
-        )
+        self.coordinator = coordinator_of(settings, log, self.engine)
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = Admission(
-            run=settings.run,
-            run_id=self._run_id,
-            epoch=log.epoch,
-            ranks=settings.packing.ranks,
-            # A keeper checks, syncs and copies a frame before its facts come.
-            promise_s=2 * settings.timeouts.resend_s if self.roster is None else settings.timeouts.delivery_s / 2,
-            pulse=lambda: self.coordinator.pulse(self._now),
-            roster=self.roster,
-        )
+        self.admission = admission_of(settings, log, self.roster, lambda: self.coordinator.pulse(self._now))
         self._desk = None if self.roster is None else KeeperDesk(self.roster, self.engine, self._pipeline)
         self.story = RunStory(self.engine.counts)
         self.story.started(settings.run, log, self.engine)
-        self._poller = zmq.Poller()
-        for carrier in self._carriers:
-            pollable = carrier.pollable()
-            if pollable is not None:
-                self._poller.register(pollable, zmq.POLLIN)
-        if isinstance(self._workers, Threads):
-            self._poller.register(self._workers.wake.descriptor, zmq.POLLIN)
+        self._poller = _poller_of(self._carriers, self._workers)
         self._stopping = threading.Event()
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send)
         self._retry_at = self._look_at = 0.0
@@ -364,6 +338,13 @@ class Server:
         return status_of(self.engine, self.coordinator, self.admission, self.roster) | more
 
 
-def _raise_if_failed(result: object) -> None:
-    if isinstance(result, Exception):
-        raise result
+def _poller_of(carriers: Sequence[PlaneCarrier], workers: Workers) -> zmq.Poller:
+    """Sees what comes from carriers that can call, and what workers have done."""
+    poller = zmq.Poller()
+    for carrier in carriers:
+        pollable = carrier.pollable()
+        if pollable is not None:
+            poller.register(pollable, zmq.POLLIN)
+    if isinstance(workers, Threads):
+        poller.register(workers.wake.descriptor, zmq.POLLIN)
+    return poller
