@@ -18,15 +18,13 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from penstock.train.attention import buckets_of, packed_attention  # noqa: E402
-from penstock.train.logits import align_to_tokens, next_token_labels, starts_of, token_logprobs  # noqa: E402
+from penstock.train.logits import starts_of, token_logprobs  # noqa: E402
 from penstock.train.loss import Dppo, Sft  # noqa: E402
 from penstock.train.step_metrics import Sums  # noqa: E402
 from penstock.train.terms import Terms  # noqa: E402
 
 TAKERS: dict[str, Callable[[Any], Any]] = {
     "token_logprobs": lambda lengths: token_logprobs(torch.zeros(1, 5, 7), torch.zeros(5).long(), lengths),
-    "next_token_labels": lambda lengths: next_token_labels(torch.zeros(5).long(), lengths),
-    "align_to_tokens": lambda lengths: align_to_tokens(torch.zeros(5), lengths, first=0.0),
     "attention": lambda lengths: buckets_of(lengths, 5),
     "mask_segments": lambda lengths: mask_segments(np.ones(5, np.bool_), lengths, [0]),
     "starts_of": starts_of,

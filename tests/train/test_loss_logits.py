@@ -15,7 +15,7 @@ from penstock.testing import reference_loss as plain
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
-from penstock.train.logits import align_to_tokens, next_token_labels, token_logprobs  # noqa: E402
+from penstock.train.logits import token_logprobs  # noqa: E402
 from tests.train.watching import LargestFloat32  # noqa: E402
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -105,17 +105,3 @@ def test_widens_one_chunk_at_a_time() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(InvalidInput, match=r"logits \(1, 4, 8\) for token_ids \(1, 3\); give one row"):
         token_logprobs(torch.zeros(1, 4, 8), torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3]))
-
-
-@settings(max_examples=30)
-@given(segments=lengths)
-def test_labels_and_alignment_undo_each_other_within_segments(segments: list[int]) -> None:
-    count = sum(segments)
-    ids = torch.arange(100, 100 + count)[None]
-    labels = next_token_labels(ids, torch.tensor(segments))
-    back = align_to_tokens(labels, torch.tensor(segments), first=-1)
-    start = 0
-    for length in segments:
-        assert back[0, start : start + length].tolist() == [-1, *ids[0, start + 1 : start + length].tolist()]
-        assert labels[0, start + length - 1].item() == -100
-        start += length

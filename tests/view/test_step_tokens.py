@@ -16,7 +16,7 @@ from penstock.view import Export, Record
 from penstock.view.group_tree import branches
 from penstock.view.library import Library
 from penstock.view.masking_rules import RULES, judge
-from penstock.view.step_tokens import tokens_of
+from penstock.view.step_tokens import StepTokens
 from penstock.view.token_search import find
 from penstock.view.vocabulary import open_vocabulary
 
@@ -53,7 +53,10 @@ def test_scales_are_percentiles_over_all_trained_tokens_of_the_step(records: lis
 
 
 def test_histograms_count_every_trained_token_that_was_compared(records: list[Record]) -> None:
-    found = tokens_of(records).histograms()
+    tokens = StepTokens()
+    for record in records:
+        tokens.add(record)
+    found = tokens.histograms()
     for name in ("importance_ratio", "mismatch_kl"):
         known = int(np.isfinite(values(records, name)).sum())
         assert found[name]["values"] == sum(found[name]["counts"]) == known

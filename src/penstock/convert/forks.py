@@ -26,7 +26,6 @@ from penstock.capture.trajectory import Trajectory
 from penstock.convert.branches import openers_of
 
 RETOKENIZED = "retokenized"
-CAUSES = (RETOKENIZED, "stripped", "rewritten", "context changed", "resampled", "unrelated")
 WINDOW = 16
 """Tokens, at most, that a retokenized stretch has on either side before both agree again."""
 AGREE = 8

@@ -6,7 +6,6 @@ another language can be checked against them as well.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
@@ -15,16 +14,6 @@ from penstock.arrays import Ragged, Sample
 from penstock.arrays.columns import Cells
 
 Item = TypeVar("Item")
-
-
-def float_bits(value: float) -> int:
-    """The 32 bits of a number that is a float32 already.
-
-    >>> hex(float_bits(-0.0))
-    '0x80000000'
-    """
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return bits
 
 
 def runs(values: Iterable[Item]) -> list[tuple[Item, int]]:

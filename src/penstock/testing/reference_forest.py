@@ -51,14 +51,6 @@ def plain_forest(lengths: Sequence[int], shared: Sequence[int]) -> PlainForest:
     )
 
 
-def common_prefix_of(a: Sequence[object], b: Sequence[object]) -> int:
-    """Over how many first items two lists agree."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
-
-
 def unique_prefixes(paths: Sequence[Sequence[object]]) -> int:
     """How many tokens a trie of these has: the fewest that anything can compute."""
     return len({tuple(path[: n + 1]) for path in paths for n in range(len(path))})

@@ -123,30 +123,6 @@ def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def next_token_labels(token_ids: torch.Tensor, sequence_lengths: torch.Tensor, *, ignore: int = -100) -> torch.Tensor:
-    """Each token's successor in its own segment, `ignore` on the last one: what fused cross-entropy kernels take.
-
-    >>> next_token_labels(torch.tensor([7, 8, 9, 4]), torch.tensor([3, 1])).tolist()
-    [8, 9, -100, -100]
-    """
-    checked_lengths(sequence_lengths, token_ids.shape[-1])
-    labels = torch.roll(token_ids, -1, dims=-1)
-    ends = torch.roll(starts_of(sequence_lengths).to(token_ids.device), -1)
-    return labels.masked_fill(ends.view(token_ids.shape), ignore)
-
-
-def align_to_tokens(predictions: torch.Tensor, sequence_lengths: torch.Tensor, *, first: float) -> torch.Tensor:
-    """Values computed where a token is predicted, moved to the token itself; `first` on each segment's first.
-
-    >>> align_to_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 1]), first=0.0).tolist()
-    [0.0, 1.0, 0.0]
-    """
-    checked_lengths(sequence_lengths, predictions.shape[-1])
-    moved = torch.roll(predictions, 1, dims=-1)
-    starts = starts_of(sequence_lengths).to(predictions.device)
-    return moved.masked_fill(starts.view(predictions.shape), first)
-
-
 class _Chunked(torch.autograd.Function):  # type: ignore[misc]
     """Row r - 1 of the logits predicts token r, unless r starts a segment; token 0 always does. Or `rows` says it."""
 

@@ -5,7 +5,7 @@ Kept beside a step's index, so that a question about all tokens of a step is one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,14 +104,6 @@ class StepTokens:
             "now_only": _n(now & ~trained),
             "training_only": _n(trained & ~now),
         }
-
-
-def tokens_of(records: Iterable[Record]) -> StepTokens:
-    """The trained tokens of records."""
-    out = StepTokens()
-    for record in records:
-        out.add(record)
-    return out
 
 
 def _is_plain(name: str, values: Any) -> bool:

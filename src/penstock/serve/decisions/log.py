@@ -251,10 +251,6 @@ class Log:
         self._db.executemany("INSERT INTO facts VALUES (?, ?)", [(r.op, facts) for r, facts in rows])
         self._written_bytes += sum(len(facts) for _, facts in rows)
 
-    def set_facts(self, op: int, facts: bytes) -> None:
-        """A group's facts were made anew, for another `seq_len`."""
-        self._db.execute("UPDATE facts SET facts = ? WHERE op = ?", (facts, op))
-
     def add_record(self, op: int, record: Record) -> None:
         data = pack_record(record)
         self._db.execute("INSERT INTO records VALUES (?, ?)", (op, data))
