@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from penstock.arrays.versions import MAX_VERSION as MAX_VERSION
+from penstock.arrays.versions import MAX_VERSION
 from penstock.send.keeper_messages import FromKeeper, KeeperAt, OfKeeper, PlaneToKeeper, ToKeeper
 from penstock.send.message_record import SCHEMA as SCHEMA
 from penstock.send.message_record import Message as _Message

@@ -13,12 +13,13 @@ from typing import Self
 
 from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
+from penstock.arrays.versions import MAX_VERSION
 from penstock.encode import decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import RankPlan, fill
 from penstock.send.carrier import ClientCarrier, keys_of
 from penstock.send.keys import ClientKeys
-from penstock.send.messages import MAX_VERSION, Frames, FromPlane
+from penstock.send.messages import Frames, FromPlane
 from penstock.send.rank_session import Arrived, Event, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.serve.clients.client_loop import ClientLoop

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.arrays.versions import MAX_VERSION
 from penstock.errors import (
     CorruptFrame,
     DiskFull,
@@ -49,8 +50,6 @@ from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.settings import PlaneSettings
 
-MAX_VERSION = 2**53
-"""Policy versions are bounded, so that their differences and sums always fit what they are written in."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Of a run's share, so that sums and quotients of them stay numbers."""
 
