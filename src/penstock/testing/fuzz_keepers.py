@@ -6,6 +6,8 @@ As in `fuzz_messages.py` an input is a list of `[peer, message, frames]`, and a 
     100 up      a keeper, a producer or a rank, to the plane
     -1, -2      the keeper's plane, and another keeper, answer it
     -3          a keeper answers a rank; its ticket counts the rank's questions
+
+Facts that a keeper vouches for are a tree in an input, and deflated when they are said.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,8 @@ from penstock.testing.fuzz_messages import RUN, Messages, Wire, fill_in, hello, 
 from penstock.testing.groups import named_group
 
 _PLANE = 100
+_FACTS = 5
+"""Where facts are in a message that vouches for them."""
 _RUN_ID = b"a run's identity"
 _AT = {name: KeeperAt(name=f"{name}.1", node=name, url="tcp://127.0.0.1:9") for name in "bc"}
 _PICKS = StepPicks(
@@ -168,7 +173,7 @@ class _Session:
 
     def _say(self, peer: int, message: Any, frames: Frames) -> None:
         if peer >= _PLANE:
-            record = fill_in(message, self.wire.digests.get(peer, ""))
+            record = _with_facts(fill_in(message, self.wire.digests.get(peer, "")))
             header = wrap(msgspec.msgpack.encode(record), bytes.fromhex(self.plane.engine.log.run_id))
             self.wire.inbox.append((peer, header, frames))
         elif peer == -3:
@@ -198,6 +203,20 @@ class _Session:
             return
         if isinstance(message, (Taken, Taking)):
             self.tickets += [say.message.ticket for say in self.taking.on_message(message, frames, self.now)]
+
+
+def _with_facts(message: Any) -> Any:
+    vouches = isinstance(message, list) and len(message) > _FACTS and message[0] == "put-facts"
+    if not vouches or isinstance(message[_FACTS], bytes):
+        return message
+    return [*message[:_FACTS], zlib.compress(msgspec.msgpack.encode(message[_FACTS]), 1), *message[_FACTS + 1 :]]
+
+
+def _vouched(message: PutFacts) -> list[Any]:
+    """As an input has it."""
+    peer, record, frames = item(_PLANE, message)
+    facts = msgspec.msgpack.decode(zlib.decompress(message.facts))
+    return [peer, [*record[:_FACTS], facts, *record[_FACTS + 1 :]], frames]
 
 
 # ------------------------------------------------------------------ seeds
@@ -291,12 +310,13 @@ def _to_plane() -> list[Any]:
     return [
         item(_PLANE, about, numbers_to_bytes([])),
         item(_PLANE, AskRoom(ticket=9, run="", size=len(frame))),
-        item(_PLANE, vouched),
-        item(_PLANE, msgspec.structs.replace(vouched, ticket=2)),
-        item(_PLANE, msgspec.structs.replace(vouched, ticket=3, digest=bytes(16), copies=(("a.1", 2),))),
+        _vouched(vouched),
+        _vouched(msgspec.structs.replace(vouched, ticket=2)),
+        _vouched(msgspec.structs.replace(vouched, ticket=3, digest=bytes(16), copies=(("a.1", 2),))),
         item(_PLANE, life),
         item(_PLANE + 1, hello()),
         item(_PLANE + 1, Request(session=0, step=1)),
+        *[0.1] * 4,  # it is planned and built, a turn each
         item(_PLANE + 1, Received(session=0, step=1, digest="$")),
         item(_PLANE + 1, Commit(session=0, step=1, policy_version=3)),
         item(_PLANE, msgspec.structs.replace(life, number=2, forgot=1, damaged=(1,))),
