@@ -54,13 +54,17 @@ PROCESS = {
     "train/test_ranks.py",
     "train/test_trainer_kit_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
-    "view/test_browser.py",
-    "view/test_pages.py",
+    "view/test_compared_pages.py",
+    "view/test_group_page.py",
+    "view/test_page_contents.py",
+    "view/test_run_page.py",
+    "view/test_sample_page.py",
+    "view/test_screens.py",
     "view/test_watching.py",
     "view/test_columns.py::test_a_column_added_in_one_line_travels_all_the_way",
     "view/test_export_torture.py",
-    "view/test_server.py::test_reading_and_showing_need_no_torch",
-    "view/test_server.py::test_view_command_serves_until_it_is_interrupted",
+    "view/test_view_command.py::test_reading_and_showing_need_no_torch",
+    "view/test_view_command.py::test_view_command_serves_until_it_is_interrupted",
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.arrays import Sample
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import Cost, Observation, pack
+from tests.pack.small_samples import sample
 
 
 @pytest.mark.parametrize("field", ["overhead", "per_token", "per_token_squared", "per_patch"])
@@ -100,3 +101,17 @@ def test_a_mixture_of_experts_weighs_attention_more_than_a_dense_model() -> None
     sparse = Cost.from_model(hidden=2048, layers=48, active_parameters=1e9)
     assert dense.per_token / dense.per_token_squared == pytest.approx(6 * 2048)
     assert sparse.per_token / sparse.per_token_squared < dense.per_token / dense.per_token_squared
+
+
+def test_the_costliest_micro_batch_of_a_row_goes_to_the_rank_with_the_least_so_far() -> None:
+    # Two rows of bins that cannot be split: 9, 8 and 7, 5.
+    step = pack([sample(n) for n in (9, 8, 7, 5)], ranks=2, seq_len=9)
+    assert sorted(sorted(b.num_tokens for b in rank) for rank in step.ranks) == [[5, 9], [7, 8]]
+
+
+def test_the_cost_decides_what_is_balanced() -> None:
+    samples = [sample(40, "long"), *[sample(10, f"s{i}") for i in range(8)]]
+    by_tokens = pack(samples, ranks=2, seq_len=100, cost=Cost(per_token=1.0, per_token_squared=0.0))
+    assert sorted(rank[0].sample_tokens for rank in by_tokens.ranks) == [60, 60]
+    by_squares = pack(samples, ranks=2, seq_len=100, cost=Cost(per_token=0.0, per_token_squared=1.0))
+    assert sorted(rank[0].sample_tokens for rank in by_squares.ranks) == [40, 80]

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.arrays import Ragged, Sample, Samples
 from penstock.arrays.ragged import arrays_in, copied, same_bits
-from penstock.pack import MicroBatch, Packing, RankPlan, SampleFacts, Step, fill, pack_with
+from penstock.pack import Packing, RankPlan, SampleFacts, Step, fill, pack_with
 from penstock.testing import reference_pack as reference
 from penstock.testing.packing import packable, packings
+from tests.pack.small_samples import batches_of
 
 steps = given(packable(), packings())
-
-
-def batches_of(step: Step) -> list[MicroBatch]:
-    return [batch for rank in step.ranks for batch in rank]
 
 
 def kept(samples: list[Sample], packing: Packing) -> dict[str, int]:

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.arrays import Samples
 from penstock.errors import CorruptFrame, InvalidInput
-from penstock.pack import RankPlan, fill, pack
+from penstock.pack import RankPlan, bytes_needed, fill, pack
 from penstock.testing.groups import named_group
+from tests.pack.small_samples import sample
 
 SAMPLES = Samples.of(named_group("g", samples=3, tokens=12))
 GOOD = pack(SAMPLES, ranks=1, seq_len=64).plan.rank_plans[0]
@@ -89,3 +90,39 @@ def test_samples_with_and_without_experts_in_one_micro_batch_are_refused(order: 
     together = read(**changes, starts=np.array([0, 2], np.int32), padded=np.array([24], np.int32))
     with pytest.raises(InvalidInput, match="one has no routed_experts"):
         fill(mixed, together)
+
+
+def test_a_share_of_other_samples_is_refused() -> None:
+    step = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8)
+    with pytest.raises(InvalidInput, match=r"2 given.*samples.take"):
+        fill(Samples.of([sample(4), sample(4)]), step.ranks[1].rank_plan)
+
+
+def test_memory_that_is_given_is_filled_and_used_again() -> None:
+    samples = Samples.of([sample(4 + i, f"s{i}", advantages=float(i)) for i in range(9)])
+    rank_plans = pack(samples, ranks=2, seq_len=16, pad_to_multiple_of=8).plan.rank_plans
+    buffer = np.zeros(max(map(bytes_needed, rank_plans)), np.uint8)
+    for rank_plan in rank_plans:
+        filled = fill(samples, rank_plan, out=buffer)
+        assert [b.digest for b in filled] == [b.digest for b in fill(samples, rank_plan)]
+        assert all(np.shares_memory(values, buffer) for b in filled for values in b.columns.values())
+    with pytest.raises(InvalidInput, match="out: 10 bytes; this rank plan needs"):
+        fill(samples, rank_plans[0], out=buffer[:10])
+
+
+def test_altered_or_truncated_shares_are_detected() -> None:
+    rank_plan = pack([sample(4) for _ in range(4)], ranks=2, seq_len=8).ranks[0].rank_plan
+    data = rank_plan.to_bytes()
+    for cut in range(len(data)):
+        with pytest.raises(CorruptFrame):
+            RankPlan.from_bytes(data[:cut])
+    with pytest.raises(CorruptFrame, match="shorter than its segments"):
+        RankPlan.from_bytes(replace(rank_plan, padded=rank_plan.padded - 1).to_bytes())
+    with pytest.raises(CorruptFrame, match="do not add up"):
+        RankPlan.from_bytes(replace(rank_plan, starts=rank_plan.starts[::-1].copy()).to_bytes())
+
+
+def test_a_share_is_a_few_bytes_per_sample() -> None:
+    step = pack([sample(10 + i % 50) for i in range(2000)], ranks=2, seq_len=64)
+    rank_plan = step.ranks[0].rank_plan
+    assert len(rank_plan.to_bytes()) < 8 * len(rank_plan.order) + 10 * len(rank_plan) + 1100

@@ -18,14 +18,11 @@ from penstock.bench.tree_cases import Case, cases
 from penstock.bench.tree_packers import RIVALS
 from penstock.bench.trees import bins_of, packing_of, score
 from penstock.errors import InvalidInput
-from penstock.pack import Cost, MicroBatch, Packing, Plan, Step, pack_with, plan
+from penstock.pack import Cost, MicroBatch, Packing, Plan, pack_with, plan
 from penstock.pack.bins import Items
 from penstock.testing import reference_forest as reference
 from penstock.testing.packing import branching, packable, packings, tree_packings
-
-
-def batches_of(step: Step) -> list[MicroBatch]:
-    return [batch for rank in step.ranks for batch in rank]
+from tests.pack.small_samples import batches_of
 
 
 def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleFacts:

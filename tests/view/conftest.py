@@ -1,4 +1,4 @@
-"""A run with groups that did not reach the trainer, and one browser for the tests that look at pages."""
+"""Runs and exports that are looked at, servers that show them, and one browser for the tests that look at pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 
 import penstock as ps
 from penstock.arrays import Sample
+from penstock.assets import AssetStore
 from penstock.testing.browser import browsing, find_chromium
+from penstock.testing.exports import make_export
+from penstock.testing.reference_images import draw_screenshot
+from penstock.view import Export
+from penstock.view.library import Library
+from penstock.view.run_state import at_work
+from penstock.view.vocabulary import open_vocabulary
+from penstock.view.web import serving
+from tests.view.caller import Caller
+from tests.view.run_pages import STEPS, ledger, metrics, write_lines
 
 
 def _put(plane: ps.Plane, name: str, version: int) -> None:
@@ -57,3 +67,70 @@ def page(browser: Any) -> Any:
     browser.set_viewport_size({"width": 1440, "height": 900})
     browser.emulate_media(color_scheme="light")
     return browser
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser") / "demo"
+    make_export(folder, steps=4, ranks=3, groups=12, size=3, seed=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo_url(demo: Path) -> Iterator[str]:
+    library = Library(exports={"demo": Export(demo)}, vocabulary=open_vocabulary(demo))
+    with serving(library) as (url, _, _):
+        yield url
+
+
+@pytest.fixture
+def opened(page: Any, demo_url: str) -> Iterator[Any]:
+    """The last step's worst sample, as the URL opens it."""
+    page.goto(demo_url)
+    page.wait_for_selector("#counts table")
+    yield page
+    assert page.errors == []
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs in one folder: one that exports tokens, one that writes numbers only."""
+    folder = tmp_path_factory.mktemp("pages") / "runs"
+    make_export(folder, steps=3, ranks=2, groups=8, size=4, seed=6, run="alpha")
+    write_lines(folder / "alpha" / "metrics.jsonl", [metrics(step) for step in range(1, STEPS + 1)])
+    write_lines(folder / "alpha" / "plane.jsonl", [ledger(step) for step in range(1, STEPS + 1)])
+    write_lines(folder / "beta" / "metrics.jsonl", [metrics(step, -0.2) for step in range(1, STEPS + 1)])
+    with at_work(folder / "alpha"):
+        pass
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home_url(home: Path) -> Iterator[str]:
+    library = Library(exports={"runs": Export(home)}, vocabulary=open_vocabulary(home))
+    with serving(library) as (url, _, _):
+        yield url
+
+
+@pytest.fixture
+def at(page: Any, home_url: str) -> Iterator[Any]:
+    """Opens a page of run alpha by the part of its address behind the `#/`."""
+
+    def open_at(where: str, wait: str) -> Any:
+        page.goto(home_url + "#/" + where)
+        page.wait_for_selector(wait)
+        return page
+
+    yield open_at
+    assert page.errors == []
+
+
+@pytest.fixture(scope="module")
+def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+    folder = tmp_path_factory.mktemp("view") / "demo"
+    make_export(folder, steps=2, groups=3, size=2)
+    store = AssetStore(folder / "assets")
+    image = store.put(draw_screenshot(seed=1, width=64, height=48)).hash
+    library = Library(exports={"demo": Export(folder)}, vocabulary=open_vocabulary(folder), images=store)
+    with serving(library) as (_, port, token):
+        yield Caller(port, token, image)
