@@ -177,6 +177,14 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         ps.open("tcp://x:1", ranks=1, seed=3, run="a")
 
 
+def test_an_address_of_no_known_kind_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for address in ("shm:///tmp/plane.sock", "http://head:7440"):
+        with pytest.raises(ConfigError, match=r"must begin with one of tcp://, ipc://, shm\+ipc://, file://, ray://"):
+            ps.open(address, ranks=1, seq_len=16, groups_per_step=1)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -69,6 +70,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return plane
     if address.startswith(_REMOTE):
         return _line_to(address, given)
+    if "://" in address:
+        raise _unknown(address, [*_REMOTE, _RAY])
     clustered = [name for name in ("log", "frames") if name in given]
     if clustered:
         raise ConfigError(f"{address}: {clustered[0]}: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
@@ -188,7 +191,7 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
         return SocketClient(url, keys=pair)
     if url.startswith("file://"):
         return FileClient(url.removeprefix("file://"))
-    raise ConfigError(f"address {url!r}: must begin with one of {', '.join([*_REMOTE, _RAY])}")
+    raise _unknown(url, [*_REMOTE, _RAY])
 
 
 def plane_carrier(url: str, keys: str | Path | None = None) -> PlaneCarrier:
@@ -199,4 +202,8 @@ def plane_carrier(url: str, keys: str | Path | None = None) -> PlaneCarrier:
         return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys))
     if url.startswith("file://"):
         return FilePlane(url.removeprefix("file://"))
-    raise ConfigError(f"address {url!r}: must begin with one of {', '.join(_REMOTE)}")
+    raise _unknown(url, _REMOTE)
+
+
+def _unknown(url: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"address {url!r}: must begin with one of {', '.join(known)}")
