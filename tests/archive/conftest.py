@@ -1,8 +1,8 @@
-"""Planes that archive, and an S3 endpoint on loopback."""
+"""Planes that archive, and buckets to archive to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,6 @@ SETTINGS: dict[str, Any] = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "ti
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are sent as soon as there is something to send."""
     monkeypatch.setattr("penstock.serve.process.archiver.COLLECT_S", 0.0)
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.fixture

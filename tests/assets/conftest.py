@@ -1,9 +1,9 @@
-"""An S3 endpoint on loopback, started once for the tests that need one, and a store in a fresh folder."""
+"""Stores for images: in a fresh folder, and in an empty bucket."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,6 @@ from penstock.testing.reference_images import draw_screenshot
 
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 _COUNT = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.fixture

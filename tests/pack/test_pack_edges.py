@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.arrays import Sample
+from penstock.bench.pack import traits_of
 from penstock.errors import ConfigError
-from penstock.pack import Modalities, Packing, SampleFacts, pack, plan
+from penstock.pack import Modalities, Packing, pack, plan
 from tests.pack.small_samples import SAFE, batches_of, image, picture, real, sample
 
 
@@ -125,27 +126,8 @@ def test_modalities_that_make_no_sense_together_are_refused(together: tuple[str,
 def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(8, 1, 100_000)), 1, 32_000).astype(np.int64)
-    count = len(lengths)
-    zeros = np.zeros(count, np.int64)
-    facts = SampleFacts(
-        lengths=lengths,
-        kept=lengths,
-        loss_tokens=lengths - 1,
-        kept_loss_tokens=lengths - 1,
-        term_tokens=np.zeros((count, 3), np.int64),
-        patches=zeros,
-        modality=zeros.astype(np.uint8),
-        stub=zeros,
-        stub_patches=zeros,
-        has={},
-        shapes={},
-        ids=tuple(map(str, range(count))),
-        group=("",) * count,
-        run=("",) * count,
-        mode=("rl",) * count,
-    )
     started = time.process_time()
-    made = plan(facts, Packing(ranks=64, seq_len=32_768))
+    made = plan(traits_of(lengths), Packing(ranks=64, seq_len=32_768))
     assert time.process_time() - started < 2.0
     made.accounting.check()
-    assert sum(len(rank_plan.order) for rank_plan in made.rank_plans) == count
+    assert sum(len(rank_plan.order) for rank_plan in made.rank_plans) == len(lengths)

@@ -87,6 +87,16 @@ def kept(me: PutDesk, *, now: float = 0.0) -> list[Event]:
     return me.checked(check.work, b"facts", b"", now)
 
 
+def synced(me: PutDesk) -> tuple[int, int]:
+    """A put that is synced here as number 12: its work, and the ticket of the copy that a peer is asked to make."""
+    events = kept(me)
+    (keep,) = of(KeepFrame, events)
+    assert isinstance(keep, KeepFrame) and isinstance(keep.work, int)
+    me.kept(keep.work, 12, 0.0)
+    ((_, ticket),) = copied_to(events)
+    return keep.work, ticket
+
+
 def test_a_put_is_answered_when_all_copies_are_synced_and_the_plane_has_accepted() -> None:
     me = desk("a")
     events = kept(me)
@@ -114,11 +124,7 @@ def test_another_peer_is_chosen_when_one_cannot_or_does_not_answer() -> None:
 
 def test_without_a_peer_nothing_is_kept_and_the_put_waits_with_names() -> None:
     me = desk("a")
-    events = kept(me)
-    (keep,) = of(KeepFrame, events)
-    assert isinstance(keep, KeepFrame) and isinstance(keep.work, int)
-    me.kept(keep.work, 12, 0.0)
-    ((_, ticket),) = copied_to(events)
+    _, ticket = synced(me)
     ends = me.on_copied(Copied(ticket=ticket, error="full"), 0.1)
     assert of(ForgetNumbers, ends) == [ForgetNumbers((12,))]
     (answer,) = said(ends)
@@ -149,17 +155,13 @@ def test_two_keepers_of_one_node_are_one_copy() -> None:
 
 def test_a_plane_that_does_not_know_the_copies_any_more_has_them_kept_anew() -> None:
     me = desk("a")
-    events = kept(me)
-    (keep,) = of(KeepFrame, events)
-    assert isinstance(keep, KeepFrame) and isinstance(keep.work, int)
-    me.kept(keep.work, 12, 0.0)
-    ((_, ticket),) = copied_to(events)
+    work, ticket = synced(me)
     facts = facts_of(me.on_copied(Copied(ticket=ticket, number=7), 0.0))
     again = me.on_plane(Missing(put=facts.ticket), 1.0)
     ((_, anew),) = copied_to(again)
     assert anew != ticket and of(KeepFrame, again)
     assert me.on_copied(Copied(ticket=ticket, number=7), 1.1) == []  # of the attempt before
-    me.kept(keep.work, 13, 1.1)
+    me.kept(work, 13, 1.1)
     second = facts_of(me.on_copied(Copied(ticket=anew, number=8), 1.2))
     assert (second.ticket, second.copies) == (facts.ticket, (("me", 13), ("a", 8)))
 
@@ -201,11 +203,7 @@ def test_room_is_asked_of_the_plane_under_a_ticket_of_its_own_and_the_quota_come
 
 def test_a_plane_that_is_silent_too_long_ends_puts_and_keeps_what_it_may_have_accepted() -> None:
     me = desk("a")
-    events = kept(me)
-    (keep,) = of(KeepFrame, events)
-    assert isinstance(keep, KeepFrame) and isinstance(keep.work, int)
-    me.kept(keep.work, 12, 0.0)
-    ((_, ticket),) = copied_to(events)
+    _, ticket = synced(me)
     facts = facts_of(me.on_copied(Copied(ticket=ticket, number=7), 0.0))
     assert facts_of(me.on_tick(1.5)) == facts  # said again
     ends = me.on_tick(10.5)

@@ -221,13 +221,19 @@ def test_who_leaves_before_all_have_joined_ends_the_wait_of_the_others() -> None
 # ------------------------------------------------------------------ failing early
 
 
-def test_a_failure_before_the_first_answer_reaches_all() -> None:
+def one_waits_and_one_has_said_hello() -> tuple[World, Rank]:
+    """Rank 0 has an answer of the plane and waits; rank 1, given, has none yet; a third never comes."""
     world = World(3)
     world.start_plane()
     world.members = [Rank(world, 0)]
     world.settle()
     early = Rank(world, 1)
     world.members.append(early)
+    return world, early
+
+
+def test_a_failure_before_the_first_answer_reaches_all() -> None:
+    world, early = one_waits_and_one_has_said_hello()
     early.do(early.rank_session.fail(1, "no GPU", world.now))  # it has not heard of a session yet
     early.do(early.rank_session.leave())
     world.settle()
@@ -235,12 +241,7 @@ def test_a_failure_before_the_first_answer_reaches_all() -> None:
 
 
 def test_a_failure_whose_hello_was_lost_reaches_all() -> None:
-    world = World(3)
-    world.start_plane()
-    world.members = [Rank(world, 0)]
-    world.settle()
-    early = Rank(world, 1)
-    world.members.append(early)
+    world, early = one_waits_and_one_has_said_hello()
     world.up.clear()
     early.do(early.rank_session.fail(1, "no GPU", world.now))
     world.pass_time(2 * TIMES.resend_s)

@@ -22,7 +22,7 @@ from penstock.serve import PlaneProcess
 from penstock.serve.keepers import KeeperProcess
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST
-from tests.serve.processes import wait_until
+from tests.serve.processes import embedded_digests, trained_digests, wait_until
 
 TIMES = replace(FAST, keeper_s=3 * FAST.peer_s, plane_s=12 * FAST.peer_s)
 NAMES = [f"g{i}" for i in range(6)]
@@ -62,18 +62,10 @@ class Run:
                 plane.put(named_group(name, samples=3, tokens=12), timeout=120)
 
     def train(self, steps: int) -> list[list[str]]:
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(lambda rank: self._train(rank, steps), range(2)))
+        return trained_digests(self._rank, steps)
 
-    def _train(self, rank: int, steps: int) -> list[str]:
-        found = []
-        with ps.connect(self.plane.url, rank=rank, world=2, keys=self.keys, timeouts=TIMES, node="a") as source:
-            for _ in range(steps):
-                step = source.step(timeout=180)
-                found.append(step.digest)
-                source.commit(step)
-            source.flush(120)
-        return found
+    def _rank(self, rank: int) -> ps.Source:
+        return ps.connect(self.plane.url, rank=rank, world=2, keys=self.keys, timeouts=TIMES, node="a")
 
 
 @pytest.fixture
@@ -85,22 +77,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(scope="module")
 def undisturbed() -> list[list[str]]:
     """What ranks get of these groups when nothing happens; a plane that keeps frames itself gives the same."""
-    with ps.open("memory:", ranks=2, seq_len=64, groups_per_step=2, timeouts=TIMES) as plane:
-        for name in NAMES:
-            plane.put(named_group(name, samples=3, tokens=12))
-
-        def train(rank: int) -> list[str]:
-            found = []
-            with plane.source(rank) as source:
-                for _ in range(3):
-                    step = source.step(timeout=120)
-                    found.append(step.digest)
-                    source.commit(step)
-                source.flush()
-            return found
-
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(train, range(2)))
+    return embedded_digests("memory:", NAMES, TIMES)
 
 
 def test_with_two_copies_a_killed_keeper_changes_no_byte(

@@ -16,7 +16,7 @@ from penstock.send.keys import make_keys
 from penstock.testing.cluster import Cluster
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST
-from tests.serve.processes import wait_until
+from tests.serve.processes import embedded_digests, trained_digests, wait_until
 
 TIMES = replace(FAST, keeper_s=3 * FAST.peer_s)
 
@@ -26,40 +26,7 @@ def group(name: str) -> list[ps.Sample]:
 
 
 def digests(cluster: Cluster, steps: int, **more: Any) -> list[list[str]]:
-    """Of all ranks, each in a thread, committing every step."""
-
-    def train(rank: int) -> list[str]:
-        found = []
-        with cluster.rank(rank, **more) as source:
-            for _ in range(steps):
-                step = source.step(timeout=120)
-                found.append(step.digest)
-                source.commit(step)
-            source.flush()
-        return found
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(train, range(2)))
-
-
-def embedded_digests(folder: Path, names: list[str]) -> list[list[str]]:
-    """The same groups through a plane that keeps frames itself."""
-    with ps.open(folder, ranks=2, seq_len=64, groups_per_step=2, timeouts=TIMES) as plane:
-        for name in names:
-            plane.put(group(name))
-
-        def train(rank: int) -> list[str]:
-            found = []
-            with plane.source(rank) as source:
-                for _ in range(len(names) // 2):
-                    step = source.step(timeout=120)
-                    found.append(step.digest)
-                    source.commit(step)
-                source.flush()
-            return found
-
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(train, range(2)))
+    return trained_digests(lambda rank: cluster.rank(rank, **more), steps)
 
 
 NAMES = [f"g{i}" for i in range(6)]
@@ -73,7 +40,7 @@ def test_steps_from_keepers_are_those_of_a_plane_that_keeps_frames_itself(tmp_pa
         found = digests(cluster, 3)
         assert client.ledger.committed == 18
         assert client.ledger.balanced
-    assert found == embedded_digests(tmp_path / "alone", NAMES)
+    assert found == embedded_digests(tmp_path / "alone", NAMES, TIMES)
 
 
 def test_every_frame_is_on_two_nodes_and_forgotten_on_both(tmp_path: Path) -> None:
@@ -139,7 +106,7 @@ def test_with_two_copies_a_keeper_may_be_lost(tmp_path: Path) -> None:
         cluster.stop_keeper("a")
         found = digests(cluster, 3)
         assert cluster.plane.ledger.dropped == {}
-    assert found == embedded_digests(tmp_path / "alone", NAMES)
+    assert found == embedded_digests(tmp_path / "alone", NAMES, TIMES)
 
 
 def test_with_one_copy_its_loss_ends_the_step_on_every_rank_and_is_counted(tmp_path: Path) -> None:
@@ -165,7 +132,7 @@ def test_with_one_copy_its_loss_ends_the_step_on_every_rank_and_is_counted(tmp_p
         assert (dict(ledger.dropped), ledger.balanced) == ({"lost": 6}, True)
         found = digests(cluster, 2)
         assert cluster.plane.ledger.committed == 12
-    assert found == embedded_digests(tmp_path / "alone", NAMES[2:])
+    assert found == embedded_digests(tmp_path / "alone", NAMES[2:], TIMES)
 
 
 def test_a_keeper_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
@@ -182,7 +149,7 @@ def test_a_keeper_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
                 cluster.start_keeper(node)
             found = under_way.result()
         assert cluster.plane.ledger.dropped == {}
-    assert found == embedded_digests(tmp_path / "alone", NAMES)
+    assert found == embedded_digests(tmp_path / "alone", NAMES, TIMES)
 
 
 def test_a_shared_folder_that_is_lost_for_good_is_given_up_by_a_plane_with_one_copy(tmp_path: Path) -> None:
@@ -211,7 +178,7 @@ def test_a_plane_that_restarts_finds_its_keepers_and_they_forget_what_nobody_wan
         cluster.restart_plane()
         wait_until(lambda: keeper._frames.get(orphan[0]) is None)
         assert len(keeper._frames) == 6
-        assert digests(cluster, 3) == embedded_digests(tmp_path / "alone", NAMES)
+        assert digests(cluster, 3) == embedded_digests(tmp_path / "alone", NAMES, TIMES)
 
 
 def test_what_was_lost_moves_the_oldest_step_one_may_resume_from(tmp_path: Path) -> None:
@@ -266,7 +233,7 @@ def test_puts_and_steps_go_through_keepers_with_keys(tmp_path: Path) -> None:
     with Cluster(tmp_path, timeouts=TIMES, keys=keys) as cluster, cluster.client("b") as client:
         for name in NAMES:
             client.put(group(name), timeout=120)
-        assert digests(cluster, 3) == embedded_digests(tmp_path / "alone", NAMES)
+        assert digests(cluster, 3) == embedded_digests(tmp_path / "alone", NAMES, TIMES)
 
 
 def test_a_put_that_does_not_wait_for_room_waits_for_the_answer(tmp_path: Path) -> None:
