@@ -14,6 +14,7 @@ from penstock.testing.reference_images import draw_screenshot
 
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 _COUNT = itertools.count()
+Picture = Callable[[int], bytes]
 
 
 @pytest.fixture
@@ -43,3 +44,7 @@ def store(tmp_path: Path) -> AssetStore:
 def picture() -> Callable[[int], bytes]:
     """A small drawn PNG for each seed; the same seed is the same bytes."""
     return lambda seed: draw_screenshot(seed=seed, width=97, height=61)
+
+
+def files(store: AssetStore) -> list[str]:
+    return sorted(info.name for info in store.list())
