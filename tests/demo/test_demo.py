@@ -58,6 +58,8 @@ def test_a_vision_run_with_replay_trains_on_images_by_reference(
     assert report["steps"] == 4 and report["ledger"]["balanced"]
     assert report["on_policy_gap"] < 1e-4
     assert any((folder / "assets").rglob("*.png"))
+    rows = Metrics(folder / "metrics.jsonl").read()
+    assert all(row["perf/images"] > 0 and row["train/image_masked_samples"] == 0 for row in rows)
 
 
 @pytest.mark.slow

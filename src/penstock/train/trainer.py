@@ -237,6 +237,7 @@ class Trainer:
 
     def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:
         self._rewards.append(sums.reward)
+        images = self._vision.metrics() if self._vision else {}  # of this step, also on a rank that writes nothing
         if self._journal is None:
             return
         total = step.accounting.total
@@ -255,6 +256,7 @@ class Trainer:
                 "perf/shared_tokens": total.shared_tokens,
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
+                **images,
                 **memory(),
             },
         )

@@ -18,7 +18,7 @@ from penstock.assets.layouts import layout_from_config
 from penstock.errors import ConfigError, InvalidInput
 from penstock.pack import MicroBatch
 from penstock.pack.forest import Forest
-from penstock.train.materialize import Materializer, check_image_tokens, mask_segments
+from penstock.train.materialize import Materializer, Metrics, check_image_tokens, mask_segments, sum_metrics
 from penstock.train.mrope import mrope_positions
 from penstock.train.run_config import ModelConfig
 from penstock.train.tensors import FOREST
@@ -71,12 +71,14 @@ class Vision:
         self._layout = layout_from_config(model.config.model_type, found)
         self._image_token = int(model.config.image_token_id)
         self._materializer = Materializer(store, self._layout)
+        self._since: list[Metrics] = []
 
     def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Arguments for the model; positions, and the loss mask where an image is lost, are changed in `tensors`."""
         forest, space = batch.forest, "" if batch.forest is None else FOREST
         images = batch.images if forest is None else forest.images  # of a forest each image once
         pixels = self._materializer.materialize(images, batch.sequence_lengths if forest is None else forest.lengths)
+        self._since.append(pixels.metrics)
         check_image_tokens(batch.inputs["token_ids"], self._image_token, pixels, self._layout.merge)
         if pixels.masked:
             masked = pixels.masked if forest is None else samples_through(forest, pixels.masked)
@@ -90,6 +92,18 @@ class Vision:
             "pixel_values": torch.from_numpy(pixels.pixel_values),
             "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
             "mm_token_type_ids": tensors[f"{space}mm_token_type_ids"].int()[None],
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """What images took on this rank since the last call."""
+        found = sum_metrics(self._since)
+        self._since.clear()
+        return {
+            "train/image_masked_samples": found.masked_samples,
+            "perf/images": found.unique_images,
+            "perf/image_cache_hits": found.cache_hits,
+            "perf/image_bytes_read": found.bytes_read,
+            "perf/image_decode_s": found.decode_s,
         }
 
     def close(self) -> None:
