@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,13 @@ def test_answers_are_what_was_exported(viewer: Caller) -> None:
 def test_images_come_with_their_type_and_as_they_were(viewer: Caller) -> None:
     status, headers, body = viewer(f"/image/{viewer.image}")
     assert status == 200 and headers["content-type"] == "image/png" and body[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_many_who_ask_for_a_step_have_it_read_once(tmp_path: Path) -> None:
+    make_export(tmp_path, steps=2, ranks=1, groups=2, size=2)
+    library = Library(exports={"demo": Export(tmp_path)})
+    library.read_ahead()
+    newest = Export(tmp_path).steps()[-1].number
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: library.index("demo", "", newest), range(8)))
+    assert len({id(one) for one in found}) == 1

@@ -83,6 +83,7 @@ def serve(library: Library, args: argparse.Namespace) -> int:
     token = new_token()
     with contextlib.suppress(KeyboardInterrupt), listening(args.port) as (listener, port):
         server = make_server(make_app(library, token=token))
+        library.read_ahead()
         url = f"http://127.0.0.1:{port}/?token={token}"
         print(
             f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import InvalidInput, UnknownKey
+from penstock.errors import InvalidInput, PenstockError, UnknownKey
 from penstock.view.dropped import dropped_of, records_of
 from penstock.view.evaluation_runs import EVALUATION, plane_of
 from penstock.view.folders import EXPORTS
@@ -45,6 +47,8 @@ class Library:
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     _index: Any = field(init=False)
+    _reading: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """One reads a step, and all who ask for it meanwhile have it then."""
 
     def __post_init__(self) -> None:
         self._index = lru_cache(maxsize=_KEPT_STEPS)(self._read_index)
@@ -179,8 +183,21 @@ class Library:
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)
-        found: StepIndex = self._index(export, run, number, step.stamp)
+        with self._reading:
+            found: StepIndex = self._index(export, run, number, step.stamp)
         return found
+
+    def read_ahead(self) -> None:
+        """Begin to read the step that a page opens with, while the browser is still loading the page."""
+        threading.Thread(target=self._read_first, name="penstock-read-ahead", daemon=True).start()
+
+    def _read_first(self) -> None:
+        with suppress(PenstockError, OSError):  # whoever asks for it is told
+            name, export = next(iter(self.exports.items()))
+            run = runs_of(export)[0]
+            state, steps = state_of(self.home(name, run)), self._steps(name, run)
+            if steps and (state is None or state.state != "running"):
+                self.index(name, run, steps[-1].number)
 
     def _read_index(self, export: str, run: str, number: int, _: int) -> StepIndex:
         return StepIndex.of(self._export(export).step(number, run))

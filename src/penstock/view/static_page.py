@@ -1,6 +1,6 @@
 """One self-contained page for a step, or a sample of it: scripts, styles, data and small images inside, no server.
 
-The page's policy allows the scripts in it by their hash and nothing from anywhere else. Data is JSON in a script
+The page's policy allows the script in it by its hash and nothing from anywhere else. Data is JSON in a script
 element of another type, with every character escaped that could end it.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 from penstock.assets.offload import INLINE_BYTES
 from penstock.errors import AssetError, InvalidInput, StorageError, UnknownKey
 from penstock.view.library import Library
-from penstock.view.web import SCRIPTS, static_files
+from penstock.view.web import static_files
 
 MAX_BYTES = 256 << 20
 
@@ -95,10 +95,8 @@ def _inline(library: Library, digest: str) -> str | None:
 
 
 def _assemble(files: dict[str, bytes], data: bytes) -> bytes:
-    scripts = [files[f"{name}.js"] for name in SCRIPTS]
-    style = files["style.css"]
-    allowed = " ".join(_hash(script) for script in scripts)
-    policy = f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
+    script, style = files["app.js"], files["style.css"]
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
     body = re.search(rb"<body>(.*)</body>", files["index.html"], re.DOTALL)
     assert body is not None
     safe = data.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
@@ -109,7 +107,7 @@ def _assemble(files: dict[str, bytes], data: bytes) -> bytes:
         b"<style>" + style + b"</style>\n</head>\n<body>",
         body[1],
         b'<script type="application/json" id="embedded">' + safe + b"</script>\n",
-        *(b"<script>" + script + b"</script>\n" for script in scripts),
+        b"<script>" + script + b"</script>\n",
         b"</body>\n</html>\n",
     ]
     return b"".join(parts)
