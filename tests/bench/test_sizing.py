@@ -116,7 +116,8 @@ def test_utilisation_is_work_over_time_by_hand() -> None:
 
 def test_more_nodes_make_keepers_less_busy() -> None:
     few, many = sized(nodes=4), sized(nodes=16)
-    assert many.busy["keepers"].mean < 0.5 * few.busy["keepers"].mean
+    # Not a quarter: a rank's samples are on more keepers, and each call costs.
+    assert many.busy["keepers"].mean < 0.75 * few.busy["keepers"].mean
     assert many.busy["disks"].mean < 0.5 * few.busy["disks"].mean
 
 
