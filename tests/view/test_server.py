@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -152,3 +153,17 @@ def test_many_who_ask_for_a_step_have_it_read_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: library.index("demo", "", newest), range(8)))
     assert len({id(one) for one in found}) == 1
+
+
+def test_a_step_that_takes_long_to_read_keeps_nobody_from_another(tmp_path: Path) -> None:
+    make_export(tmp_path, steps=2, ranks=1, groups=1, size=2)
+    library = Library(exports={"demo": Export(tmp_path)})
+    first, second = Export(tmp_path).steps()
+    path = next(iter(second.files().values()))
+    path.unlink()
+    os.mkfifo(path)  # whoever reads it waits until somebody writes
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(library.index, "demo", "", second.number)
+        assert library.index("demo", "", first.number).rows and not slow.done()
+        path.write_bytes(b"")
+        assert slow.result(30).rows == []

@@ -119,8 +119,8 @@ def _inflated(data: bytes) -> bytes:
         found = reader.decompress(data, _MAX_BYTES)
     except zlib.error as error:
         raise CorruptFrame(f"facts of a group: {error}") from None
-    if not reader.eof:
-        raise CorruptFrame(f"facts of a group: cut off, or more than {_MAX_BYTES:,} bytes")
+    if not reader.eof or reader.unused_data:
+        raise CorruptFrame(f"facts of a group: cut off, or more than {_MAX_BYTES:,} bytes, or with more behind them")
     return found
 
 

@@ -47,8 +47,8 @@ class Library:
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     _index: Any = field(init=False)
-    _reading: threading.Lock = field(init=False, default_factory=threading.Lock)
-    """One reads a step, and all who ask for it meanwhile have it then."""
+    _reading: dict[tuple[str, str, int], threading.Lock] = field(init=False, default_factory=dict)
+    """By step: one reads it, and all who ask for it meanwhile have it then; other steps do not wait for it."""
 
     def __post_init__(self) -> None:
         self._index = lru_cache(maxsize=_KEPT_STEPS)(self._read_index)
@@ -183,7 +183,7 @@ class Library:
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)
-        with self._reading:
+        with self._reading.setdefault((export, run, number), threading.Lock()):
             found: StepIndex = self._index(export, run, number, step.stamp)
         return found
 
