@@ -142,6 +142,14 @@ class PlaneSettings:
             "read it meanwhile"
         ),
     ] = "wal"
+    storage: Annotated[
+        str | None,
+        Meta(
+            description="folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: "
+            "`storage` in the run's folder",
+            extra={"path": True},
+        ),
+    ] = None
     max_disk_bytes: Annotated[
         int | None,
         Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),

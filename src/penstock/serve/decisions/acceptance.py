@@ -14,7 +14,6 @@ from penstock.serve.decisions.arrivals import Arrival, Arrivals
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
-from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
@@ -139,17 +138,18 @@ class Acceptance:
 
     def _check_disk(self, size: int) -> None:
         """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
-        here = not isinstance(self._journal.keeper, RemoteFrames)
-        arriving = self._arrivals.bytes.total() + size if here else 0
+        arriving = self._arrivals.bytes.total() + size
         while True:
             try:
-                self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.keeper.num_bytes)
-            except DiskFull:
+                self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.segments.num_bytes)
+            except DiskFull as error:
+                if self._journal.segments.is_deleting:
+                    words = f"the disk is full, and freed frames are being deleted: {error}"
+                    raise Overloaded(words, retry_after_s=_RETRY_AFTER_S) from None
                 if not self._give_back():
                     raise
                 self._journal.log.shrink()
-                if not self._journal.log.disk.restore():
-                    self._journal.keeper.sweep()  # here and now: what it gives back is what is missing
+                self._journal.log.disk.restore()
             else:
                 return
 
@@ -205,7 +205,10 @@ class Acceptance:
             with self._journal.transaction():
                 self._journal.log.add_groups(rows)
         except PenstockError as error:
-            self._journal.forget([row.location for row, _ in rows])
+            # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
+            # their segment is.
+            for row, _ in rows:
+                self._journal.segments.settle(row.location, accepted=False)
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
         for row, _ in rows:
             outcomes += self._accept(row)
@@ -225,12 +228,14 @@ class Acceptance:
             if not arrival.is_evaluation:
                 self._arrivals.move(group, table_name)
         except PenstockError as error:
-            self._journal.forget([location])
+            self._journal.segments.settle(location, accepted=False)
+            self._journal.segments.free([location])
             return self.refuse(group, error)
         return []
 
     def _accept(self, row: GroupRow) -> list[Outcome]:
         arrival = self._arrivals.pop(row.id)
+        self._journal.segments.settle(row.location, accepted=True)
         if row.state is State.EVALUATION:
             self._journal.state.take_evaluation(row, arrival.eval_facts)
             return [Outcome(ticket, duplicate=i > 0) for i, ticket in enumerate(arrival.tickets)]

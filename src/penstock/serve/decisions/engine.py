@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,6 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.hold.table import MAX_PRIORITY
-from penstock.keep.keeper import DamagedFrame, Keeper
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
 from penstock.serve.decisions.decision_records import (
@@ -46,9 +46,11 @@ from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
+from penstock.serve.decisions.segments import Segments
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Of a run's share, so that sums and quotients of them stay numbers."""
@@ -68,18 +70,26 @@ class Drawn:
 class Engine:
     """Decides, writes down, does."""
 
-    def __init__(self, settings: PlaneSettings, log: Log, keeper: Keeper) -> None:
-        self.settings, self.log, self.keeper = settings, log, keeper
+    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage) -> None:
+        self.settings, self.log, self.storage = settings, log, storage
         self.numbers: dict[str, float] = {}
         """The last metrics that ranks reported, by name."""
         with damage_named(log):
             check_settings(settings, log)
-            self.journal = Journal(settings, log, keeper)
-            keeper.retain(log.locations())
+            op = log.last_op
+            check_log(storage, run_id=log.run_id, epoch=log.epoch, op=op, held=log.num_frames, is_new=not op)
+            custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, op=op)
+            self.segments = Segments(log, storage, custody)
+            self.journal = Journal(settings, log, self.segments)
+        self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
+        """Writes frames that clients sent to the plane; used by one thread beside the loop."""
         self.acceptance = Acceptance(settings, self.journal)
         self._last_delivered = self.last_step
         """The last step that all ranks had; or may have had, of those planned before this plane started."""
         self._apply_shares()
+        with self.journal.transaction():  # segments of earlier epochs are sealed
+            pass
+        self.segments.stock_up()
 
     def _apply_shares(self) -> None:
         """Shares from the settings are applied when these changed: what was set at run time since then stays."""
@@ -94,8 +104,19 @@ class Engine:
 
     def close(self) -> None:
         """Write down what may wait for the next decision: there is none."""
+        self.writer.finish()
+        self.tidy(self.segments.take_finished())
+        self.segments.close()
         with self.journal.transaction():
             pass
+
+    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
+        """Seal own segments that were finished before the last groups were accepted; register new ones."""
+        for name, end in finished:
+            self.segments.seal(name, end=end)
+        self.segments.tick()
+        with suppress(DiskFull):  # the writer has a spare one, and this is tried every turn
+            self.segments.stock_up()
 
     # -------------------------------------------------------------- looking
 

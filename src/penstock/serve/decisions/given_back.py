@@ -87,7 +87,11 @@ class GivenBack:
         """After a rebuild, forget again only what the log has not forgotten yet."""
         self.ops = [op for op in self.ops if op in frames]
 
-    def take(self) -> list[str]:
-        """The locations that a keeper may give back now: the transaction went through."""
-        locations, self._locations, self.ops = self._locations, [], []
-        return locations
+    @property
+    def locations(self) -> list[str]:
+        """The frames that the next transaction frees."""
+        return list(self._locations)
+
+    def done(self) -> None:
+        """The transaction went through."""
+        self._locations, self.ops = [], []

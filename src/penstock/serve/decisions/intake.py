@@ -14,11 +14,11 @@ from penstock.encode import Limits, read_head
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput, PenstockError, StorageError
 from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
-from penstock.keep.keeper import Keeper
 from penstock.pack import plan
 from penstock.send.messages import Buffer
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import Writer
 
 _UNCUT = 2**40
 """Tokens: no sample is so long."""
@@ -64,10 +64,10 @@ class Refused:
 
 
 class Intake:
-    """Checks frames, and keeps those that pass, with one sync for all of a batch."""
+    """Checks frames, and writes those that pass, with one sync for all of a batch."""
 
-    def __init__(self, settings: PlaneSettings, keeper: Keeper) -> None:
-        self._settings, self._keeper = settings, keeper
+    def __init__(self, settings: PlaneSettings, writer: Writer) -> None:
+        self._settings, self._writer = settings, writer
         self.limits = limits_of(settings)
 
     def run_of(self, frame: Buffer) -> str:
@@ -93,7 +93,7 @@ class Intake:
         checked = [self._check(incoming) for incoming in batch]
         good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
         try:
-            locations = iter(self._keeper.keep(good) if good else ())
+            locations = iter(self._writer.write([[frame] for frame in good]) if good else ())
         except StorageError as error:
             return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
         return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
-from penstock.keep.keeper import Keeper
+from penstock.errors import Fenced, PenstockError
 from penstock.serve.decisions.decision_records import Discard, Record
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.decisions.run_tables import RunTables
+from penstock.serve.decisions.segments import Segments
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import PlaneSettings
 
-logger = logging.getLogger("penstock.archive")
+logger = logging.getLogger("penstock.plane")
+Job: TypeAlias = Callable[[], Any]
+Then: TypeAlias = Callable[[Any], None]
+"""Receives what the job returned, or the exception it raised."""
 
 
 class Journal:
     """The log, and what memory makes of it."""
 
-    def __init__(self, settings: PlaneSettings, log: Log, keeper: Keeper) -> None:
-        self._settings, self.log, self.keeper = settings, log, keeper
+    def __init__(self, settings: PlaneSettings, log: Log, segments: Segments) -> None:
+        self._settings, self.log, self.segments = settings, log, segments
         self.counts: Counter[str] = Counter()
         """What happened since this plane started, for `penstock top`."""
-        self.sweep: Callable[[], None] = keeper.sweep
-        """Gives the space of forgotten frames back; a server has that done beside its loop."""
+        self.run_beside: Callable[[Job, Then], None] = _at_once
+        """Runs a job and passes its result on; a server does that beside its loop."""
         self.archived = None if settings.archive is None else Archived()
         """How far the archive is, as far as it has said; None: there is none."""
         self.state: PlaneState
@@ -60,8 +66,12 @@ class Journal:
         with self.log.transaction():
             yield
             self.state.write(self.log)
+            freed = self.state.given_back.locations
+            self.segments.write(freed)
         self.state.written()
-        self.forget(self.state.given_back.take())
+        self.segments.written(freed)
+        self.state.given_back.done()
+        self.delete_freed()
 
     def follow_archive(self, archived: Archived) -> None:
         """The archive has come so far: frames that waited for it are given back, and some of them unarchived where
@@ -77,8 +87,28 @@ class Journal:
             with self.transaction():
                 pass
 
-    def forget(self, locations: Sequence[str]) -> None:
-        """Frames are wanted no more."""
-        if locations:
-            self.keeper.forget(locations)
-            self.sweep()
+    def delete_freed(self) -> None:
+        """Have storage delete what the log says is free. What fails stays in the log and is tried again."""
+        names = self.segments.take_deletions()
+        if names:
+            op = self.state.op
+            self.run_beside(lambda: self.segments.delete(names, op), partial(self._deleted, names))
+
+    def _deleted(self, names: list[str], result: dict[str, int] | Exception) -> None:
+        if not isinstance(result, Exception):
+            self.segments.deleted(names, result)
+            return
+        self.segments.not_deleted(names)
+        if isinstance(result, Fenced) or not isinstance(result, (PenstockError, OSError)):
+            raise result
+        self.counts["deletions_failed"] += 1
+        logger.warning("%d frames or segments are not deleted yet: %s", len(names), result)
+
+
+def _at_once(job: Job, then: Then) -> None:
+    try:
+        result = job()
+    except Exception as error:  # noqa: BLE001 - the receiver decides what to make of it
+        then(error)
+    else:
+        then(result)

@@ -4,31 +4,40 @@ SQLite in WAL mode with full sync does what a log must: a transaction is on disk
 written here is the truth; tables and ledgers in memory are rebuilt from it by doing the same things again, in the
 same order, which `op` numbers. One process owns a run's folder (a lock that dies with it), and every transaction
 checks the epoch, so that a plane which was thought dead and comes back writes nothing.
+
+A log that lost something is never believed: the witness (`witness.py`) counts commits outside the database.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from penstock.errors import CorruptFile, DiskFull, Fenced
+from penstock.errors import CorruptFile, DiskFull, Fenced, StorageError
 from penstock.serve.decisions import fork
 from penstock.serve.decisions.decision_records import Record, pack_record, read_record
 from penstock.serve.decisions.disk import Disk, own, typed_errors
+from penstock.serve.decisions.log_rows import GROUP_COLUMNS, SELECT_GROUPS, STATES, SegmentRow, group_row
+from penstock.serve.decisions.log_rows import GroupRow as GroupRow
+from penstock.serve.decisions.log_rows import State as State
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
+from penstock.serve.decisions.witness import Witness, read_witness
 
-FORMAT = 4
+FORMAT = 5
 _PAGE = 16384
+_PUT_BACK = (
+    "put the newest copy of the whole folder back, or rebuild the log from the frames with `penstock storage recover`; "
+    "nothing was changed"
+)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
@@ -43,59 +52,17 @@ CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshots (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (
     step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS segments (
+    name TEXT PRIMARY KEY, writer TEXT NOT NULL, epoch INTEGER NOT NULL, sealed_at REAL NOT NULL DEFAULT 0,
+    clean INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS frees (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 
 
-class State(IntEnum):
-    """Where a group is. Steps use SCHEDULED, DELIVERED and COMMITTED."""
+class Guard(Protocol):
+    """Asked before a log is taken over; raises when it must not be."""
 
-    HELD = 0
-    SCHEDULED = 1
-    DELIVERED = 2
-    COMMITTED = 3
-    DROPPED = 4
-    QUARANTINED = 5
-    EVALUATION = 6
-    """For good: it was put to be looked at, and no step may use it."""
-
-
-_STATES = tuple(State)
-"""By number; ten times faster than `State(number)`, which counts when a long run is read again."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """What is decided with of a group; its facts are kept beside it, its frame by a keeper."""
-
-    op: int
-    id: str
-    digest: bytes
-    policy_version: int | None
-    """Of its oldest sample; None where no sample says."""
-    samples: int
-    tokens: int
-    size: int
-    """Bytes of its frame."""
-    state: State = State.HELD
-    reason: str = ""
-    run: str = ""
-    """The run it waits with; empty where runs are not kept apart."""
-    prompt: str = ""
-    kinds: tuple[tuple[str, str], ...] = ()
-    """What all groups of a step must have in common, by column."""
-    location: str = ""
-    """Where its frame is kept; empty once that was given back."""
-
-
-_NAMES = "op, id, digest, policy_version, samples, tokens, size, state, reason, run, prompt, kinds, location"
-_GROUPS = f"SELECT {_NAMES} FROM groups"  # noqa: S608 - our own names
-_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
-
-
-def _row(found: tuple[Any, ...]) -> GroupRow:
-    values = list(found)
-    values[7], values[11] = _STATES[found[7]], _KINDS.decode(found[11])
-    return GroupRow(*values)
+    def __call__(self, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None: ...
 
 
 class Log:
@@ -108,16 +75,21 @@ class Log:
         max_disk_bytes: int | None = None,
         disk_reserve_bytes: int = 64 << 20,
         exclusive: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         """`None` keeps the log in memory: the same code, nothing durable. `exclusive`: no shared memory beside the
-        file, so it may lie on a network filesystem, and nobody else can read it while it is open."""
+        file, so it may lie on a network filesystem, and nobody else can read it while it is open. `guard` is asked
+        before anything is changed."""
         self.folder = None if folder is None else Path(folder).resolve()
         self._lock = None if self.folder is None else own(self.folder)
         self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=disk_reserve_bytes)
         self._wal_bytes = (
             TIDY_BYTES if self.folder is None else max(min(TIDY_BYTES, self.disk.reserve_bytes // 8), _PAGE)
         )
-        self._exclusive = exclusive
+        self._exclusive, self._guard = exclusive, guard
+        self._witness: Witness | None = None
+        self._commits = 0
+        self._inode: tuple[int, int] | None = None
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
         try:
             try:
@@ -136,6 +108,8 @@ class Log:
             self._checkpointer = WalCheckpointer(self._path, self._wal_bytes)
 
     def _open(self) -> None:
+        if self.folder is not None and read_witness(self.folder) is not None and not Path(self._path).exists():
+            raise CorruptFile(f"{self._path}: missing, and the run began before; {_PUT_BACK}")
         self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
         with typed_errors(self._path):
             self._db.execute(f"PRAGMA page_size={_PAGE}")
@@ -148,8 +122,10 @@ class Log:
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(_SCHEMA)
-            if "at" not in {row[1] for row in self._db.execute("PRAGMA table_info(groups)")}:
-                self._db.execute("ALTER TABLE groups ADD COLUMN at REAL NOT NULL DEFAULT 0")  # a run begun before
+            self._check_witness()
+            # What an earlier process could not sync may be readable and still not be on disk: carrying the
+            # write-ahead log over writes and syncs all of it again.
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             self.take_over()
 
     def _check_format(self) -> None:
@@ -162,17 +138,65 @@ class Log:
                 "Penstock that began it, or begin a new folder"
             )
 
+    def _check_witness(self) -> None:
+        """Raise CorruptFile if transactions that were committed are missing."""
+        self._commits = self.meta("commits", 0)
+        if self.folder is None:
+            return
+        seen = read_witness(self.folder)
+        run_id = self.text("run_id")
+        if seen is None and self._commits > 1:  # killed right after the first commit: no witness yet
+            raise CorruptFile(
+                f"{self.folder / 'log.witness'}: missing or damaged, so nobody can say whether "
+                f"{self._path} is complete; {_PUT_BACK}"
+            )
+        if seen is not None and seen.run_id != run_id:
+            raise CorruptFile(
+                f"{self._path}: of run {run_id[:12] or 'none'}, and this folder is of run {seen.run_id[:12]}; {_PUT_BACK}"
+            )
+        if seen is not None and seen.commits > self._commits:
+            raise CorruptFile(
+                f"{self._path}: ends at transaction {self._commits}, and {seen.commits} were committed: the log or its "
+                f"-wal file was damaged, cut short, or restored from an older copy; {_PUT_BACK}"
+            )
+
     def take_over(self) -> None:
-        """Begin a new epoch: whoever wrote before may write no more."""
-        self.epoch = self.meta("epoch", 0) + 1
-        found = self._db.execute("SELECT value FROM meta WHERE name = 'run_id'").fetchone()
-        self.run_id = secrets.token_hex(16) if found is None else str(found[0])
+        """Begin a new epoch: earlier planes can write nothing from now on."""
+        epoch = self.meta("epoch", 0) + 1
+        found = self.text("run_id")
+        self.run_id = found or secrets.token_hex(16)
         """Tells this run from any other, also from one that lay in the same folder before."""
+        if self._guard is not None:
+            self._guard(run_id=self.run_id, epoch=epoch, op=self.last_op, held=self.num_frames, is_new=not found)
+        self.epoch = epoch
+        if self.folder is not None and self._witness is None:
+            self._witness = Witness(self.folder)
         self._db.execute("BEGIN IMMEDIATE")
         self.set_meta("format", FORMAT)
         self.set_meta("run_id", self.run_id)
         self.set_meta("epoch", self.epoch)
+        self.set_meta("commits", self._commits + 1)
         self._db.execute("COMMIT")
+        self._committed()
+
+    def _committed(self) -> None:
+        """A transaction is on disk: the witness says so. Raises if the file is not the one that others will open."""
+        self._commits += 1
+        if self._witness is None:
+            return
+        self._check_name()
+        self._witness.write(self.run_id, self._commits)
+
+    def _check_name(self) -> None:
+        """A database file that was removed still takes commits, and no later plane will ever read them."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            found = None
+        inode = None if found is None else (found.st_ino, found.st_dev)
+        self._inode = self._inode or inode
+        if inode is None or inode != self._inode:
+            raise StorageError(f"{self._path}: removed or replaced under the running plane; stop it, {_PUT_BACK}")
 
     @property
     def used_bytes(self) -> int:
@@ -201,7 +225,9 @@ class Log:
                 try:
                     self._check_epoch()
                     yield
+                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
                     self._db.execute("COMMIT")
+                    self._committed()
                     if self._checkpointer is not None:
                         self._checkpointer.note(self._written_bytes)
                 except BaseException:
@@ -227,7 +253,7 @@ class Log:
         """Groups, each with its facts. Nothing is decided by the time; an archive tells it to whoever replays."""
         marks, at = ", ".join("?" * 14), time.time()
         self._db.executemany(
-            f"INSERT INTO groups ({_NAMES}, at) VALUES ({marks})",  # noqa: S608 - our own names
+            f"INSERT INTO groups ({GROUP_COLUMNS}, at) VALUES ({marks})",  # noqa: S608 - our own names
             [
                 (
                     r.op,
@@ -299,6 +325,35 @@ class Log:
         self._db.executemany("UPDATE groups SET location = '' WHERE op = ?", [(op,) for op in ops])
         self._db.executemany("DELETE FROM facts WHERE op = ?", [(op,) for op in ops])
 
+    # -------------------------------------------------------------- segments, and what is to be deleted
+
+    def add_segment(self, row: SegmentRow) -> None:
+        """A segment that frames may be accepted from, before its first byte is written."""
+        self._db.execute(
+            "INSERT INTO segments VALUES (?, ?, ?, ?, ?)",
+            (row.name, row.writer, row.epoch, row.sealed_at, int(row.clean)),
+        )
+
+    def seal_segment(self, name: str, *, at: float, clean: bool) -> None:
+        self._db.execute("UPDATE segments SET sealed_at = ?, clean = ? WHERE name = ?", (at, int(clean), name))
+
+    def add_frees(self, names: Iterable[str]) -> None:
+        """Frames and segments to delete; they stay listed until that is done."""
+        self._db.executemany("INSERT OR IGNORE INTO frees VALUES (?)", [(name,) for name in names])
+
+    def remove_frees(self, names: Sequence[str]) -> None:
+        """These are deleted."""
+        rows = [(name,) for name in names]
+        self._db.executemany("DELETE FROM frees WHERE name = ?", rows)
+        self._db.executemany("DELETE FROM segments WHERE name = ?", rows)
+
+    def segments(self) -> list[SegmentRow]:
+        found = self._db.execute("SELECT name, writer, epoch, sealed_at, clean FROM segments")
+        return [SegmentRow(name, writer, epoch, at, bool(clean)) for name, writer, epoch, at, clean in found]
+
+    def frees(self) -> list[str]:
+        return [name for (name,) in self._db.execute("SELECT name FROM frees")]
+
     # -------------------------------------------------------------- reading
 
     def meta(self, name: str, default: int) -> int:
@@ -338,6 +393,11 @@ class Log:
         return [found for (found,) in self._db.execute("SELECT location FROM groups WHERE location != ''")]
 
     @property
+    def num_frames(self) -> int:
+        """How many frames the log needs."""
+        return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()[0])
+
+    @property
     def last_op(self) -> int:
         """The number of the last decision that is written down."""
         tables = ("groups", "records", "steps", "snapshots")
@@ -346,16 +406,16 @@ class Log:
 
     def groups_in(self, state: State) -> list[GroupRow]:
         """The groups that are recorded in a state, in order."""
-        return list(map(_row, self._db.execute(f"{_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
+        return list(map(group_row, self._db.execute(f"{SELECT_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
         """All groups behind a decision, in order, without their frames."""
-        yield from map(_row, self._db.execute(f"{_GROUPS} WHERE op > ? ORDER BY op", (after,)))
+        yield from map(group_row, self._db.execute(f"{SELECT_GROUPS} WHERE op > ? ORDER BY op", (after,)))
 
     def groups_of(self, ops: Iterable[int]) -> Iterator[GroupRow]:
         """These groups, without their frames."""
         for op in ops:
-            yield from map(_row, self._db.execute(f"{_GROUPS} WHERE op = ?", (op,)))
+            yield from map(group_row, self._db.execute(f"{SELECT_GROUPS} WHERE op = ?", (op,)))
 
     def snapshot(self) -> tuple[int, bytes] | None:
         """(decision, what memory held after it), if it was ever kept."""
@@ -381,7 +441,7 @@ class Log:
         for step, op, manifest, state in self._db.execute(
             "SELECT * FROM steps WHERE step >= ? ORDER BY step", (first,)
         ):
-            yield step, op, manifest, _STATES[state]
+            yield step, op, manifest, STATES[state]
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -390,6 +450,9 @@ class Log:
         self._let_go()
 
     def _let_go(self) -> None:
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
         if self._lock is not None:
             fork.close(self._lock)
             self._lock = None

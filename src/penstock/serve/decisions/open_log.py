@@ -1,18 +1,28 @@
-"""A run's log, opened as the plane's settings say."""
+"""A run's log and its storage, opened as the plane's settings say."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
-    """`None` keeps it in memory."""
+    """The log in a folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it."""
     return Log(
         folder,
         max_disk_bytes=settings.max_disk_bytes,
         disk_reserve_bytes=settings.disk_reserve_bytes,
         exclusive=settings.locking == "exclusive",
+        guard=partial(check_log, storage_of(settings, folder)),
     )
+
+
+def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:
+    """Where a plane's frames are: as the settings say, else in the folder of its log, or in memory as that is."""
+    if settings.storage is not None:
+        return FolderStorage(settings.storage.removeprefix("file://"))
+    return MemoryStorage() if folder is None else FolderStorage(Path(folder).resolve() / "storage")

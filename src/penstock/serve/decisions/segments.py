@@ -1,0 +1,327 @@
+"""Segments as the plane decides about them: registered, sealed, freed. No clock and no guess decides what is deleted.
+
+    register    in the log, before the first byte is written
+    accept      a frame, only inside a registered segment of its sender that is not sealed, overlapping no other
+    seal        the segment gets no more frames: it is full, old, or its writer is gone
+    free        by name, as a decision in the log, kept there until storage has deleted it
+
+Nothing is deleted because it is unknown. A segment that the log never registered stops all deletion until an operator
+decides. What an earlier epoch left unaccepted stays for a day, because the log may have been restored from a copy that
+is a moment too old.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+from penstock.errors import Conflict, InvalidInput, StorageError
+from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.log_rows import SegmentRow
+from penstock.storage import Custody, Location, Storage, parse_location
+from penstock.storage.engine import new_segment_name
+from penstock.storage.writer import SEGMENT_AGE_S
+
+logger = logging.getLogger("penstock.storage")
+OWN = "plane"
+"""The writer of segments that the plane itself writes."""
+KEEP_UNACCEPTED_S = 24 * 3600.0
+_SPARE = 2
+"""Own segments that are registered ahead, so that a thread beside the loop never waits for the log."""
+_SPARE_S = 30.0
+_MAX_OPEN = 4096
+"""Unsealed segments of one writer."""
+
+
+class Sealed(Conflict):
+    """The segment takes no more frames: write the frame again, to a new one."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    row: SegmentRow
+    registered_s: float
+    """On the monotonic clock; only tells how old it is."""
+    live: int = 0
+    """Frames that the log holds."""
+    pending: int = 0
+    """Frames that were put and are not accepted or rejected yet."""
+    accepted_bytes: int = 0
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    """What was accepted in this epoch, in order of offset; locations are never used twice."""
+    verified: bool = False
+    """Whether the plane has read a frame of it back."""
+    is_freed: bool = False
+
+
+class Segments:
+    """All segments of a run, and the deletions that were decided."""
+
+    def __init__(self, log: Log, storage: Storage, custody: Custody, *, clock: Callable[[], float] = time.time) -> None:
+        self._log, self._storage, self._custody, self._clock = log, storage, custody, clock
+        self._all = {row.name: _Segment(row, 0.0) for row in log.segments()}
+        self.live_bytes = 0
+        for text in log.locations():
+            at = parse_location(text)
+            self.live_bytes += at.size
+            if at.segment in self._all:
+                self._all[at.segment].live += 1
+        found = storage.segments()
+        self.unregistered = sorted(found.keys() - self._all.keys())
+        """Segments in storage that this log never registered: while there are any, nothing is deleted."""
+        self.missing = sorted(name for name, one in self._all.items() if one.live and name not in found)
+        """Segments that hold frames and are not in storage."""
+        self.dead_bytes = max(sum(found.values()) - self.live_bytes, 0)
+        """Bytes in storage that no group needs: freed and not deleted yet, or never accepted."""
+        self._frees: list[str] = log.frees()
+        """Decided and not deleted yet."""
+        self._under_way: set[str] = set()
+        self._to_free: list[str] = []
+        self._to_seal: dict[str, bool] = {}
+        self._deleted: list[str] = []
+        self._own: SimpleQueue[str] = SimpleQueue()
+        self._finished: deque[tuple[str, int]] = deque()
+        self._open: Counter[str] = Counter()
+        """Unsealed segments of this epoch, by writer."""
+        self._tick_at = 0.0
+        self._maybe_empty = set(self._all)
+        """Segments that may hold no frame: looked at when something changes."""
+        self._seal_earlier_epochs()
+        self._report(found)
+
+    def _seal_earlier_epochs(self) -> None:
+        """A writer that still has one of them writes its frame again: that costs one write, and no lease."""
+        for name, one in self._all.items():
+            if not one.row.sealed_at:
+                self._to_seal[name] = False
+        self._look_for_empty()
+
+    def _report(self, found: dict[str, int]) -> None:
+        if self.unregistered:
+            size = sum(found[name] for name in self.unregistered)
+            logger.error(
+                "%s: %d segments (%d bytes) that this log never registered, the first %s; nothing is deleted until "
+                "they are dealt with: see `penstock storage check`",
+                self._storage.url,
+                len(self.unregistered),
+                size,
+                self.unregistered[0],
+            )
+        if self.missing:
+            logger.error(
+                "%s: %d segments are missing, the first %s; their groups are counted as lost when a step needs them",
+                self._storage.url,
+                len(self.missing),
+                self.missing[0],
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """What the run takes in storage, dead bytes included."""
+        return self.live_bytes + self.dead_bytes
+
+    # -------------------------------------------------------------- registering
+
+    def register(self, writer: str, count: int = 1) -> list[str]:
+        """New segments for a writer, in the log when this returns."""
+        if self._open[writer] + count > _MAX_OPEN:
+            raise InvalidInput(f"writer {writer[:80]!r}: {_MAX_OPEN} segments are open; finish some first")
+        rows = [SegmentRow(new_segment_name(), writer, self._log.epoch) for _ in range(count)]
+        with self._log.transaction():
+            for row in rows:
+                self._log.add_segment(row)
+        self._all |= {row.name: _Segment(row, time.monotonic()) for row in rows}
+        self._open[writer] += count
+        return [row.name for row in rows]
+
+    def stock_up(self) -> None:
+        """Register own segments ahead; from the loop's thread."""
+        if self._own.qsize() < _SPARE:
+            for name in self.register(OWN, _SPARE):
+                self._own.put(name)
+
+    def finished(self, name: str, end: int) -> None:
+        """The plane's writer is done with a segment; from any thread."""
+        self._finished.append((name, end))
+
+    def take_finished(self) -> list[tuple[str, int]]:
+        """Segments that the plane's writer is done with. Seal them after everything written to them before this call
+        was accepted or rejected."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self) -> None:
+        """Own segments that were never begun hold nothing: the next epoch need not keep them."""
+        while self._own.qsize():
+            self.seal(self._own.get(), end=0)
+
+    def next_own(self) -> str:
+        """A registered segment for the plane's own writer; from any thread."""
+        try:
+            return self._own.get(timeout=_SPARE_S)
+        except Empty:
+            raise StorageError(f"{self._storage.url}: no segment could be registered for {_SPARE_S:g} s") from None
+
+    # -------------------------------------------------------------- accepting
+
+    def expect(self, location: str, writer: str) -> bool:
+        """A put names a frame. Raises Sealed or InvalidInput; True if the frame must be read back before it counts.
+
+        The plane reads back the first frame of every segment: a wrong mount or a copied folder is found at once.
+        """
+        at = parse_location(location)
+        one = self._all.get(at.segment)
+        if one is None or one.row.sealed_at or at.segment in self._to_seal:
+            raise Sealed(f"segment {at.segment}: sealed or unknown here; write the frame again to a new segment")
+        if one.row.writer != writer:
+            raise InvalidInput(f"segment {at.segment}: belongs to another writer")
+        self._check_free(one, at)
+        one.pending += 1
+        return not one.verified
+
+    def expect_own(self, location: str) -> None:
+        """The plane itself has written a frame."""
+        one = self._all[parse_location(location).segment]
+        one.verified = True
+        one.pending += 1
+
+    def _check_free(self, one: _Segment, at: Location) -> None:
+        k = bisect_left(one.extents, (at.offset, at.end))
+        before = one.extents[k - 1][1] if k else 0
+        after = one.extents[k][0] if k < len(one.extents) else at.end
+        if not at.size or before > at.offset or after < at.end:
+            raise InvalidInput(f"location {at}: overlaps a frame that was accepted before; locations are never reused")
+
+    def verified(self, location: str) -> None:
+        """The plane has read this frame and it is what was put."""
+        self._all[parse_location(location).segment].verified = True
+
+    def settle(self, location: str, *, accepted: bool) -> None:
+        """A frame that was expected is in the log, or is not going to be."""
+        at = parse_location(location)
+        one = self._all.get(at.segment)
+        if one is None:
+            return
+        one.pending -= 1
+        if accepted:
+            one.live += 1
+            one.accepted_bytes += at.size
+            self.live_bytes += at.size
+            insort(one.extents, (at.offset, at.end))
+        else:
+            self.dead_bytes += at.size
+            self._maybe_empty.add(at.segment)
+
+    # -------------------------------------------------------------- sealing and freeing, with the next transaction
+
+    def seal(self, name: str, *, end: int | None = None) -> None:
+        """No more frames are accepted from it. `end`: how many bytes were written, where the plane knows that."""
+        one = self._all.get(name)
+        if one is not None and not one.row.sealed_at:
+            self._to_seal[name] = end is not None and one.accepted_bytes == end
+
+    def seal_writer(self, writer: str) -> None:
+        """A writer is gone."""
+        for name, one in self._all.items():
+            if one.row.writer == writer:
+                self.seal(name)
+
+    def free(self, names: Iterable[str]) -> None:
+        """Frames that the log is about to forget, or that were put and not accepted."""
+        self._to_free += names
+
+    def tick(self) -> None:
+        """Seal what is old; free segments that hold nothing. Looks once a second at most."""
+        now = time.monotonic()
+        if now < self._tick_at:
+            return
+        self._tick_at = now + 1.0
+        for name, one in self._all.items():
+            if one.row.writer != OWN and not one.row.sealed_at and now - one.registered_s > 2 * SEGMENT_AGE_S:
+                self.seal(name)
+        self._look_for_empty()
+
+    def _look_for_empty(self) -> None:
+        """Sealed segments without a frame are freed as a whole."""
+        now = self._clock()
+        for name in list(self._maybe_empty):
+            one = self._all.get(name)
+            if one is None or one.live or one.is_freed:
+                self._maybe_empty.discard(name)
+            elif one.row.sealed_at and not one.pending and self._is_known(one, now):
+                one.is_freed = True
+                self._to_free.append(name)
+
+    def _is_known(self, one: _Segment, now: float) -> bool:
+        """Whether everything in a segment was decided upon; what an earlier epoch left is kept for a day."""
+        known = one.row.clean or one.row.epoch == self._log.epoch
+        return known or now - one.row.sealed_at > KEEP_UNACCEPTED_S
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._to_free or self._to_seal or self._deleted)
+
+    def write(self, freed: Sequence[str] = ()) -> None:
+        """Inside a transaction: what was decided. `freed`: frames that this transaction makes the log forget."""
+        at = self._clock()
+        for name, clean in self._to_seal.items():
+            self._log.seal_segment(name, at=at, clean=clean)
+        self._log.add_frees([*self._to_free, *freed])
+        self._log.remove_frees(self._deleted)
+
+    def written(self, freed: Sequence[str] = ()) -> None:
+        """The transaction went through."""
+        at = self._clock()
+        for name, clean in self._to_seal.items():
+            one = self._all[name]
+            one.row = replace(one.row, sealed_at=at, clean=clean)
+            self._maybe_empty.add(name)
+            if one.row.epoch == self._log.epoch:
+                self._open[one.row.writer] -= 1
+        for text in freed:
+            place = parse_location(text)
+            self.live_bytes -= place.size
+            self.dead_bytes += place.size
+            if place.segment in self._all:
+                self._all[place.segment].live -= 1
+                self._maybe_empty.add(place.segment)
+        for name in self._deleted:
+            self._all.pop(name, None)
+        self._frees += [*self._to_free, *freed]
+        self._to_free, self._to_seal, self._deleted = [], {}, []
+        self._look_for_empty()
+
+    # -------------------------------------------------------------- deleting
+
+    @property
+    def is_deleting(self) -> bool:
+        """Whether storage is at work on a deletion."""
+        return bool(self._under_way)
+
+    def take_deletions(self) -> list[str]:
+        """What may be deleted now, by name; then `deleted` or `not_deleted`. Nothing while an operator must decide."""
+        if self.unregistered or self._under_way:
+            return []
+        names, self._frees = self._frees, []
+        self._under_way = set(names)
+        return names
+
+    def delete(self, names: Sequence[str], op: int) -> dict[str, int]:
+        """From any thread: move the marker, then delete. Returns what storage holds afterwards."""
+        self._custody.delete(names, op)
+        return self._storage.segments()
+
+    def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
+        """Storage has deleted these; the next transaction says so."""
+        self._under_way = set()
+        self._deleted += names
+        self.dead_bytes = max(sum(held.values()) - self.live_bytes, 0)
+
+    def not_deleted(self, names: Sequence[str]) -> None:
+        """Storage did not delete these: they stay listed, and are tried again."""
+        self._under_way = set()
+        self._frees = [*names, *self._frees]

@@ -1,0 +1,34 @@
+"""Where frames live: engines that hold bytes under locations, and the marker that says whose they are.
+
+    write     a `Writer` appends frames to segments of its own; durable when it returns
+    read      byte ranges of a frame; `Gone` and `Away` are different errors
+    delete    frames and segments by name, through `Custody`, which moves the marker first
+
+Engines know nothing of groups, tables or steps. `memory.py` is the one to read first.
+"""
+
+from penstock.storage.custody import Custody, Marker, check_log, read_marker
+from penstock.storage.engine import Away, Gone, Location, SegmentFile, Storage, parse_location
+from penstock.storage.folder import FolderStorage
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.picking import DamagedFrame, Pick, gather_picks
+from penstock.storage.writer import Writer
+
+__all__ = [
+    "Away",
+    "Custody",
+    "DamagedFrame",
+    "FolderStorage",
+    "Gone",
+    "Location",
+    "Marker",
+    "MemoryStorage",
+    "Pick",
+    "SegmentFile",
+    "Storage",
+    "Writer",
+    "check_log",
+    "gather_picks",
+    "parse_location",
+    "read_marker",
+]

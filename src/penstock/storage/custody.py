@@ -1,0 +1,117 @@
+"""The right to delete in a storage: its run, its newest epoch, and a log that is not older than the storage.
+
+The marker says which run the frames belong to, which epoch of its plane came last, and up to which decision frames
+were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker is missing
+decisions, and a plane that cannot move the marker deletes nothing:
+
+    epoch 3, op 900     the log ends at op 850: restored from a copy. Refused.
+    epoch 4, op 0       the log says epoch 3: the copy of an earlier life. Refused.
+    another run id      the log is empty, or of another run. Refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.errors import Conflict, CorruptFile, Fenced
+from penstock.storage.engine import Storage
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+    epoch: int
+    op: int
+    """The newest decision that may have deleted something."""
+    run: str = ""
+    """The run's name, for people."""
+
+    def to_bytes(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def read_marker(storage: Storage) -> Marker | None:
+    """The marker of a storage; None when there is none."""
+    return _decoded(storage, storage.marker())
+
+
+def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
+    if data is None:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Marker)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{storage.url}/marker: {error}; restore it from a copy of the storage") from None
+
+
+def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None:
+    """Raise Conflict unless a log may go on with this storage as `epoch`. Changes nothing.
+
+    `op` is the log's last decision, `held` the number of frames it needs; `is_new`: the log has just been made.
+    """
+    found = read_marker(storage)
+    if found is None:
+        held = storage.segments()
+        if held:
+            raise Conflict(
+                f"{storage.url}: holds {len(held)} segments and no marker, so nobody can say whose they are; "
+                "restore the marker with its storage, or use an empty folder; nothing was deleted"
+            )
+        if held:
+            raise Conflict(
+                f"{storage.url}: empty, and the log needs {held:,} frames there; mount the storage or put it back"
+            )
+        return
+    whose = f"run {found.run!r} ({found.run_id[:12]})" if found.run else f"run {found.run_id[:12]}"
+    if found.run_id != run_id and is_new:
+        raise Conflict(
+            f"{storage.url}: holds frames of {whose}, and the log is empty; put that run's log back, rebuild it with "
+            "`penstock storage recover`, or use another storage; nothing was deleted"
+        )
+    if found.run_id != run_id:
+        raise Conflict(
+            f"{storage.url}: belongs to {whose}, and this log is of run {run_id[:12]}; use the storage of this run; "
+            "nothing was deleted"
+        )
+    if found.epoch >= epoch or found.op > op:
+        raise Conflict(
+            f"{storage.url}: was last used in epoch {found.epoch} up to decision {found.op}, and this log ends before "
+            f"(epoch {epoch - 1}, decision {op}): it was restored from a copy, or another plane uses this storage; "
+            "put the newest log back, or add what it lacks with `penstock storage recover`; nothing was deleted"
+        )
+
+
+class Custody:
+    """A plane's hold on its storage."""
+
+    def __init__(self, storage: Storage, *, run_id: str, run: str, epoch: int, op: int) -> None:
+        """Takes the storage over from earlier epochs; call `check_log` first. Raises Fenced if a later one has it."""
+        self._storage = storage
+        self._mine = Marker(run_id=run_id, epoch=epoch, op=op, run=run)
+        self._move(op)
+
+    @property
+    def marker(self) -> Marker:
+        return self._mine
+
+    def delete(self, names: Iterable[str], op: int) -> None:
+        """Delete what decisions up to `op` freed. May take as long as storage does."""
+        self._move(op)
+        self._storage.delete(names)
+
+    def _move(self, op: int) -> None:
+        """Move the marker forward; raises Fenced where another plane took the storage."""
+        old, mine = self._storage.marker(), self._mine
+        found = _decoded(self._storage, old)
+        if found is not None and (found.run_id != mine.run_id or found.epoch > mine.epoch):
+            raise Fenced(
+                f"{self._storage.url}: taken over by epoch {found.epoch} of run {found.run_id[:12]}; this plane is "
+                f"epoch {mine.epoch} of run {mine.run_id[:12]} and deletes nothing"
+            )
+        new = msgspec.structs.replace(mine, op=max(op, mine.op))
+        if found == new:
+            return
+        if not self._storage.set_marker(new.to_bytes(), old):
+            raise Fenced(f"{self._storage.url}: another plane moved the marker; this one deletes nothing")
+        self._mine = new

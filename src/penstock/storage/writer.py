@@ -1,0 +1,68 @@
+"""Writes frames to segments of this process, with one sync for all that are written together.
+
+A segment belongs to one process. Its name is registered in the log before its first byte, so `next_segment` asks
+whoever holds the log. After a failed write the segment is abandoned: the kernel may have dropped what it could not
+sync, and a later sync of the same file would succeed without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.storage.engine import Pieces, SegmentFile, Storage
+
+SEGMENT_BYTES = 64 << 20
+"""A segment that has grown to this is finished."""
+SHARED_SEGMENT_BYTES = 8 << 20
+"""The same on a filesystem that many hosts write to: one live frame must not pin 64 MiB for each of them."""
+SEGMENT_AGE_S = 300.0
+"""A segment this old is finished. The plane seals it after twice this time, by its own clock."""
+
+
+class Writer:
+    """Appends frames. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        next_segment: Callable[[], str],
+        finished: Callable[[str, int], None] = lambda _segment, _end: None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`next_segment` returns a registered name; `finished` is called with a segment that gets no more frames, and
+        with its size."""
+        self._storage, self._next, self._finished = storage, next_segment, finished
+        self._segment_bytes, self._clock = segment_bytes, clock
+        self._open: SegmentFile | None = None
+        self._opened_at = 0.0
+
+    def write(self, frames: Sequence[Pieces]) -> list[str]:
+        """The locations of these frames, which are durable; or raises, and none of them counts."""
+        segment = self._segment()
+        try:
+            return segment.append(frames)
+        except BaseException:
+            self.finish()
+            raise
+
+    def _segment(self) -> SegmentFile:
+        if self._open is not None and not self._is_full(self._open):
+            return self._open
+        self.finish()
+        self._open, self._opened_at = self._storage.create(self._next()), self._clock()
+        return self._open
+
+    def _is_full(self, segment: SegmentFile) -> bool:
+        return segment.end >= self._segment_bytes or self._clock() - self._opened_at >= SEGMENT_AGE_S
+
+    def finish(self, segment: str = "") -> None:
+        """Write to this segment no longer; empty: to whichever is open."""
+        found = self._open
+        if found is None or (segment and found.name != segment):
+            return
+        self._open = None
+        found.close()
+        self._finished(found.name, found.end)
