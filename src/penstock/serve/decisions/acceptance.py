@@ -14,7 +14,6 @@ from penstock.serve.decisions.arrivals import Arrival, Arrivals
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
-from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
@@ -139,8 +138,7 @@ class Acceptance:
 
     def _check_disk(self, size: int) -> None:
         """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
-        here = not isinstance(self._journal.keeper, RemoteFrames)
-        arriving = self._arrivals.bytes.total() + size if here else 0
+        arriving = self._arrivals.bytes.total() + size
         while True:
             try:
                 self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.keeper.num_bytes)
