@@ -33,7 +33,6 @@ PROCESS = {
     "serve/test_http.py",
     "serve/test_http_page.py",
     "serve/test_handles.py",
-    "serve/test_keeper_processes.py",
     "serve/test_kill_points.py",
     "serve/test_metrics.py",
     "serve/test_network.py",
@@ -69,7 +68,6 @@ PROCESS = {
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
     "archive/test_archiving.py::test_nothing_is_missing_or_doubled_after_lost_requests_and_kills",
-    "bench/test_sizing.py",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
     "integrations/test_verifiers_rollouts.py",
@@ -81,10 +79,7 @@ DEEP = {
     "hold/test_statistics.py",
     "integrations/test_round_trips.py",
     "pack/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
-    "send/test_keeper_simulation.py",
     "send/test_simulation.py",
-    "serve/test_hostile_keeping.py",
-    "serve/test_keepers_plane.py",
     "serve/test_engine_restarts.py::test_a_restart_changes_no_byte_of_what_follows",
     "serve/test_engine_restarts.py::test_any_retained_step_is_served_again_to_the_byte",
     "serve/test_model_run.py",

@@ -9,6 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
+from penstock.config.removed import REMOVED_COMMANDS
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__
@@ -17,7 +18,6 @@ COMMANDS = {
     "demo": "a complete RL run on this machine, in one command",
     "train": "run a configuration file",
     "serve": "run a plane: workers put groups in, ranks take steps out",
-    "keep": "keep the frames of one node, for a plane that has keepers",
     "rollouts": "make rollouts with verifiers' environments, and put them into a plane",
     "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
     "runs": "the runs that share a plane: what each has and had, give or take away a share",
@@ -31,7 +31,6 @@ COMMANDS = {
     "assets": "look after the images of a run: list, verify, sweep",
     "keys": "make the keys that let other hosts connect to a plane",
     "doctor": "check this installation and this machine, in plain words",
-    "simulate": "how large a cluster one plane can serve, from constants measured on one machine",
     "bench": "measure against rivals on this machine",
 }
 
@@ -58,6 +57,9 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one line on stderr and exit code 1."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in REMOVED_COMMANDS:
+        print(f"penstock {words[0]}: removed; {REMOVED_COMMANDS[words[0]]}", file=sys.stderr)
+        return 2
     args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
     try:
         code: int = args.run(args)

@@ -31,7 +31,7 @@ def cluster(_cluster: LocalCluster) -> LocalCluster:
 
 @pytest.fixture
 def new_run(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
-    """Starts a plane of its own, with keepers; ended after the test."""
+    """Starts a plane of its own; ended after the test."""
     started: list[RayRun] = []
 
     def start(**settings: Any) -> RayRun:

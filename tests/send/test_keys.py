@@ -65,6 +65,22 @@ def test_every_client_named_gets_a_key_of_its_own(tmp_path: Path) -> None:
     assert {ClientKeys.load(tmp_path, name).public for name in ("trainer", "worker")} == keys.allowed
 
 
+def test_the_plane_tells_a_writer_from_a_client_by_its_key(tmp_path: Path) -> None:
+    make_keys(tmp_path, writers=("writer",))
+    keys = PlaneKeys.load(tmp_path)
+    assert keys.writers == {ClientKeys.load(tmp_path, "writer").public} and not keys.writers & keys.allowed
+    plane = SocketPlane("tcp://127.0.0.1:*", keys=keys)
+    found = {}
+    for name in ("client", "writer"):
+        client = SocketClient(plane.url, keys=ClientKeys.load(tmp_path, name))
+        client.send(name.encode())
+        ((peer, header, _),) = hear(plane, 1)
+        found[bytes(header).decode()] = plane.is_writer(peer)
+        client.close()
+    plane.close()
+    assert found == {"client": False, "writer": True}
+
+
 @pytest.mark.parametrize("url", ["tcp://0.0.0.0:7440", "tcp://*:7440", "tcp://10.1.2.3:7440", "tcp://[::]:7440"])
 def test_an_address_others_can_reach_needs_keys(url: str) -> None:
     with pytest.raises(ConfigError, match="no keys"):

@@ -17,10 +17,8 @@ from penstock.encode import encode
 from penstock.errors import Closed, InvalidInput, Overloaded
 from penstock.serve import PlaneProcess
 from penstock.serve.clients.async_puts import THREADS, UNDER_WAY
-from penstock.testing.cluster import Cluster
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
-from tests.serve.test_keepers_plane import TIMES
 from tests.serve.test_plane_producers import train
 
 TASKS = 1000
@@ -181,17 +179,3 @@ def test_several_event_loops_share_a_plane(open_plane: OpenPlane) -> None:
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda name: asyncio.run(work(name)), "ab")
     assert all(map(all, found)) and plane.ledger.accepted == 8 * UNDER_WAY
-
-
-def test_tasks_put_through_keepers_too(tmp_path: Path) -> None:
-    """Also when the keeper that they put through is gone."""
-    with Cluster(tmp_path, timeouts=TIMES, copies=1) as cluster, cluster.client("a") as client:
-
-        async def work() -> list[bool]:
-            first = await asyncio.gather(*(client.aput(named_group(f"a{i}"), timeout=60) for i in range(6)))
-            cluster.stop_keeper("a")
-            again = client.aput(named_group("a0"), timeout=60)
-            return [*first, await client.aput(named_group("b"), timeout=60), await again]
-
-        assert asyncio.run(work()) == [True] * 7 + [False]
-        assert cluster.plane.ledger.accepted == 14

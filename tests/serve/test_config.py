@@ -65,6 +65,8 @@ def test_parts_are_built_from_names_and_tables() -> None:
     [
         ("packing.seq_lne=3", "packing.seq_lne: unknown key; did you mean 'seq_len'?"),
         ("colour=red", "colour: unknown key; known are packing"),
+        ("copies=2", "copies: removed; a plane writes frames to its own storage: use a folder on a shared filesystem"),
+        ("timeouts.keeper_s=60", "timeouts.keeper_s: removed; a plane writes frames to its own storage"),
         ("packing.seq_len=long", "packing.seq_len: 'long'; must be a whole number from 1 up"),
         ("timeouts.peer_s=true", "timeouts.peer_s: True; must be a number above 0"),
         ("listen=[1]", "listen: [1]; must be a list, each item text"),
@@ -169,6 +171,10 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         pass
     with pytest.raises(ConfigError, match="memory:: seq_lne: unknown setting; did you mean 'seq_len'"):
         ps.open("memory:", ranks=1, seq_lne=8, groups_per_step=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"memory:: node: removed; .*leave it out"):
+        ps.open("memory:", ranks=1, node="a")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"runs/x: frames: removed; .*give `log` a folder"):
+        ps.open("runs/x", ranks=1, seq_len=8, groups_per_step=1, frames="f")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="memory:: seq_len: missing"):
         ps.open("memory:", ranks=1)
     with pytest.raises(ConfigError, match=r"memory:: capacity: 0; must be a whole number from 1 up"):

@@ -21,14 +21,12 @@ import pytest
 import penstock as ps
 from penstock import errors
 from penstock.encode import encode
-from penstock.send.keys import make_keys
-from penstock.serve.keepers.keeper_process import KeeperProcess
 from penstock.serve.process import http_door
 from penstock.serve.process.http_door import STATUS, find_token, status_of
 from penstock.serve.process.openapi import FRAME
 from penstock.serve.process.plane_process import PlaneProcess
 from penstock.testing.groups import named_group
-from tests.serve.processes import SMALL, wait_until
+from tests.serve.processes import SMALL
 
 DOOR = ("--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0")
 
@@ -187,24 +185,6 @@ def test_many_producers_at_once_are_all_answered(plane: PlaneProcess) -> None:
     for thread in threads:
         thread.join()
     assert len(codes) == 80 and set(codes) <= {201, 429}
-
-
-def test_a_plane_with_keepers_puts_through_them(tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys", keepers=("keeper",))
-    keys = f"--keys={tmp_path / 'keys'}"
-    with PlaneProcess([str(tmp_path / "run"), *SMALL, *DOOR, "--copies=1", keys]) as process:
-        words = [f"--plane={process.url}", f"--folder={tmp_path / 'kept'}", "--node=a", keys]
-        with KeeperProcess(words):
-            client, frame = Client(process), encode(named_group("f1", samples=2, tokens=8))
-            answers: list[int] = []
-
-            def both_are_put() -> bool:
-                """A keeper that has just started may not be known yet: the door says to come again."""
-                answers[:] = [client.put(json_group("g1"))[0], client.ask("POST", "/v1/groups", frame, FRAME)[0]]
-                return set(answers) <= {200, 201}
-
-            wait_until(both_are_put)
-            assert client.ask("GET", "/v1/ledger")[1]["held"] == 4
 
 
 def test_the_plane_ends_while_clients_are_connected(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ _PER_WRITE = 64
 
 
 class Elsewhere:
-    """A keeper that has nothing: frames are kept by others."""
+    """Storage that holds nothing: only metadata is measured."""
 
     num_bytes = 0
 

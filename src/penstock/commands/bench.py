@@ -31,11 +31,10 @@ BENCHES = {
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
-    "cluster": ("a plane alone, with keepers and on Ray, against TransferQueue and Ray", ("pyzmq", "torch")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 
-RIVALS = ("cluster", "deliver", "path")
+RIVALS = ("deliver", "path")
 """Those with rivals that may be installed in another interpreter."""
 
 
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; may take many minutes")
     parser.add_argument("--rivals", metavar="PYTHON", help=f"an interpreter that has the rivals of {', '.join(RIVALS)}")
-    parser.add_argument("--ray", metavar="PYTHON", help="one that has Ray and Penstock, for cluster")
     parser.add_argument("--baseline", metavar="PYTHON", help="one that has the first version, for path --full")
 
 
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _interpreters(args: argparse.Namespace) -> dict[str, str]:
     """Those that were named, for a benchmark that can use them."""
-    usable = {"rivals": RIVALS, "baseline": ("path",), "ray": ("cluster",)}
+    usable = {"rivals": RIVALS, "baseline": ("path",)}
     given = {name: getattr(args, name) for name in usable if getattr(args, name) is not None}
     for name in given:
         if args.name not in usable[name]:

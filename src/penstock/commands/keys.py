@@ -1,11 +1,12 @@
 """Make CURVE keys: who may connect to a plane that other hosts can reach.
 
-  penstock keys runs/keys                          a pair for the plane, for its clients, and for its keepers
-  penstock keys runs/keys --client trainer --client workers
+  penstock keys runs/keys                          a pair for the plane and one for its clients
+  penstock keys runs/keys --client trainer --client workers --writer loader
   penstock serve runs/demo --keys runs/keys --listen tcp://0.0.0.0:7440 ...
 
 On a folder that has the plane's pair already, only those named are added. Existing keys are never replaced.
-To revoke a client, remove its file from allowed/ and start the plane again; of a keeper, from keepers/.
+A writer's key may do what a client's may, and is told apart by the plane.
+To revoke a client, remove its file from allowed/ and start the plane again; for a writer, from writers/.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the key folder")
     parser.add_argument("--client", action="append", metavar="NAME", help='default: one pair, named "client"')
-    parser.add_argument("--keeper", action="append", metavar="NAME", help='default: one pair, named "keeper"')
+    parser.add_argument("--writer", action="append", metavar="NAME", help="a pair for a trusted process; default: none")
     parser.add_argument("--json", action="store_true", help="print the files as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    clients, keepers = tuple(args.client or ()), tuple(args.keeper or ())
-    for flag, names in (("--client", clients), ("--keeper", keepers)):
+    clients, writers = tuple(args.client or ()), tuple(args.writer or ())
+    for flag, names in (("--client", clients), ("--writer", writers)):
         for name in names:
             if not _NAME.fullmatch(name) or name == "plane":
                 raise ConfigError(f"{flag} {name!r}: must be letters, digits, and _ . - inside; 'plane' is taken")
-    both = sorted(set(clients) & set(keepers))
+    both = sorted(set(clients) & set(writers))
     if both:
-        raise ConfigError(f"--keeper {both[0]!r}: a client has that name; give each its own")
+        raise ConfigError(f"--writer {both[0]!r}: a client has that name; give each its own")
     has_plane = (args.folder / "plane.secret").exists()
-    if has_plane and not clients and not keepers:
-        raise ConfigError(f"{args.folder}: has keys already; name the clients to add with --client NAME")
+    if has_plane and not clients and not writers:
+        raise ConfigError(f"{args.folder}: has keys already; name those to add with --client NAME or --writer NAME")
     if not has_plane:
-        clients, keepers = clients or ("client",), keepers or ("keeper",)
+        clients = clients or ("client",)
     try:
-        made = make_keys(args.folder, clients, keepers=keepers, plane=not has_plane)
+        made = make_keys(args.folder, clients, writers=writers, plane=not has_plane)
     except OSError as error:
         raise ConfigError(f"{args.folder}: {error.strerror}; give a folder that can be made and written") from None
     print(json.dumps({"made": [str(path) for path in made]}) if args.json else _text(args.folder, made))
@@ -51,14 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(folder: Path, made: list[Path]) -> str:
-    clients = sorted(path.stem for path in made if path.parent.name in ("allowed", "keepers"))
+    clients = sorted(path.stem for path in made if path.parent.name in ("allowed", "writers"))
     lines = [f"{path.relative_to(folder)!s:<28}{path.stat().st_mode & 0o777:o}" for path in made]
     give = [f"  to {name}: plane.key, {name}.key, {name}.secret" for name in clients]
-    other = [name for name in clients if name not in ("client", "keeper")]
-    rename = [
-        "  (a process looks for client.key and client.secret, a keeper for keeper.key and keeper.secret: rename them"
-    ]
-    rename.append("  in its own copy of the folder)")
+    other = [name for name in clients if name != "client"]
+    rename = ["  (a process looks for client.key and client.secret: rename them in its own copy of the folder)"]
     return "\n".join(
         [
             f"keys in {folder}",

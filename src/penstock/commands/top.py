@@ -132,8 +132,6 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     ]
     if now.get("archive"):
         lines.append(f"archive    {_archive(now['archive'])}")
-    if now.get("keepers"):
-        lines += _keepers(now["keepers"], now["copies"])
     if now.get("runs"):
         lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(runs.table(now["runs"]))]
     if now["source"] == "plane":
@@ -142,26 +140,6 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     else:
         lines.append(f"files      {', '.join(f'{name} {size(n)}' for name, n in now['files'].items())}")
     return [printable(line) for line in lines]
-
-
-def _keepers(keepers: list[dict[str, Any]], copies: dict[str, int]) -> list[str]:
-    """Each keeper, those that are down first."""
-    up = sum(keeper["up"] for keeper in keepers)
-    first = (
-        f"keepers    {up} up, {len(keepers) - up} down; {copies['wanted']} copies; too few up of "
-        f"{copies['groups_too_few']} groups, none of {copies['groups_none_up']}"
-    )
-    lines = [
-        f"{'':11}{keeper['name']}: {_state(keeper)}, "
-        f"{keeper['num_groups']:,} groups, {size(keeper['num_bytes'])}"
-        + ("" if keeper["quota_bytes"] is None else f" of {size(keeper['quota_bytes'])}")
-        for keeper in sorted(keepers, key=lambda keeper: (keeper["up"], keeper["name"]))[:16]
-    ]
-    return [first, *lines]
-
-
-def _state(keeper: dict[str, Any]) -> str:
-    return "up" if keeper["up"] else f"DOWN for {keeper['silent_s']:.0f} s"
 
 
 def _waiting(now: dict[str, Any]) -> str:

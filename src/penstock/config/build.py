@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from penstock.config.given import Given
+from penstock.config.removed import REMOVED
 from penstock.config.setting import NONE, Kinds, Setting, settings_of
 from penstock.errors import ConfigError
 
@@ -29,6 +30,8 @@ def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "setting
 
 def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
     """What is wrong with a name that nobody knows."""
+    if name in REMOVED and what in ("key", "setting"):
+        return f"removed; {REMOVED[name]}"
     names = list(known)
     close = difflib.get_close_matches(name, names, 1)
     return f"unknown {what}; " + (f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}")

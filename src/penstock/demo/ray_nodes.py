@@ -1,7 +1,7 @@
 """The demo on a Ray cluster of its own: three nodes on loopback, one of which is lost while it learns.
 
-The plane and its keepers are actors; workers and ranks are processes as in any demo, and find the plane by its name.
-Every group is kept by two nodes, so the loss of one loses nothing. A new node joins afterwards, and gets a keeper.
+The plane is an actor, and begins on the node that is lost; Ray starts it again on another one, from the same folder.
+Workers and ranks are processes as in any demo, and find the plane by its name. A new node joins afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.serve.settings import ClusterSettings, PlaneSettings
 from penstock.train.run_config import TrainConfig
 
 NODES = 3
-_CLUSTERS_OWN = ("keys", "listen", "node", "copies")
+_CLUSTERS_OWN = ("keys", "listen")
 """Settings that a plane of a cluster has by itself."""
 _LOSE_AFTER_S = 8.0
 """A third of the time until the first loss: it must be at work by then."""
@@ -47,9 +47,9 @@ def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
     folder = Path(config.folder).resolve()
     run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
     own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}
-    settings = ClusterSettings(**own, log=str(folder / "plane"), frames=str(folder / "frames"))
+    settings = ClusterSettings(**own, log=str(folder / "plane"))
     tables = tomllib.loads(template(settings, title="", all_values=True))
     given = Given({name: value for name, value in tables.items() if name not in _CLUSTERS_OWN}, "the demo")
-    with LocalCluster(NODES) as cluster, open_given(run.plane, given) as plane:
+    with LocalCluster(NODES) as cluster, open_given(run.plane, given, node=cluster.others[-1]) as plane:
         yield run, cluster
         plane.kill()

@@ -51,14 +51,6 @@ def actor_of(plane: str) -> str:
     return f"plane:{plane}"
 
 
-def keeper_of(plane: str, node: str) -> str:
-    """The Ray name of the actor that keeps a plane's frames on a node, by its id.
-
-    Not by its name: a host that comes back at once has a new id, while Ray still believes in the old actor.
-    """
-    return f"keeper:{plane}:{node}"
-
-
 def attach() -> None:
     """Be part of the cluster: the one this process is in, the one that RAY_ADDRESS names, or the one of this host."""
     require("ray://", "ray")
@@ -103,11 +95,6 @@ def my_node() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
-
-
-def my_node_name() -> str:
-    mine = my_node()
-    return next((node.name for node in nodes() if node.id == mine), "")
 
 
 def start(kind: type[Any], name: str, *arguments: object, node: str | None, stays: bool) -> Handle:

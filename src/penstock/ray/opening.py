@@ -15,7 +15,7 @@ from typing import Any
 from penstock.config import Given, build, keywords_of, nested, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.ray import calls
-from penstock.ray.calls import actor_of, address_in, keeper_of
+from penstock.ray.calls import actor_of, address_in
 from penstock.ray.plane_actor import PlaneActor, new_keys
 from penstock.send.resolving import Address, ResolvingClient
 from penstock.send.timeouts import Timeouts
@@ -33,7 +33,6 @@ _CALLERS = ("timeouts",)
 _NOT_HERE = {
     "keys": "the plane makes its own and hands them out",
     "listen": "the plane listens at its node's address",
-    "node": "Ray knows where this process runs",
 }
 
 
@@ -48,16 +47,15 @@ class RayPlane(Plane):
         self._name = name
         address = f"{SCHEME}{name}"
         handle = Handle.of(address, run, None, timeouts)
-        node = calls.my_node_name()
-        super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle, node=node)
+        super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle)
 
     def kill(self) -> None:
-        """End the plane and its keepers, for everybody. What they keep stays in their folders."""
+        """End the plane for everybody. The run stays in its folder."""
         self.close()
-        for actor in [actor_of(self._name), *(keeper_of(self._name, node.id) for node in calls.nodes())]:
-            with suppress(PlaneLost):  # it may be one that is being started, or never was
-                calls.ask(actor, "stop")
-            calls.end(actor)
+        actor = actor_of(self._name)
+        with suppress(PlaneLost):  # it may be one that is being started, or never was
+            calls.ask(actor, "stop")
+        calls.end(actor)
 
 
 def open_ray(address: str, given: Mapping[str, Any]) -> Plane:
@@ -65,17 +63,16 @@ def open_ray(address: str, given: Mapping[str, Any]) -> Plane:
     return open_given(address, nested(ClusterSettings, given, address))  # names that nobody knows are refused as such
 
 
-def open_given(address: str, given: Given) -> Plane:
-    """`open_ray` for settings as a file or a command line has them."""
+def open_given(address: str, given: Given, *, node: str | None = None) -> Plane:
+    """`open_ray` for settings as a file or a command line has them. A plane with a shared `log` begins on `node`, by
+    its id; None: on the node of this process."""
     name, tables = name_of(address), given.tables
     for unusable, reason in _NOT_HERE.items():
         if tables.get(unusable):
             raise ConfigError(f"{address}: {unusable}: {tables[unusable]!r}; {reason}; leave it out")
-    if tables.get("copies") == 0:
-        raise ConfigError(f"{address}: copies: 0; must be 1, 2, 3 or 'shared': in a cluster keepers have the frames")
     calls.attach()
     if set(tables) - {"timeouts", "run", *_NOT_HERE}:
-        _create_or_check(name, address, given)
+        _create_or_check(name, address, given, node)
     elif calls.find(actor_of(name), anew=True) is None:
         raise ConfigError(
             f"{address}: the cluster has no such plane; give ranks, seq_len and one of groups_per_step, "
@@ -114,17 +111,16 @@ def where(name: str) -> Address:
     return address_in(f"{SCHEME}{name}", calls.ask(actor_of(name), "place"))
 
 
-def _create_or_check(name: str, address: str, given: Given) -> None:
+def _create_or_check(name: str, address: str, given: Given, node: str | None) -> None:
     if calls.find(actor_of(name), anew=True) is None:
         settings = _absolute(name, build(ClusterSettings, given))
-        if "copies" not in given.tables:
-            settings = replace(settings, copies=2 if len(calls.nodes()) > 1 else 1)
         if "log" in given.tables and "locking" not in given.tables:
             settings = replace(settings, locking="exclusive")  # a folder that several hosts see
         text = template(settings, title=f"The plane {address}.", all_values=True)
         pinned = "log" not in given.tables
-        node = next((node.id for node in calls.nodes() if node.is_head), None) if pinned else calls.my_node()
-        calls.start(PlaneActor, actor_of(name), name, text, new_keys(), node=node, stays=pinned)
+        head = next((found.id for found in calls.nodes() if found.is_head), None)
+        begins = head if pinned else node or calls.my_node()
+        calls.start(PlaneActor, actor_of(name), name, text, new_keys(), node=begins, stays=pinned)
     tables = tomllib.loads(_settings(name))
     theirs = build(ClusterSettings, tables, address)
     merged = replace(given, tables=_merged(tables, given.tables))
@@ -145,13 +141,9 @@ def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any
 
 
 def _absolute(name: str, settings: ClusterSettings) -> ClusterSettings:
-    """With folders that mean the same in every process."""
-    home = Path.home() / ".penstock" / name
-    log, frames = (
-        str(home / own if folder is None else Path(folder).resolve())
-        for own, folder in (("log", settings.log), ("frames", settings.frames))
-    )
-    return replace(settings, log=log, frames=frames)
+    """With a folder that means the same in every process."""
+    folder = Path.home() / ".penstock" / name / "log" if settings.log is None else Path(settings.log).resolve()
+    return replace(settings, log=str(folder))
 
 
 def _settings(name: str) -> str:

@@ -10,7 +10,6 @@ pair; so Ray's own credentials say who may join, and nobody carries keys.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -24,7 +23,6 @@ import zmq
 from penstock.config import build
 from penstock.errors import ConfigError, Conflict, Fenced, PenstockError
 from penstock.ray import calls
-from penstock.ray.placement import Placement
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
 from penstock.serve.decisions.disk import take_over
@@ -46,7 +44,7 @@ class PlaneActor:
 
     def __init__(self, name: str, settings: str, keys: dict[str, bytes]) -> None:
         """`settings` is what `plane.toml` would hold; `keys` is what `new_keys` made."""
-        self._name, self._text, self._keys = name, settings, keys
+        self._text, self._keys = settings, keys
         self._settings = build(ClusterSettings, tomllib.loads(settings), f"ray://{name}")
         log_lines()
         self._refused: PenstockError | None = None
@@ -63,13 +61,6 @@ class PlaneActor:
         if self._refused is not None:
             return {"error": [type(self._refused).__name__, str(self._refused)]}
         return self._place or {}
-
-    def place_for_keeper(self) -> dict[str, Any]:
-        """`place`, with the keepers' pair of keys: who has it may vouch for what a group holds."""
-        found = self.place()
-        return (
-            {**found, "public": self._keys["keeper"], "secret": self._keys["keeper_secret"]} if self._place else found
-        )
 
     def process(self) -> dict[str, Any]:
         """Which process this is, on which node."""
@@ -101,12 +92,7 @@ class PlaneActor:
 
     def _open(self) -> Server:
         own = self._keys
-        keys = PlaneKeys(
-            public=own["plane"],
-            secret=own["plane_secret"],
-            allowed=frozenset([own["public"]]),
-            keepers=frozenset([own["keeper"]]),
-        )
+        keys = PlaneKeys(public=own["plane"], secret=own["plane_secret"], allowed=frozenset([own["public"]]))
         log = self._open_log()
         try:
             carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
@@ -114,8 +100,6 @@ class PlaneActor:
         except BaseException:
             log.close()
             raise
-        timeouts = dataclasses.asdict(self._settings.timeouts)
-        Placement(self._name, self._settings.frames or "", timeouts).start()
         self._place = {"url": carrier.url, **{name: own[name] for name in ("plane", "public", "secret")}}
         return server
 
@@ -132,9 +116,9 @@ class PlaneActor:
 
 
 def new_keys() -> dict[str, bytes]:
-    """A pair for the plane, one for its clients and one for its keepers."""
+    """A pair for the plane and one for its clients."""
     made: dict[str, bytes] = {}
-    for public, secret in (("plane", "plane_secret"), ("public", "secret"), ("keeper", "keeper_secret")):
+    for public, secret in (("plane", "plane_secret"), ("public", "secret")):
         made[public], made[secret] = zmq.curve_keypair()
     return made
 

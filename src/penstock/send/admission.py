@@ -42,7 +42,6 @@ from penstock.send.messages import (
     SetWeight,
     Trace,
 )
-from penstock.send.roster import Roster
 
 _REMEMBERED = 4096
 _MAX_WAITING = 1 << 16
@@ -107,10 +106,7 @@ class Admission:
         ranks: int,
         promise_s: float,
         pulse: Callable[[], Pulse],
-        roster: Roster | None = None,
     ) -> None:
-        """`roster` knows the keepers of a plane that has some."""
-        self._roster = roster
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._promise_s, self._pulse = promise_s, pulse
         self.policy_version: int | None = None
@@ -143,8 +139,6 @@ class Admission:
                 epoch=self._epoch,
                 ranks=self._ranks,
                 policy_version=self.policy_version,
-                copies=0 if self._roster is None else self._roster.terms.copies,
-                keepers=() if self._roster is None else self._roster.told_to(message.node[:MAX_NAME]),
             ),
         )
 
@@ -252,10 +246,6 @@ class Admission:
         if self.num_waiting < _MAX_WAITING:  # beyond, it asks again
             queue.waiting[ticket] = max(message.size, 0)
         return table
-
-    def came(self, ticket: Ticket) -> None:
-        """What room was promised to has come, as facts that a keeper vouches for."""
-        self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         for queue in self._queues.values():

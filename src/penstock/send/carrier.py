@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
 
 Peer: TypeAlias = object
@@ -54,16 +53,10 @@ class PlaneCarrier(Protocol):
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         """Hand a message over; if the peer cannot be reached it is dropped, and the peer will ask again."""
 
-    def is_keeper(self, peer: Peer) -> bool:
-        """Whether this peer may vouch for facts: it has a keeper's key, or there are no keys."""
+    def is_writer(self, peer: Peer) -> bool:
+        """Whether this peer may vouch for metadata: it has a writer's key, or there are no keys."""
 
     def forget(self, peer: Peer) -> None:
         """Give back what is kept for a client that gets no more steps; it may still be sent messages."""
 
     def close(self) -> None: ...
-
-
-def keys_of(carrier: ClientCarrier) -> ClientKeys | None:
-    """What a client's end connects with; None for one that needs no keys."""
-    found = getattr(carrier, "keys", None)
-    return found if isinstance(found, ClientKeys) else None

@@ -162,7 +162,7 @@ class FilePlane:
         except OSError as error:
             logger.warning("client %s: %s", peer, error)  # as if it had been lost: the client asks again
 
-    def is_keeper(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever may write here may be one
+    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever may write here may be one
         return True
 
     def forget(self, peer: Peer) -> None:

@@ -5,9 +5,9 @@ A key folder, made by `penstock keys DIR`, holds
     plane.key          the plane's public key          give to every client
     plane.secret       its secret key                  stays with the plane
     client.key/.secret one client's pair               give to ranks and workers
-    keeper.key/.secret one keeper's pair               give to keepers
+    writer.key/.secret one writer's pair               give to trusted workers
     allowed/*.key      public keys the plane accepts
-    keepers/*.key      public keys it accepts as keepers, who may vouch for facts
+    writers/*.key      public keys it accepts as writers, which may vouch for metadata
 
 CURVE alone accepts any key: a ZAP handler decides, and ZAP_ENFORCE_DOMAIN makes the socket refuse everybody
 while no handler answers. The plane proves this at start: a stranger must be turned away, or it does not start.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -34,8 +34,8 @@ _REFUSALS = (
     zmq.EVENT_DISCONNECTED,
 )
 _ZAP = "inproc://zeromq.zap.01"
-KEEPER = "keeper"
-"""The user id of connections that a keeper's key opened."""
+WRITER = "writer"
+"""The user id of connections that a writer's key opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class PlaneKeys:
     secret: bytes
     allowed: frozenset[bytes]
     """Public keys of the clients that may connect."""
-    keepers: frozenset[bytes] = frozenset()
-    """Public keys of the keepers that may."""
+    writers: frozenset[bytes] = frozenset()
+    """Public keys of the writers that may connect."""
 
     @staticmethod
     def load(folder: str | Path) -> PlaneKeys:
         root = Path(folder)
-        allowed, keepers = (
-            frozenset(_read(path) for path in sorted((root / name).glob("*.key"))) for name in ("allowed", "keepers")
+        allowed, writers = (
+            frozenset(_read(path) for path in sorted((root / name).glob("*.key"))) for name in ("allowed", "writers")
         )
         if not allowed:
             raise ConfigError(f"{root / 'allowed'}: no client keys; without one nobody could connect")
@@ -59,7 +59,7 @@ class PlaneKeys:
             public=_read(root / "plane.key"),
             secret=_read_secret(root / "plane.secret"),
             allowed=allowed,
-            keepers=keepers,
+            writers=writers,
         )
 
 
@@ -79,14 +79,6 @@ class ClientKeys:
             plane=_read(root / "plane.key"),
         )
 
-    def to(self, public: bytes) -> ClientKeys:
-        """The same client, towards whoever has this public key."""
-        return replace(self, plane=public)
-
-    def listening(self) -> PlaneKeys:
-        """To be listened with: nobody is let in yet."""
-        return PlaneKeys(public=self.public, secret=self.secret, allowed=frozenset())
-
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
@@ -97,23 +89,23 @@ def make_keys(
     folder: str | Path,
     clients: tuple[str, ...] = ("client",),
     *,
-    keepers: tuple[str, ...] = (),
+    writers: tuple[str, ...] = (),
     plane: bool = True,
 ) -> list[Path]:
-    """Make a key folder, or add clients and keepers to one; existing keys are never overwritten. Returns the files
+    """Make a key folder, or add clients and writers to one; existing keys are never overwritten. Returns the files
     made."""
     root = Path(folder)
     (root / "allowed").mkdir(parents=True, exist_ok=True)
-    (root / "keepers").mkdir(exist_ok=True)
+    (root / "writers").mkdir(exist_ok=True)
     root.chmod(0o700)
     made: list[Path] = []
-    for name in (*(["plane"] if plane else []), *clients, *keepers):
+    for name in (*(["plane"] if plane else []), *clients, *writers):
         if (root / f"{name}.secret").exists():
             raise ConfigError(f"{root / name}.secret: exists; remove it first if it is to be replaced")
         public, secret = zmq.curve_keypair()
         made += [_write(root / f"{name}.secret", secret, 0o600), _write(root / f"{name}.key", public, 0o644)]
         if name != "plane":
-            made.append(_write(root / ("keepers" if name in keepers else "allowed") / f"{name}.key", public, 0o644))
+            made.append(_write(root / ("writers" if name in writers else "allowed") / f"{name}.key", public, 0o644))
     return made
 
 
@@ -148,10 +140,10 @@ class Guard:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         allowed: frozenset[bytes],
-        keepers: frozenset[bytes] = frozenset(),
+        writers: frozenset[bytes] = frozenset(),
     ) -> None:
-        self._allowed = {z85.decode(key) for key in allowed | keepers}
-        self._keepers = {z85.decode(key) for key in keepers}
+        self._allowed = {z85.decode(key) for key in allowed | writers}
+        self._writers = {z85.decode(key) for key in writers}
         self._socket = context.socket(zmq.REP)
         self._socket.bind(_ZAP)
         self._stop = context.socket(zmq.PAIR)
@@ -178,14 +170,12 @@ class Guard:
         known = len(credentials) == 1 and credentials[0] in self._allowed
         good = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE" and known
         code, text = (b"200", b"OK") if good else (b"400", b"unknown key")
-        user = KEEPER.encode() if good and credentials[0] in self._keepers else b""
+        user = WRITER.encode() if good and credentials[0] in self._writers else b""
         self._socket.send_multipart([b"1.0", number, code, text, user, b""])
 
-    def admit(self, public: bytes, *, keeper: bool = False) -> None:
+    def admit(self, public: bytes) -> None:
         """Let a key in from now on."""
         self._allowed.add(z85.decode(public))
-        if keeper:
-            self._keepers.add(z85.decode(public))
 
     def dismiss(self, public: bytes) -> None:
         """Let it in no more; who is in stays."""
@@ -200,7 +190,7 @@ class Guard:
 
 def guard(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: PlaneKeys) -> Guard:
     """Secure a socket that is about to be bound."""
-    handler = Guard(context, keys.allowed, keys.keepers)
+    handler = Guard(context, keys.allowed, keys.writers)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.zap_domain = _DOMAIN

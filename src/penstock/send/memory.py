@@ -61,7 +61,7 @@ class MemoryPlane:
         if client is not None:
             client.put(header, frames)
 
-    def is_keeper(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever is in this process may be one
+    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever is in this process may be one
         return True
 
     def forget(self, peer: Peer) -> None:

@@ -13,7 +13,6 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from penstock.arrays.versions import MAX_VERSION
-from penstock.send.keeper_messages import FromKeeper, KeeperAt, OfKeeper, PlaneToKeeper, ToKeeper
 from penstock.send.message_record import SCHEMA as SCHEMA
 from penstock.send.message_record import Message as _Message
 
@@ -118,7 +117,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class Deliver(_Message, frozen=True, tag="deliver"):
-    """A step for one rank; its payload is the rank's samples, or where to take them from (`penstock.send.picks`)."""
+    """A step for one rank; its payload is the rank's samples."""
 
     run: str
     epoch: int
@@ -131,8 +130,6 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA
-    keepers: tuple[KeeperAt, ...] | None = None
-    """Who has the samples; None where they are the payload."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):
@@ -215,8 +212,6 @@ class Attach(_Message, frozen=True, tag="attach"):
     ticket: int
     run: str = ""
     """The name of the run it wants; empty for whichever is here."""
-    node: str = ""
-    """Where it runs."""
 
 
 class Attached(_Message, frozen=True, tag="attached"):
@@ -226,10 +221,6 @@ class Attached(_Message, frozen=True, tag="attached"):
     epoch: int
     ranks: int
     policy_version: int | None = None
-    copies: int = 0
-    """Keepers that a frame must be synced by; 0: the plane keeps frames itself."""
-    keepers: tuple[KeeperAt, ...] = ()
-    """Whom to put groups to, the own node's first; a few."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -274,7 +265,7 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     waits: bool = True
     """Whether to be told when there is room; else the answer is for now."""
     evaluation: bool = False
-    """Of a group that waits in no table: only a keeper is asked for that."""
+    """Of a group that waits in no table."""
 
 
 class GiveUp(_Message, frozen=True, tag="give-up"):
@@ -354,7 +345,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
 FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
-FromClient: TypeAlias = FromRank | FromProducer | Attach | FromKeeper | ToKeeper
+FromClient: TypeAlias = FromRank | FromProducer | Attach
 FromPlane: TypeAlias = (
     Welcome
     | Deliver
@@ -373,6 +364,4 @@ FromPlane: TypeAlias = (
     | Room
     | Rejected
     | Status
-    | PlaneToKeeper
-    | OfKeeper
 )

@@ -110,13 +110,10 @@ class ProducerSession:
         *,
         run: str = "",
         where: str = "the plane",
-        node: str = "",
-        asks_first: bool = False,
         timeouts: Timeouts | None = None,
     ) -> None:
-        """`asks_first`: no group is sent before there is room for it, as keepers want it."""
         self.timeouts = timeouts or Timeouts()
-        self.run, self.where, self._node, self._asks_first = run, where, node, asks_first
+        self.run, self.where = run, where
         self.run_id = NO_RUN
         """Of the run this client belongs to; everything it says carries it."""
         self.policy_version: int | None = None
@@ -153,9 +150,8 @@ class ProducerSession:
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
-        if self._asks_first or (self._full and not evaluation and run() in self._full):
-            words = f"{self.where} has not answered yet" if self._asks_first else "no room"
-            question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: {words}")
+        if self._full and not evaluation and run() in self._full:
+            question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: no room")
             question.is_unheard = True
             return ticket, self._say(Out(question.ask_room()), now)
         return ticket, self._say(Out(message, question.frames), now)
@@ -188,7 +184,7 @@ class ProducerSession:
             return [out]
         if self._attach is not None:
             return []
-        self._attach = Pending(Attach(ticket=0, run=self.run, node=self._node), now, self.timeouts.resend_s)
+        self._attach = Pending(Attach(ticket=0, run=self.run), now, self.timeouts.resend_s)
         return [Out(self._attach.message)]
 
     # -------------------------------------------------------------- messages

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import zmq
@@ -21,7 +21,7 @@ import zmq
 from penstock.errors import ConfigError
 from penstock.send import forked_sockets
 from penstock.send.carrier import Envelope, Peer
-from penstock.send.keys import KEEPER, ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.send.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake
 
@@ -36,8 +36,8 @@ _PAYLOAD_MS = 1 << 30
 """How long a payload may be under way before ZeroMQ gives up its connection: the protocol's deadlines come first."""
 SMALL, LARGE = b"c", b"d"
 """How the names of a client's two connections begin; the rest is the same."""
-_KEEPER = b"k"
-"""How the peer of a keeper begins: by its key, whatever name its connection has."""
+_WRITER = b"w"
+"""How the peer of a writer begins: by its key, whatever name its connection has."""
 
 
 def check_url(url: str, *, secured: bool) -> None:
@@ -113,21 +113,13 @@ class SocketPlane:
             except zmq.Again:
                 break
             if 2 <= len(parts) <= MAX_FRAMES:
-                kind = _KEEPER if self._guard and _user_of(parts[1]) == KEEPER else SMALL
+                kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
                 got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
 
-    def is_keeper(self, peer: Peer) -> bool:
+    def is_writer(self, peer: Peer) -> bool:
         assert isinstance(peer, bytes)
-        return self._guard is None or peer.startswith(_KEEPER)
-
-    def admit(self, clients: Iterable[bytes], keepers: Iterable[bytes]) -> None:
-        """Let these public keys in from now on; without keys everybody is in."""
-        if self._guard is not None:
-            for key in clients:
-                self._guard.admit(key)
-            for key in keepers:
-                self._guard.admit(key, keeper=True)
+        return self._guard is None or peer.startswith(_WRITER)
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
         assert isinstance(peer, bytes)

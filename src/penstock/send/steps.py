@@ -18,12 +18,11 @@ it. What one message costs does not depend on the number of ranks: each is compa
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.send.effects import Effect, Reported, Send, StepCommitted, StepReceived
-from penstock.send.keeper_messages import KeeperAt
 from penstock.send.members import Members, Place
 from penstock.send.messages import (
     BEHIND,
@@ -51,12 +50,8 @@ class Staged:
     step: int
     plans: list[bytes]
     payloads: list[Frames]
-    """Each rank's samples; or, where keepers have them, which ones it takes from whom."""
+    """Each rank's samples."""
     digests: list[str]
-    keepers: list[tuple[str, ...]] | None = None
-    """Per rank those who have its samples; None where they are the payload."""
-    find: Callable[[tuple[str, ...]], tuple[KeeperAt, ...]] = lambda _names: ()
-    """Where keepers can be reached, as it is known when the step is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +192,6 @@ class Steps:
             world=self._session.ranks,
             digest=staged.digests[rank],
             plan=staged.plans[rank],
-            keepers=None if staged.keepers is None else staged.find(staged.keepers[rank]),
         )
         return [Send(member.peer, message, staged.payloads[rank])]
 

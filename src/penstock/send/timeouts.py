@@ -32,10 +32,6 @@ class Timeouts:
     plane_s: Annotated[
         float, Meta(gt=0, description="seconds that ranks and producers wait for a lost plane to come back")
     ] = 30.0
-    keeper_s: Annotated[
-        float,
-        Meta(gt=0, description="seconds that a keeper may be gone before what only it has counts as lost"),
-    ] = 60.0
     resend_s: Annotated[
         float,
         Meta(

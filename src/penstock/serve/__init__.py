@@ -3,15 +3,11 @@
 from penstock.serve.clients.api import connect, open, open_settings  # noqa: A004
 from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.source import Source, SourceStep
-from penstock.serve.keepers import KeeperProcess, KeeperServer, KeeperSettings
 from penstock.serve.process.plane_process import PlaneProcess
 from penstock.serve.process.server import Server
 from penstock.serve.settings import PlaneSettings, Replay, Target
 
 __all__ = [
-    "KeeperProcess",
-    "KeeperServer",
-    "KeeperSettings",
     "Plane",
     "PlaneProcess",
     "PlaneSettings",

@@ -106,17 +106,6 @@ class PlaneSettings:
             description="key folder made by `penstock keys`; needed where other hosts can connect", extra={"path": True}
         ),
     ] = None
-    node: Annotated[
-        str,
-        Meta(description="the node this process runs on, as its keeper names it; empty: the host's name"),
-    ] = ""
-    copies: Annotated[
-        Literal[0, 1, 2, 3, "shared"],
-        Meta(
-            description="nodes that a group's frame must be synced on, by keepers (`penstock keep`), before it is "
-            'accepted; "shared": one, on a filesystem that all keepers share; 0: the plane keeps frames itself'
-        ),
-    ] = 0
     replicas: Annotated[
         int,
         Meta(ge=1, description="processes per data rank (tensor or context parallel); each gets the rank's data"),
@@ -305,21 +294,14 @@ CLUSTER_TIMEOUTS = Timeouts(plane_s=120.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings(PlaneSettings):
-    """Everything a plane of a Ray cluster is told: the plane's settings, and where its actors keep things."""
+    """Everything a plane of a Ray cluster is told: the plane's settings, and where it keeps the run."""
 
     log: Annotated[
         str | None,
         Meta(
-            description="of ray://: folder of the plane's log that every node sees, so that the plane may be started "
-            "again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there",
-            extra={"path": True},
-        ),
-    ] = None
-    frames: Annotated[
-        str | None,
-        Meta(
-            description="of ray://: folder on each node for the frames that its keeper keeps; none: "
-            "~/.penstock/NAME/frames",
+            description="of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, "
+            "so that the plane can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and "
+            "the plane stays there",
             extra={"path": True},
         ),
     ] = None

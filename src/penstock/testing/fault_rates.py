@@ -27,10 +27,6 @@ class Faults:
     producer_crash: float = 0.0
     give_up: float = 0.0
     """Share of puts that do not wait long for room."""
-    keeper_crash: float = 0.0
-    """Crashes of each keeper per second; its disk stays."""
-    node_loss: float = 0.0
-    """Losses of each node per second: its keeper, its producers, and its disk for good."""
 
     @staticmethod
     def drawn(rng: Random) -> Faults:

@@ -17,7 +17,6 @@ from random import Random
 from typing import Protocol
 
 from penstock.testing.fuzz_frames import Frames, RankPlans
-from penstock.testing.fuzz_keepers import Keepers
 from penstock.testing.fuzz_messages import Messages
 from penstock.testing.fuzz_mutation import Change, change_bytes
 from penstock.testing.fuzz_views import Queries, Records
@@ -48,7 +47,6 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "decode": Frames,
     "rank_plans": RankPlans,
     "messages": Messages,
-    "keepers": Keepers,
     "records": Records,
     "queries": Queries,
 }

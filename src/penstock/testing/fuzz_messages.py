@@ -101,7 +101,7 @@ class Wire:
         if isinstance(message, Deliver):
             self.digests[peer] = message.digest
 
-    def is_keeper(self, peer: Peer) -> bool:  # noqa: ARG002 - the fuzzer may say anything
+    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - the fuzzer may say anything
         return True
 
     def forget(self, peer: Peer) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.send.timeouts import Timeouts
@@ -79,3 +80,11 @@ def stretched(timeouts: Timeouts, factor: float) -> Timeouts:
         delivery_s=timeouts.delivery_s * factor,
         plane_s=timeouts.plane_s * factor,
     )
+
+
+def eventually(is_so: Callable[[], bool], patience_s: float = 120.0) -> None:
+    """Wait until something is so; raises AssertionError if it never is."""
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to be so"
+        time.sleep(0.05)

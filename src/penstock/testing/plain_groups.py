@@ -9,14 +9,13 @@ import xxhash
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
-from penstock.keep import GroupFacts, Keeper, Pick
+from penstock.keep import GroupFacts, Keeper
 from penstock.send.messages import Buffer, Frames
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.remote_frames import RemoteFrames
-from penstock.serve.decisions.step_builder import Place, PlannedStep, staged_picks, step_picks
+from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
 
@@ -101,27 +100,6 @@ class PlainBuilder:
             payloads=[frames[rank :: self._ranks] for rank in range(self._ranks)],
             digests=list(planned.digests),
         )
-
-
-class PlainPicks(PlainBuilder):
-    """The same, of groups that keepers have."""
-
-    def __init__(self, ranks: int, keeper: RemoteFrames) -> None:
-        super().__init__(ranks, keeper)
-        self._roster = keeper.roster
-
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
-        dealt = [groups[rank :: self._ranks] for rank in range(self._ranks)]
-        picks = [step_picks([Pick(place.location, place.group, (0,)) for place in places]) for places in dealt]
-        return staged_picks(step, planned, picks, self._roster)
-
-
-def plain_keeper_pipeline(engine: Engine, workers: Workers) -> Pipeline:
-    """How groups that are only names go in by their facts, and steps of them come out."""
-    keeper = engine.keeper
-    assert isinstance(keeper, RemoteFrames)
-    builder = PlainPicks(engine.settings.packing.ranks, keeper)
-    return Pipeline(engine, PlainIntake(engine.settings, keeper), builder, workers, keeper.roster)
 
 
 def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:

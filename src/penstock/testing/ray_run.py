@@ -6,16 +6,14 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import penstock as ps
 from penstock.encode import encode
-from penstock.errors import PlaneLost
 from penstock.pack import Packing
 from penstock.ray import LocalCluster, calls
-from penstock.ray.calls import actor_of, keeper_of
+from penstock.ray.calls import actor_of
 from penstock.ray.local_cluster import kill
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
@@ -24,10 +22,10 @@ from penstock.serve.decisions.read_log import LOG
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
-from penstock.testing.kept_planes import eventually
+from penstock.testing.pace import eventually
 
 RANKS, GROUPS_PER_STEP = 2, 2
-TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5, keeper_s=45.0)
+TIMEOUTS = Timeouts(heartbeat_s=0.5, peer_s=4.0, delivery_s=30.0, plane_s=120.0, resend_s=0.5)
 STEP_S = 150.0
 """Longer than any plane may be away."""
 
@@ -50,7 +48,7 @@ class AddressActor:
 
 
 class RayRun:
-    """A plane of its own with keepers; this process puts groups and is every rank."""
+    """A plane of its own; this process puts groups and is every rank."""
 
     def __init__(
         self, cluster: LocalCluster, name: str, folder: Path, *, on: str | None = None, **settings: Any
@@ -58,11 +56,10 @@ class RayRun:
         """`on` is the node on which the plane begins: this process's own unless named."""
         self.cluster, self.name, self.folder = cluster, name, folder
         self.address = f"ray://{name}"
-        given: dict[str, Any] = {"log": folder / name / "log", "frames": folder / name / "frames", "timeouts": TIMEOUTS}
+        given: dict[str, Any] = {"log": folder / name / "log", "timeouts": TIMEOUTS}
         given |= {"ranks": RANKS, "seq_len": 4096, "groups_per_step": GROUPS_PER_STEP}
         on_node(on or cluster.head, _open, self.address, given | settings)
         self.plane = ps.open(self.address, timeouts=TIMEOUTS)
-        eventually(lambda: self.num_up > len(cluster.others))
         self.sources: list[ps.Source] = []
         self.put_names: list[str] = []
         self.taken: list[list[str]] = []
@@ -113,20 +110,6 @@ class RayRun:
             kill(process, signal.SIGCONT)
             assert time.monotonic() < deadline, "the plane writes without a pause"
             time.sleep(0.01)
-
-    @property
-    def num_up(self) -> int:
-        """Keepers that the plane counts on."""
-        return sum(keeper["up"] for keeper in self.plane.status()["keepers"])
-
-    @property
-    def keepers(self) -> list[dict[str, Any]]:
-        """The process, node and name of every keeper that answers."""
-        found = []
-        for node in calls.nodes():
-            with suppress(PlaneLost):
-                found.append(calls.ask(keeper_of(self.name, node.id), "process"))
-        return found
 
     def close(self) -> None:
         for source in self.sources:

@@ -39,7 +39,7 @@ from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSett
 logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
 _RAY = "ray://"
-_CALLERS = ("keys", "timeouts", "run", "node")
+_CALLERS = ("keys", "timeouts", "run")
 """Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
 
@@ -72,9 +72,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return _line_to(address, given)
     if "://" in address:
         raise _unknown(address, [*_REMOTE, _RAY])
-    clustered = [name for name in ("log", "frames") if name in given]
-    if clustered:
-        raise ConfigError(f"{address}: {clustered[0]}: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
+    if "log" in given:
+        raise ConfigError(f"{address}: log: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
     tables = nested(PlaneSettings, given, address)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
     if missing:
@@ -107,8 +106,6 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
         url=url,
         timeouts=settings.timeouts,
         handle=handle,
-        keys=ClientKeys.load(settings.keys) if settings.keys is not None and settings.copies else None,
-        node=settings.node,
         server=server,
         thread=thread,
     )
@@ -134,7 +131,6 @@ def _line_to(address: str, given: dict[str, Any]) -> Plane:
         run=run,
         timeouts=timeouts,
         handle=handle,
-        node=given.get("node", ""),
     )
 
 
@@ -156,15 +152,14 @@ def connect(
     prefetch: int = 1,
     run: str = "",
     keys: str | Path | None = None,
-    node: str = "",
     timeouts: Timeouts | None = None,
 ) -> Source:
     """One rank's source of steps, from a plane elsewhere.
 
     `resume_step` is one above the last step of the checkpoint that is loaded; by default the first step that is not
-    committed. `node` names the node whose keeper is asked first, where the plane has keepers: by default the host.
+    committed.
     """
-    is_ray, carrier = url.startswith(_RAY), client_carrier(url, keys)  # a node has its name once Ray is attached
+    is_ray, carrier = url.startswith(_RAY), client_carrier(url, keys)
     settings = SourceSettings(
         rank=rank,
         world=world,
@@ -173,7 +168,6 @@ def connect(
         resume_step=resume_step,
         prefetch=prefetch,
         run=run,
-        node=_ray().my_node_name() if is_ray else node,
         timeouts=timeouts or (CLUSTER_TIMEOUTS if is_ray else Timeouts()),
     )
     return Source(carrier, settings, handle=Handle.of(url, run, keys, timeouts))

@@ -23,8 +23,7 @@ from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
-from penstock.send.carrier import ClientCarrier, keys_of
-from penstock.send.keys import ClientKeys
+from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import (
     Accepted,
     Ask,
@@ -43,13 +42,11 @@ from penstock.serve.clients.async_puts import AsyncPuts
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
 from penstock.serve.clients.handles import Handle, nowhere
-from penstock.serve.clients.keeper_puts import KeeperPuts
 from penstock.serve.clients.producer_line import ProducerLine, Question
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.keepers.keeper_settings import this_node
 from penstock.serve.process.server import Server
 
 T = TypeVar("T")
@@ -67,13 +64,9 @@ class Plane:
         run: str = "",
         timeouts: Timeouts | None = None,
         handle: Handle | None = None,
-        keys: ClientKeys | None = None,
-        node: str = "",
         server: Server | None = None,
         thread: threading.Thread | None = None,
     ) -> None:
-        """`node` is where this process runs, and whose keeper is its own; `keys` are for lines to keepers, where the
-        line to the plane has none."""
         self.url = url
         """Where it is: the address that other processes use, or the folder (or "memory:") of one that listens
         nowhere."""
@@ -83,13 +76,7 @@ class Plane:
         self.counts = PutCounts()
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
-        self._keys, self._node = keys, node or this_node()
-        session = ProducerSession(run=run, where=url, node=self._node, timeouts=self.timeouts)
-        self._carrier = connect()
-        self._line = ProducerLine(self._carrier, session)
-        self._keepers: KeeperPuts | None = None
-        """Through whom groups are put, where the plane has keepers."""
-        self._knows_keepers = False
+        self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """For frameworks that ship objects between processes: it arrives as a line to this plane."""
@@ -198,38 +185,18 @@ class Plane:
         return await self._async.compute(act)
 
     def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
-        keepers = self._through()
-        if keepers is not None:
-            return self._taken(group, keepers.put(group, timeout))
         question = group.question(self._line.session, timeout)
         return self._taken(group, self._ask(question, math.inf if timeout is None else timeout))
 
     async def _aput(self, group: EncodedGroup, timeout: float | None) -> bool:
         self._raise_ended()
-        keepers = self._keepers if self._knows_keepers else await self._async.compute(self._through)
-        if keepers is not None:
-            return self._taken(group, await keepers.aput(group, timeout))
         question = group.question(self._line.session, timeout)
         return self._taken(group, await self._line.aask(question, math.inf if timeout is None else timeout))
 
-    def _through(self) -> KeeperPuts | None:
-        """Through whom groups are put; None: to the plane itself. It is asked once."""
-        if not self._knows_keepers:
-            if self._attached().copies:
-                self._keepers = KeeperPuts(
-                    self._attached, self._line_keys, run=self._line.session.run, timeouts=self.timeouts
-                )
-            self._knows_keepers = True
-        return self._keepers
-
     def _attached(self) -> Attached:
-        answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run, node=self._node))
+        answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
         assert isinstance(answer, Attached)
         return answer
-
-    def _line_keys(self) -> ClientKeys | None:
-        """What a line to a keeper is opened with; a plane that moved may have handed out other keys."""
-        return self._keys or keys_of(self._carrier)
 
     def _taken(self, group: EncodedGroup, answer: Answer) -> bool:
         """Whether the group is new there; raises what the plane refused it with."""
@@ -308,10 +275,9 @@ class Plane:
             resume_step=resume_step,
             prefetch=prefetch,
             run=self._line.session.run,
-            node=self._node,
             timeouts=self.timeouts,
         )
-        return Source(self._connect(), settings, handle=self._handle, keys=self._keys)
+        return Source(self._connect(), settings, handle=self._handle)
 
     # -------------------------------------------------------------- onlookers
 
@@ -343,8 +309,6 @@ class Plane:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
         if not self._line.is_mine:
             return  # in a forked process there is nothing to close
-        if self._keepers is not None:
-            self._keepers.close()
         self._line.close()
         self._async.close()
         if self._server is not None and self._thread is not None:

@@ -63,11 +63,6 @@ class PlaneKeywords(TypedDict, total=False):
     `keys`."""
     keys: str | Path | None
     """Key folder made by `penstock keys`; needed where other hosts can connect."""
-    node: str
-    """The node this process runs on, as its keeper names it; empty: the host's name."""
-    copies: Literal[0, 1, 2, 3, "shared"]
-    """Nodes that a group's frame must be synced on, by keepers (`penstock keep`), before it is accepted; "shared":
-    one, on a filesystem that all keepers share; 0: the plane keeps frames itself."""
     replicas: int
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
     requires: Sequence[str]
@@ -120,7 +115,5 @@ class PlaneKeywords(TypedDict, total=False):
     timeouts: Timeouts
     """How long anybody may be silent."""
     log: str | Path | None
-    """Of ray://: folder of the plane's log that every node sees, so that the plane may be started again on any of
-    them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""
-    frames: str | Path | None
-    """Of ray://: folder on each node for the frames that its keeper keeps; none: ~/.penstock/NAME/frames."""
+    """Of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, so that the plane
+    can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""

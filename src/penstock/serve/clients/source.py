@@ -14,11 +14,10 @@ from typing import Self
 from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.arrays.versions import MAX_VERSION
-from penstock.encode import decode
+from penstock.encode import Limits, decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import RankPlan, fill
-from penstock.send.carrier import ClientCarrier, keys_of
-from penstock.send.keys import ClientKeys
+from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import Frames, FromPlane
 from penstock.send.rank_session import Arrived, Event, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
@@ -26,8 +25,6 @@ from penstock.serve.clients.client_loop import ClientLoop
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.clients.source_step import SourceStep as SourceStep
-from penstock.serve.clients.taker import ANY_SIZE, NotHad, Taker
-from penstock.serve.keepers.keeper_settings import this_node
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
@@ -36,6 +33,8 @@ _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
 _LEAVE_S = 2.0
 """How long a rank that failed at once waits for the plane to hear of it."""
+ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
+"""A step is as large as the plane was told to make it; its size was checked group by group."""
 
 
 class Source:
@@ -45,16 +44,8 @@ class Source:
     rank.
     """
 
-    def __init__(
-        self,
-        carrier: ClientCarrier,
-        settings: SourceSettings,
-        *,
-        handle: Handle | None = None,
-        keys: ClientKeys | None = None,
-    ) -> None:
-        """`handle` is how another process reaches the plane; `keys` are for lines to keepers, where the line to the
-        plane has none."""
+    def __init__(self, carrier: ClientCarrier, settings: SourceSettings, *, handle: Handle | None = None) -> None:
+        """`handle` is how another process reaches the plane."""
         self.settings, self._handle_of_plane = settings, handle
         self.rank, self.timeouts = settings.rank, settings.timeouts
         self._next = settings.resume_step or 0
@@ -67,10 +58,6 @@ class Source:
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None
-        node = settings.node or this_node()
-        self._taker = Taker(lambda: keys or keys_of(carrier), node=node, timeouts=self.timeouts)
-        self._untaken: dict[int, float] = {}
-        """Steps that could not be taken from keepers -> since when."""
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps that wait to be checked and filled."""
         threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True).start()
@@ -223,7 +210,6 @@ class Source:
             if self._error is None:
                 self._error = Closed("this source was closed")
             self._changed.notify_all()
-        self._taker.stop()
         self._received.put(None)
         self._loop.stop()
 
@@ -265,24 +251,17 @@ class Source:
         while (arrived := self._received.get()) is not None:
             self._receive(arrived)
             del arrived  # its payload must not live until the next one comes
-        self._taker.close()
 
     def _receive(self, arrived: Arrived) -> None:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
-            samples = self._samples(arrived)
-        except NotHad as error:
-            self._not_had(message.step, str(error))
-            return
-        except Closed:
-            return
+            samples: Samples | None = _samples(arrived.frames)
         except CorruptFrame:
             samples = None
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
-        self._untaken.pop(message.step, None)
         if samples is None or step_digest(message.plan, sample_digests(samples)) != message.digest:
             logger.warning("step %d: not what was sent; asking again", message.step)
             with self._lock:
@@ -297,24 +276,6 @@ class Source:
         with self._lock:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
-
-    def _samples(self, arrived: Arrived) -> Samples:
-        """Of a step: its payload, or what keepers have of it."""
-        if arrived.deliver.keepers is None:
-            return _samples(arrived.frames)
-        return self._taker.take(arrived.frames, arrived.deliver.keepers, self._session.run_id)
-
-    def _not_had(self, step: int, words: str) -> None:
-        """Nobody gave some samples: ask the plane again, who may know more by then, but not for ever."""
-        now = time.monotonic()
-        since = self._untaken.setdefault(step, now)
-        if now - since > self.timeouts.delivery_s + self.timeouts.keeper_s:
-            self._fail(step, words)
-            return
-        logger.warning("step %d: %s; asking again", step, words)
-        self._taker.pause(min(self.timeouts.resend_s, 0.25))
-        with self._lock:
-            self._handle(self._session.altered(step, time.monotonic()))
 
     def _fail(self, step: int, reason: str) -> None:
         with self._lock:

@@ -30,8 +30,6 @@ class SourceSettings:
     """Steps that are asked for ahead of time."""
     run: str = ""
     """The run that the plane must have; empty: any."""
-    node: str = ""
-    """Where this process runs, and whose keeper is asked first; empty: the host's name."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:

@@ -72,7 +72,7 @@ class DropGroup(_Record, frozen=True, tag="drop"):
 
 
 class Lose(_Record, frozen=True, tag="lose"):
-    """Groups whose frames no keeper has any more."""
+    """Groups whose frames cannot be read any more."""
 
     groups: dict[int, str]
     """Group, by op -> why."""

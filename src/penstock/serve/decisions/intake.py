@@ -35,16 +35,6 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
-class Vouched:
-    """A group whose frame a keeper has checked and kept: only its facts are to be looked at."""
-
-    group: str
-    facts: GroupFacts
-    location: str
-    eval_facts: EvalFacts | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Arrived:
     """A group that is checked and kept: only the decision to accept it is missing."""
 
@@ -73,20 +63,6 @@ class Intake:
     def run_of(self, frame: Buffer) -> str:
         """The run that a group says it belongs to, found without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
-
-    def look_at(self, vouched: Vouched) -> Arrived | Refused:
-        """What becomes of a group that a keeper has checked."""
-        try:
-            if vouched.eval_facts is None:
-                self._check_facts(vouched.facts)
-            else:
-                self._check_own(vouched.facts)
-        except PenstockError as error:
-            return Refused(vouched.group, error)
-        except Exception as error:  # noqa: BLE001 - facts must not end the plane, whatever they provoke
-            words = f"group {vouched.group!r}: {type(error).__name__}: {error}; its facts cannot be used"
-            return Refused(vouched.group, InvalidInput(words))
-        return Arrived(vouched.group, vouched.facts, vouched.location, vouched.eval_facts)
 
     def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
         """What became of each group, in order."""

@@ -1,4 +1,4 @@
-"""Groups whose frames no keeper has any more: which they are, and what becomes of them and of the steps that need them.
+"""Groups whose frames cannot be read any more: what becomes of them and of the steps that need them.
 
 waits for training          dropped, and counted: dropped["lost"]
 planned, not delivered      the step is planned anew without it, and those behind it
@@ -12,24 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.errors import DiskFull
-from penstock.send.roster import Roster
 from penstock.serve.decisions.decision_records import Lose
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import State
-
-
-def lost_groups(engine: Engine, roster: Roster) -> dict[int, str]:
-    """Groups that can never be had again, by op, each with the reason."""
-    state = engine.state
-    found = {row.op: why for row in state.rows.values() if row.location and (why := roster.lost(row.location))}
-    needed = {
-        op
-        for step, manifest in state.steps.items()
-        if step < engine.next_step or state.states[step] is State.SCHEDULED
-        for op in manifest.groups
-    }
-    # What all ranks of a session have, and nobody else will want, may be lost without any change.
-    return {op: why for op, why in found.items() if op in needed or engine.run_tables.is_waiting(state.rows[op])}
 
 
 def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
@@ -44,7 +29,7 @@ def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
         engine.journal.decide(record)
     else:
         op = next(op for op in state.steps[first].groups if op in lost)
-        words = f"group {state.rows[op].id!r}: lost with {lost[op]}"
+        words = f"group {state.rows[op].id!r}: {lost[op]}"
         with engine.log.transaction():  # both, or neither
             engine.log.remove_steps(first)
             engine.log.add_record(state.op + 1, record)

@@ -26,20 +26,19 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
     if began and began != replay and settings.replay.remover is None:
         _check_capacity(settings.replay.capacity, log)
     copies = log.text("copies") or "0"
-    if (copies == "0") != (not settings.copies) and log.locations():
+    if copies != "0" and log.locations():
         raise ConfigError(
-            f"copies: {settings.copies}, and the run began with {copies}: its frames are with "
-            f"{'the plane' if copies == '0' else 'keepers'}; open it as it began, or begin a new folder"
+            f"{log.folder}: this run began with copies={copies}, so its frames are with keepers, which this version "
+            "does not have; finish it with the version that began it, or begin a new folder"
         )
     if planned != ranks and log.steps_from(log.meta("next_step", 1)):
         raise ConfigError(
             f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
         )
-    if (began, planned, copies) != (replay, ranks, str(settings.copies)) or not log.text("ranks"):
+    if (began, planned) != (replay, ranks) or not log.text("ranks"):
         with log.transaction():
             log.set_meta("replay", replay)
-            log.set_meta("copies", str(settings.copies))
             log.set_meta("ranks", ranks)
 
 

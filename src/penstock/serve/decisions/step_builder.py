@@ -20,10 +20,7 @@ from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
 from penstock.keep.keeper import Keeper, Pick
 from penstock.pack import Packing, plan
-from penstock.send.copies import copies_of
 from penstock.send.messages import Buffer, Frames
-from penstock.send.picks import PickedGroup, StepPicks
-from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 
 PIECE_BYTES = 1 << 30
@@ -108,42 +105,6 @@ class StepBuilder:
             payloads=[pieces_of(payload) for payload in payloads],
             digests=list(planned.digests),
         )
-
-
-@dataclass(slots=True)
-class PickBuilder(StepBuilder):
-    """For a plane whose frames are with keepers: a rank is sent which samples to take from whom."""
-
-    roster: Roster = field(kw_only=True)
-
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
-        requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
-        picks = [step_picks(request) for request in requests]
-        return staged_picks(step, planned, picks, self.roster)
-
-
-def staged_picks(step: int, planned: PlannedStep, picks: Sequence[StepPicks], roster: Roster) -> Staged:
-    """A step of which ranks are sent what to take, and from whom."""
-    return Staged(
-        step=step,
-        plans=list(planned.rank_plans),
-        payloads=[[found.to_bytes()] for found in picks],
-        digests=list(planned.digests),
-        keepers=[found.keepers for found in picks],
-        find=roster.addresses,
-    )
-
-
-def step_picks(request: Sequence[Pick]) -> StepPicks:
-    """What one rank takes, with each keeper named once."""
-    copies = [copies_of(pick.location) for pick in request]
-    names = sorted({name for found in copies for name, _ in found})
-    place = {name: k for k, name in enumerate(names)}
-    groups = [
-        PickedGroup(pick.group, tuple((place[name], number) for name, number in found), pick.rows)
-        for pick, found in zip(request, copies, strict=True)
-    ]
-    return StepPicks(keepers=tuple(names), groups=tuple(groups))
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:

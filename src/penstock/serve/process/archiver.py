@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -25,14 +25,10 @@ from penstock.config import template
 from penstock.errors import ConfigError, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper
 from penstock.keep.folder import read_frame
-from penstock.send.carrier import PlaneCarrier
-from penstock.send.keys import PlaneKeys
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.decisions.to_archive import Cursor, Gathered, Read, ToArchive
-from penstock.serve.process.kept_frames import KeptFrames
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.archive")
@@ -72,9 +68,7 @@ class Archiver:
         *,
         collect_s: float | None = None,
         place: Callable[[], Blobs] | None = None,
-        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`close` is called by the thread when it ends: what `read` reads with is its own."""
         if log.folder is None:
             raise ConfigError(f"archive {where!r}: a plane in memory has none; open it on a folder")
         check_place(where)
@@ -83,7 +77,6 @@ class Archiver:
         self._todo = ToArchive(log.folder, read, once=settings.replay.max_times_sampled == 1)
         self._run, self._run_id, self._epoch = settings.run, log.run_id, log.epoch
         self._settings = _as_toml(settings)
-        self._close = close
         self._collect_s = COLLECT_S if collect_s is None else collect_s
         self._blobs: Blobs | None = None
         self._last: tuple[int, bytes] = (0, b"")
@@ -91,7 +84,7 @@ class Archiver:
         self.progress = Progress()
         self._news, self._ending = threading.Event(), threading.Event()
         self._news.set()  # there may be something left from before
-        self._thread = threading.Thread(target=self._run_thread, name="penstock-archive", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="penstock-archive", daemon=True)
         self._thread.start()
 
     def poke(self) -> None:
@@ -105,12 +98,6 @@ class Archiver:
         self._thread.join(END_S)
         if self._thread.is_alive():
             logger.warning("%s: not all of it is archived; the next plane on this folder goes on", self.where)
-
-    def _run_thread(self) -> None:
-        try:
-            self._work()
-        finally:
-            self._close()
 
     def _work(self) -> None:
         failures = 0
@@ -220,19 +207,13 @@ class Archiver:
 class Archiving:
     """The archive of a plane, as its loop sees it; without one, it does nothing."""
 
-    def __init__(self, engine: Engine, carriers: Sequence[PlaneCarrier] = (), **more: Any) -> None:
-        """Keepers are asked for frames with the keys of `carriers`; `more` goes to the archiver."""
-        keys = next((found for one in carriers if isinstance(found := getattr(one, "keys", None), PlaneKeys)), None)
+    def __init__(self, engine: Engine, **more: Any) -> None:
+        """`more` goes to the archiver."""
         settings = engine.settings
         self._engine, self._seen = engine, (0, 0)
         self._archiver: Archiver | None = None
         if settings.archive is not None:
-            if isinstance(engine.keeper, RemoteFrames):
-                kept = KeptFrames(engine.keeper.roster, bytes.fromhex(engine.log.run_id), keys)
-                read: Read = kept.read
-                more = {"close": kept.close, **more}
-            else:
-                read = reader_of(engine.keeper, engine.log)
+            read = reader_of(engine.keeper, engine.log)
             self._archiver = Archiver(settings.archive, settings, engine.log, read, **more)
 
     def turn(self) -> None:

@@ -26,7 +26,6 @@ from types import FrameType
 from typing import IO, Any
 
 from penstock.errors import ConfigError, Fenced, PenstockError
-from penstock.send.keys import ClientKeys
 from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
@@ -232,8 +231,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
 def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpDoor, str | None]:
     """The door, a client of the plane in this process; and its token, if it was made here."""
     token, is_made = find_token(address, config.http_token, config.folder)
-    keys = ClientKeys.load(config.keys) if config.keys is not None and config.copies else None
-    line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts, keys=keys, node=config.node)
+    line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts)
     try:
         return HttpDoor(address, line, token=token), token if is_made else None
     except BaseException:

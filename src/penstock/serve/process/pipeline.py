@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import xxhash
 
@@ -23,16 +22,13 @@ from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.keeper import DamagedFrame
-from penstock.send.copies import copies_of
 from penstock.send.messages import Buffer
-from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Vouched
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.remote_frames import RemoteFrames
-from penstock.serve.decisions.step_builder import Builder, PickBuilder, PlannedStep, StepBuilder
+from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
 
 logger = logging.getLogger("penstock.plane")
@@ -51,12 +47,8 @@ class _Unplannable:
 class Pipeline:
     """An engine, and the workers that do the heavy part of what it decides."""
 
-    def __init__(
-        self, engine: Engine, intake: Intake, builder: Builder, workers: Workers, roster: Roster | None = None
-    ) -> None:
-        """`roster` knows who has the frames, where that is not the plane itself."""
+    def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
         self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
-        self._roster = roster
         self._incoming: deque[tuple[bytes, Incoming]] = deque()
         """Groups that were offered and wait to be checked, with their digests as they were sent."""
         self._outcomes: list[Outcome] = []
@@ -89,27 +81,6 @@ class Pipeline:
             self._incoming.append((digest, Incoming(group, frame, evaluation)))
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
-
-    def put_facts(self, ticket: object, vouched: Vouched, digest: bytes, size: int) -> Outcome | None:
-        """Offer a group that keepers have checked and kept; from here on it is as any other."""
-        assert self._roster is not None
-        group, evaluation = vouched.group, vouched.eval_facts is not None
-        found = self._engine.acceptance.offer(ticket, group, digest, size, vouched.facts.run, evaluation=evaluation)
-        if isinstance(found, Outcome):
-            return found
-        if found:
-            fault = self._roster.fault_of(copies_of(vouched.location))
-            if fault:
-                self._outcomes += self._engine.acceptance.refuse(group, CopiesGone(f"group {group!r}: {fault}"))
-                return None
-            self._roster.add(vouched.location)
-            self._workers.submit("intake", lambda: self._intake.look_at(vouched), partial(self._looked_at, vouched))
-        return None
-
-    def _looked_at(self, vouched: Vouched, result: Arrived | Refused | Exception) -> None:
-        if isinstance(result, Refused):
-            self._engine.journal.forget([vouched.location])
-        self._taken_in(result if isinstance(result, Exception) else [result])
 
     def _run_of(self, frame: Buffer) -> str:
         """The run a group belongs to, where that decides whether there is room; found without reading the body."""
@@ -159,8 +130,6 @@ class Pipeline:
         """Other ranks ask from now on: what failed for those before them is no news to these, and may go well now."""
         self._session += 1
         self._failure = None
-        if self._roster is not None:
-            self._roster.has_news = True  # what those before them had may be lost to these
 
     def step(self, step: int) -> Staged | str:
         """A step, once it is built; until then, in words, what it waits for.
@@ -207,10 +176,7 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """On a worker's thread."""
-        try:
-            facts = self._fitting(drawn)
-        except _Outgrown as error:
-            return _Unplannable(error, {error.position: f"{error}, and the plane cannot read frames of keepers"})
+        facts = self._fitting(drawn)
         try:
             return self._builder.plan(facts)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
@@ -224,8 +190,6 @@ class Pipeline:
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
             facts = GroupFacts.from_bytes(data)
             if not facts.fits(seq_len):
-                if self._roster is not None:
-                    raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len}")
                 facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
             found.append(facts)
         return found
@@ -255,11 +219,6 @@ class Pipeline:
             self._asked_by = self._session
             self._built(step, error)
             return ""
-        if self._roster is not None:
-            away = {words: at.group for at in groups if (words := self._roster.missing(at.location))}
-            if away:
-                words, group = next(iter(away.items()))
-                return f"{words} to come back, for group {group!r}"
 
         def built(found: Staged | Exception) -> None:
             if self._engine.is_planned(step, planned):
@@ -267,10 +226,6 @@ class Pipeline:
 
         self._submit(lambda: self._builder.build(step, planned, groups), built)
         return ""
-
-    def unplanned(self, first: int) -> None:
-        """Steps from this one on are no more."""
-        self._staged = {step: staged for step, staged in self._staged.items() if step < first}
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
@@ -290,18 +245,6 @@ class AlteredOnTheWay(CorruptFrame):
     """A frame is not what was sent: it must be sent again."""
 
 
-class CopiesGone(CorruptFrame):
-    """Copies of a frame do not count any more: it must be kept anew."""
-
-
-class _Outgrown(Exception):
-    """Facts that do not hold for this plane, and cannot be made anew here."""
-
-    def __init__(self, position: int, words: str) -> None:
-        super().__init__(words)
-        self.position = position
-
-
 def failure_in_words(error: Exception) -> str:
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
@@ -315,7 +258,4 @@ def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = No
     """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
     settings, keeper = engine.settings, engine.keeper
     intake = Intake(settings, keeper)
-    if isinstance(keeper, RemoteFrames):
-        builder = PickBuilder(settings.packing, keeper, roster=keeper.roster)
-        return Pipeline(engine, intake, builder, workers, keeper.roster)
     return Pipeline(engine, intake, StepBuilder(settings.packing, keeper, allocate), workers)

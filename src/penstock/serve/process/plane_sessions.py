@@ -7,7 +7,6 @@ from collections.abc import Callable
 from penstock.send.admission import Admission
 from penstock.send.coordinator import Coordinator
 from penstock.send.messages import Pulse
-from penstock.send.roster import Roster
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import members_left
@@ -29,16 +28,13 @@ def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordin
     )
 
 
-def admission_of(settings: PlaneSettings, log: Log, roster: Roster | None, pulse: Callable[[], Pulse]) -> Admission:
+def admission_of(settings: PlaneSettings, log: Log, pulse: Callable[[], Pulse]) -> Admission:
     """`pulse` is the plane's sign of life."""
-    timeouts = settings.timeouts
     return Admission(
         run=settings.run,
         run_id=bytes.fromhex(log.run_id),
         epoch=log.epoch,
         ranks=settings.packing.ranks,
-        # A keeper checks, syncs and copies a frame before its facts come.
-        promise_s=2 * timeouts.resend_s if roster is None else timeouts.delivery_s / 2,
+        promise_s=2 * settings.timeouts.resend_s,
         pulse=pulse,
-        roster=roster,
     )

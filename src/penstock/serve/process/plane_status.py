@@ -8,17 +8,13 @@ from typing import Any
 
 from penstock.send.admission import Admission
 from penstock.send.coordinator import Coordinator
-from penstock.send.roster import Roster
 from penstock.serve.decisions.engine import Engine
 
 
-def status_of(
-    engine: Engine, coordinator: Coordinator, admission: Admission, roster: Roster | None = None
-) -> dict[str, Any]:
+def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) -> dict[str, Any]:
     """Plain values, all of bounded size."""
     settings = engine.settings
-    kept = {} if roster is None else {"keepers": roster.report(), "copies": roster.copies()}
-    return kept | {
+    return {
         "run": settings.run,
         "run_id": engine.log.run_id,
         "folder": None if engine.log.folder is None else str(engine.log.folder.resolve()),

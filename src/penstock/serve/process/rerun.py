@@ -18,6 +18,7 @@ import xxhash
 
 from penstock.archive import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.config import build
+from penstock.config.removed import without_removed
 from penstock.errors import InvalidInput, PenstockError
 from penstock.keep import GroupFacts
 from penstock.serve.decisions.decision_records import DropGroup, Lose, Quarantine, Record, ReleaseGroup, read_record
@@ -250,12 +251,11 @@ class _Life:
 
 def settings_of(text: str) -> PlaneSettings:
     """The settings that were recorded, for a plane that nobody talks to and nothing limits."""
-    found = build(PlaneSettings, tomllib.loads(text), "the recorded settings")
+    found = build(PlaneSettings, without_removed(tomllib.loads(text)), "the recorded settings")
     return replace(
         found,
         listen=(),
         keys=None,
-        copies=0,
         locking="wal",
         archive=None,
         shares={},  # given by the decisions that were recorded

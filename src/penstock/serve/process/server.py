@@ -17,13 +17,11 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, InvalidInput, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, PenstockError
 from penstock.keep import Keeper
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
-from penstock.send.effects import Send
-from penstock.send.keeper_messages import CopyFrame, DropCopies, Enlist, FromKeeper, KeeperBeat, PutFacts, Take
 from penstock.send.message_header import Packer, read_from_client, run_of
 from penstock.send.messages import (
     Ask,
@@ -35,7 +33,6 @@ from penstock.send.messages import (
     FromPlane,
     GiveUp,
     Put,
-    Refused,
     SettleGroup,
     SetWeight,
     Status,
@@ -47,13 +44,10 @@ from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.process.archiver import Archiving
 from penstock.serve.process.effect_runner import EffectRunner
-from penstock.serve.process.keeper_desk import KeeperDesk, roster_of
 from penstock.serve.process.pipeline import (
     AlteredOnTheWay,
-    CopiesGone,
     Pipeline,
     failure_in_words,
     keeper_of,
@@ -87,8 +81,7 @@ class Server:
         """`keeper` holds the frames: by default in the log's folder, or in memory as the log is. `workers` and
         `pipeline` are for simulations."""
         self.settings = settings
-        self.roster = roster_of(settings, log.epoch, carriers)
-        self._keeper = keeper or (keeper_of(log) if self.roster is None else RemoteFrames(self.roster))
+        self._keeper = keeper or keeper_of(log)
         self.engine = Engine(settings, log, self._keeper)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
@@ -98,8 +91,7 @@ class Server:
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = admission_of(settings, log, self.roster, lambda: self.coordinator.pulse(self._now))
-        self._desk = None if self.roster is None else KeeperDesk(self.roster, self.engine, self._pipeline)
+        self.admission = admission_of(settings, log, lambda: self.coordinator.pulse(self._now))
         self.story = RunStory(self.engine.counts)
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
@@ -109,7 +101,7 @@ class Server:
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
-        self.archiving = Archiving(self.engine, self._carriers)
+        self.archiving = Archiving(self.engine)
 
     @property
     def urls(self) -> list[str]:
@@ -177,7 +169,6 @@ class Server:
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
-        self._notice_losses(now)
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._effects.carry_out(self.coordinator.on_tick(now))
@@ -185,17 +176,6 @@ class Server:
         self.story.look()
         self.archiving.turn()
         self._on_turn()
-
-    def _notice_losses(self, now: float) -> None:
-        """A planned step that needs a group which nobody has any more ends the session for everybody."""
-        found = None if self._desk is None else self._desk.look(now)
-        if found is None:
-            return
-        first, words = found
-        if self.coordinator.phase is Phase.RUNNING and self.coordinator.wanted >= first:
-            self._effects.carry_out(self.coordinator.fail(words, step=first))
-        else:
-            self.coordinator.unstage(first)
 
     def _unstage(self) -> None:
         """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
@@ -222,31 +202,10 @@ class Server:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Enlist, KeeperBeat, PutFacts)):
-            self._on_keeper(peer, message, frames, now)
-        elif isinstance(message, (Take, CopyFrame, DropCopies)):
-            self.story.count("messages_misled", f"dropped a {type(message).__name__}: it is for keepers")
         elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
-
-    def _on_keeper(self, peer: Peer, message: FromKeeper, frames: Frames, now: float) -> None:
-        assert isinstance(peer, tuple)  # as made in `turn`
-        if self._desk is None:
-            self._effects.do(
-                Send(peer, Refused(epoch=self._log.epoch, reason="this plane keeps frames itself: copies is 0"))
-            )
-            return
-        is_keeper = peer[0].is_keeper(peer[1])
-        if isinstance(message, PutFacts):
-            self.admission.came((peer, message.ticket))
-        found = self._desk.on_message(peer, message, frames, now, is_keeper=is_keeper)
-        if isinstance(found, Outcome):
-            self._answer(found)
-        else:
-            for send in found or ():
-                self._effects.do(send)
 
     def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
         for effect in effects:
@@ -258,10 +217,6 @@ class Server:
                 self._effects.do(effect)
 
     def _offer(self, offer: Offer) -> None:
-        if self.roster is not None:
-            words = f"group {offer.group!r}: this plane has keepers and takes no frames; put it to one of them"
-            self._answer(Outcome(offer.ticket, InvalidInput(words)))
-            return
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
         outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation)
         if outcome is not None:
@@ -269,11 +224,6 @@ class Server:
 
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)  # as made by admission
-        if self._desk is not None:
-            self._desk.on_outcome(outcome)
-        if isinstance(outcome.error, CopiesGone):
-            self._effects.do(self.admission.missing(outcome.ticket))
-            return
         if isinstance(outcome.error, AlteredOnTheWay):
             self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
             self._effects.do(self.admission.missing(outcome.ticket))
@@ -335,7 +285,7 @@ class Server:
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
         more = {"archive": self.archiving.status(), "uptime_s": time.monotonic() - self._started}
-        return status_of(self.engine, self.coordinator, self.admission, self.roster) | more
+        return status_of(self.engine, self.coordinator, self.admission) | more
 
 
 def _poller_of(carriers: Sequence[PlaneCarrier], workers: Workers) -> zmq.Poller:
