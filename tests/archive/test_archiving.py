@@ -255,7 +255,6 @@ def put_to(engine: DirectEngine, *names: str, evaluation: bool = False) -> None:
 
 def end(engine: DirectEngine) -> None:
     engine.close()
-    engine.keeper.close()
     engine.log.close()
 
 
@@ -274,8 +273,9 @@ def test_nothing_is_missing_or_doubled_after_lost_requests_and_kills(
     blobs = Unreliable(open_place(where, create=True), rng)
 
     def archiver() -> Archiver:
-        read = reader_of(engine.keeper, engine.log)
-        return Archiver(where, engine.settings, engine.log, read, collect_s=0.0, place=lambda: blobs)  # type: ignore[arg-type, return-value]
+        return Archiver(
+            where, engine.settings, engine.log, reader_of(engine.storage), collect_s=0.0, place=lambda: blobs
+        )  # type: ignore[arg-type, return-value]
 
     names = iter(range(1000))
     running = archiver()

@@ -32,7 +32,7 @@ from tests.archive.test_archiving import end, open_engine, put_to, step, wait_fo
 
 def archive_of(engine: DirectEngine, where: str) -> RecordedRun:
     """Send everything that there is."""
-    archiver = Archiver(where, engine.settings, engine.log, reader_of(engine.keeper, engine.log), collect_s=0.0)
+    archiver = Archiver(where, engine.settings, engine.log, reader_of(engine.storage), collect_s=0.0)
     wait_for(lambda: archiver.progress.cursor.step == engine.next_step - 1)
     archiver.close()
     end(engine)

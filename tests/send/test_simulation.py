@@ -36,8 +36,8 @@ class RealIntake(Intake):
 
 def real_pipeline(engine: Engine, workers: Workers) -> Pipeline:
     """Plans, packs and encodes real samples."""
-    builder = StepBuilder(engine.settings.packing, engine.keeper)
-    return Pipeline(engine, RealIntake(engine.settings, engine.keeper), builder, workers)
+    builder = StepBuilder(engine.settings.packing, engine.storage)
+    return Pipeline(engine, RealIntake(engine.settings, engine.writer), builder, workers)
 
 
 def real_digests(frames: Frames) -> list[bytes]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import penstock as ps
-from penstock.keep import GroupFacts, Keeper, MemoryKeeper
+from penstock.keep import GroupFacts
 from penstock.pack import Packing
 from penstock.send.memory import MemoryPlane
 from penstock.send.steps import Staged
@@ -24,6 +24,7 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Workers
 from penstock.serve.settings import PlaneSettings, Target
+from penstock.storage import MemoryStorage, Storage, Writer
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace, stretched
 
@@ -76,8 +77,8 @@ class Trying:
 class SlowIntake(Intake):
     """Checks and keeps nothing until it is let."""
 
-    def __init__(self, settings: PlaneSettings, keeper: Keeper, gate: Gate) -> None:
-        super().__init__(settings, keeper)
+    def __init__(self, settings: PlaneSettings, writer: Writer, gate: Gate) -> None:
+        super().__init__(settings, writer)
         self.gate = gate
 
     def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
@@ -85,15 +86,16 @@ class SlowIntake(Intake):
         return super().take(batch)
 
 
-class SlowSweeper(MemoryKeeper):
-    """Gives no space back until it is let."""
+class SlowSweeper(MemoryStorage):
+    """Deletes nothing until it is let."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
         self.gate = gate
 
-    def sweep(self) -> None:
+    def delete(self, names: Iterable[str]) -> None:
         self.gate.passed()
+        super().delete(names)
 
 
 def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
@@ -102,11 +104,11 @@ def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
 
 @contextmanager
 def served(
-    make: Callable[[Engine, Workers], Pipeline], keeper: Keeper | None = None
+    make: Callable[[Engine, Workers], Pipeline], storage: Storage | None = None
 ) -> Iterator[tuple[ps.Plane, Server]]:
     """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
     memory = MemoryPlane()
-    server = Server(settings_of(), Log(None), [memory], pipeline=make, keeper=keeper)
+    server = Server(settings_of(), Log(None), [memory], pipeline=make, storage=storage)
     memory.last_words = server.last_words
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -119,8 +121,8 @@ def trying() -> Iterator[tuple[ps.Plane, Server, Trying]]:
     made: list[Trying] = []
 
     def make(engine: Engine, workers: Workers) -> Pipeline:
-        made.append(Trying(StepBuilder(engine.settings.packing, engine.keeper)))
-        return Pipeline(engine, Intake(engine.settings, engine.keeper), made[0], workers)
+        made.append(Trying(StepBuilder(engine.settings.packing, engine.storage)))
+        return Pipeline(engine, Intake(engine.settings, engine.writer), made[0], workers)
 
     with served(make) as (plane, server):
         yield plane, server, made[0]

@@ -137,7 +137,7 @@ def test_they_survive_a_kill_and_a_rewind(open_engine: OpenEngine, tmp_path: Pat
     again.resume(2, 2)
     assert (again.ledger.evaluation, again.ledger.balanced) == (8, True)
     assert again.stage_again(2).step == 2
-    assert bytes(again.keeper.read(again.log.groups_in(State.EVALUATION)[0].location)) == encode(
+    assert bytes(again.storage.read(again.log.groups_in(State.EVALUATION)[0].location)[0]) == encode(
         named_group("e1", policy_version=1)
     )
 
@@ -155,14 +155,14 @@ def test_beyond_retain_eval_bytes_the_oldest_are_given_back_and_counted(
     metrics = engine.state.evaluations.metrics()
     assert (metrics["eval/groups"], metrics["eval/given_back_groups"], metrics["eval/kept_bytes"]) == (5, 2, 3 * SIZE)
     assert (engine.ledger.evaluation, engine.ledger.balanced) == (10, True)
-    assert engine.keeper.num_bytes == 3 * SIZE
+    assert engine.segments.live_bytes == 3 * SIZE
     again = engine.put("again", "e0", encode(named_group("e0")), evaluation=True)
     assert again is not None and again.duplicate  # known as long as the run lives
     smaller = restarted(open_engine, engine, tmp_path, retain_eval_bytes=SIZE)
     assert smaller.state.evaluations.num_bytes == SIZE
     train(smaller, "a")  # with the next write
     assert kept(smaller) == ["e4"]
-    assert smaller.keeper.num_bytes == 2 * SIZE
+    assert smaller.segments.live_bytes == 2 * SIZE
 
 
 def test_one_that_could_never_be_kept_is_refused(open_engine: OpenEngine) -> None:
@@ -180,7 +180,7 @@ def test_they_count_in_the_quota_and_make_room_for_training(open_engine: OpenEng
         for i, group in enumerate(large)
     ]
     assert all(outcome.error is None for outcome in found)  # the oldest make room for the newest
-    used = engine.log.used_bytes + engine.keeper.num_bytes
+    used = engine.log.used_bytes + engine.segments.num_bytes
     assert used <= 4 << 20
     assert engine.counts["eval_groups_given_back_early"] > 0
     before = engine.state.evaluations.given_back

@@ -14,7 +14,6 @@ import xxhash
 import penstock as ps
 from penstock.arrays import Sample
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.keep import MemoryKeeper
 from penstock.send.steps import Staged
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.acceptance import Outcome
@@ -24,6 +23,7 @@ from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.serve.process.workers import Inline, Threads, Workers
+from penstock.storage import MemoryStorage
 from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
 from tests.serve.gated_plane import (
@@ -65,8 +65,8 @@ def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
     slow = Gate()
 
     def make(engine: Engine, workers: Workers) -> Pipeline:
-        intake = SlowIntake(engine.settings, engine.keeper, slow)
-        return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.keeper), workers)
+        intake = SlowIntake(engine.settings, engine.writer, slow)
+        return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage), workers)
 
     with served(make) as (plane, server), sources(plane) as steps, ThreadPoolExecutor(2) as pool:
         puts = [pool.submit(plane.put, named_group(name)) for name in "ab"]
@@ -137,10 +137,10 @@ def test_what_failed_for_one_session_is_not_told_to_the_next() -> None:
 
 
 def test_a_failure_that_nobody_was_told_is_not_told_to_the_next_session() -> None:
-    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    engine = Engine(settings_of(), Log(None), MemoryStorage())
     workers = Inline()
-    builder = Trying(StepBuilder(engine.settings.packing, engine.keeper), failing="no idea")
-    pipeline = Pipeline(engine, Intake(engine.settings, engine.keeper), builder, workers)
+    builder = Trying(StepBuilder(engine.settings.packing, engine.storage), failing="no idea")
+    pipeline = Pipeline(engine, Intake(engine.settings, engine.writer), builder, workers)
     for name in "ab":
         frame = ps.encode(named_group(name))
         pipeline.put(name, name, xxhash.xxh3_128_digest(frame), frame)
@@ -174,7 +174,7 @@ def test_a_damaged_frame_is_set_aside_and_the_step_is_planned_anew() -> None:
 
 
 def test_a_frame_altered_on_the_way_is_asked_for_again_and_the_others_of_its_batch_are_kept() -> None:
-    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    engine = Engine(settings_of(), Log(None), MemoryStorage())
     workers = Inline()
     pipeline = pipeline_of(engine, workers)
     for name in "abc":
@@ -191,7 +191,7 @@ def test_a_frame_altered_on_the_way_is_asked_for_again_and_the_others_of_its_bat
 
 def made_with(workers: Workers) -> tuple[list[Outcome], list[Staged]]:
     """What becomes of some groups, and the steps that are made of them."""
-    engine = Engine(settings_of(), Log(None), MemoryKeeper())
+    engine = Engine(settings_of(), Log(None), MemoryStorage())
     pipeline = pipeline_of(engine, workers)
     outcomes: list[Outcome] = []
     steps: list[Staged] = []

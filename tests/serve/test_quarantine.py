@@ -193,7 +193,7 @@ def test_an_unknown_failure_in_planning_is_an_error_to_ranks_and_not_the_end(ope
     assert plane._server is not None
     pipeline = plane._server._pipeline
     working = pipeline._builder
-    pipeline._builder = Failing(plane._server.settings.packing, plane._server.engine.keeper)
+    pipeline._builder = Failing(plane._server.settings.packing, plane._server.engine.storage)
     plane.put(named_group("a"))
     source = plane.source(0)
     with pytest.raises(StepAborted, match="no plan for 1 groups"):
@@ -233,11 +233,11 @@ def test_a_group_that_is_released_waits_again_and_is_trained_when_it_fits(
 def test_a_group_that_is_dropped_is_counted_and_its_frame_given_back(open_engine: OpenEngine) -> None:
     engine = open_engine()
     with_one_aside(engine)
-    before = engine.keeper.num_bytes
+    before = engine.segments.num_bytes
     engine.settle("odd", drop=True)
     engine.close()
     assert dict(engine.ledger.dropped) == {"quarantined": 1}
-    assert engine.keeper.num_bytes < before
+    assert engine.segments.num_bytes < before
 
 
 @pytest.mark.parametrize("choice", ["--release", "--drop"])

@@ -106,7 +106,7 @@ def test_a_folder_of_another_format_is_refused_in_words(open_engine: OpenEngine,
     with engine.log.transaction():
         engine.log.set_meta("format", 2)
     engine.log.close()
-    with pytest.raises(CorruptFile, match="format 2; this version reads format 4; finish the run with the version"):
+    with pytest.raises(CorruptFile, match="format 2; this version reads format 5; finish the run with the version"):
         open_engine(tmp_path)
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,44 +18,18 @@ from penstock.bench.ways.inputs import CASES, SIZE, make_groups
 from penstock.bench.ways.plane import SEQ_LEN, samples_of
 from penstock.bench.ways.serving import peak_bytes
 from penstock.encode import encode
-from penstock.encode.layout import Allocate, Buffer
-from penstock.errors import CorruptFrame
-from penstock.keep import GroupFacts, Pick, check_group
+from penstock.keep import GroupFacts, check_group
 from penstock.pack import Packing
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.settings import PlaneSettings, Target
+from penstock.storage import MemoryStorage
 
+_BYTES = 100_000
+"""Of a frame."""
 _PER_WRITE = 64
 """Groups accepted with one sync, as when many producers put at once."""
-
-
-class Elsewhere:
-    """Storage that holds nothing: only metadata is measured."""
-
-    num_bytes = 0
-
-    def keep(self, frames: Sequence[Buffer]) -> list[str]:
-        raise CorruptFrame(f"{len(frames)} frames: this plane sees facts only")
-
-    def read(self, location: str) -> Buffer:
-        raise CorruptFrame(f"location {location!r}: not here")
-
-    def take(self, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None) -> list[memoryview]:  # noqa: ARG002
-        return [memoryview(b"") for _ in requests]
-
-    def forget(self, locations: Iterable[str]) -> None:
-        """Others do."""
-
-    def sweep(self) -> None:
-        """Others do."""
-
-    def retain(self, locations: Iterable[str]) -> None:
-        """Others do."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def make_facts(count: int) -> list[GroupFacts]:
@@ -75,16 +49,16 @@ def measure(folder: str, groups: int, ranks: int) -> dict[str, float]:
     """Groups per second in the best quarter, seconds to plan a step of all of them, peak memory."""
     packing = Packing(ranks=ranks, seq_len=SEQ_LEN)
     settings = PlaneSettings(packing=packing, target=Target(groups=groups), max_held_bytes=1 << 50)
-    facts, keeper = make_facts(groups), Elsewhere()
+    facts, storage = make_facts(groups), MemoryStorage()
     log = Log(folder)
-    engine = Engine(settings, log, keeper)
+    engine = Engine(settings, log, storage)
     quarter = max(groups // 4, 1)
     rates = [_accept(engine, facts[at : at + quarter]) for at in range(0, groups, quarter)]
     del facts
     begin, begin_cpu = time.perf_counter(), time.process_time()
     drawn = engine.draw_step(1)
     assert isinstance(drawn, Drawn), drawn
-    planned = StepBuilder(packing, keeper).plan([GroupFacts.from_bytes(data) for data in drawn.facts])
+    planned = StepBuilder(packing, storage).plan([GroupFacts.from_bytes(data) for data in drawn.facts])
     engine.record(drawn, planned)
     plan_s, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     log.close()
@@ -92,13 +66,16 @@ def measure(folder: str, groups: int, ranks: int) -> dict[str, float]:
 
 
 def _accept(engine: Engine, facts: Sequence[GroupFacts]) -> float:
-    """Groups per second, durable."""
+    """Groups per second, durable, as writers put them that wrote their frames themselves."""
+    (segment,) = engine.segments.register("bench")
     begin = time.perf_counter()
     for at in range(0, len(facts), _PER_WRITE):
-        for one in facts[at : at + _PER_WRITE]:
-            offered = engine.acceptance.offer(one.group, one.group, one.digests[0], 100_000)
+        for i, one in enumerate(facts[at : at + _PER_WRITE], at):
+            location = f"{segment}:{i * _BYTES}:{_BYTES}"
+            engine.segments.expect(location, "bench")
+            offered = engine.acceptance.offer(one.group, one.group, one.digests[0], _BYTES)
             assert offered is True, offered
-            engine.acceptance.arrive(one.group, one, f"elsewhere:{one.group}")
+            engine.acceptance.arrive(one.group, one, location)
         assert all(outcome.error is None for outcome in engine.acceptance.flush())
     return len(facts) / (time.perf_counter() - begin)
 

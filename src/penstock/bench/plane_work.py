@@ -96,7 +96,6 @@ def build_row(
             cpu.append(time.process_time() - begin_cpu)
             assert isinstance(staged, Staged), staged
     finally:
-        engine.keeper.close()
         log.close()
     note = f"CPU time; wall time {min(wall) * 1e3:.1f} to {max(wall) * 1e3:.1f} ms"
     return Row(name=name, ours=min(cpu) * 1e3, unit="ms", target=target_ms, bound="max", note=note)
@@ -214,8 +213,8 @@ def blocked_producer(seconds: float) -> Row:
     lines: list[_CountingCarrier] = []
 
     def pipeline(engine: Engine, workers: Workers) -> Pipeline:
-        intakes.append(_CountingIntake(engine.settings, engine.keeper))
-        return Pipeline(engine, intakes[0], StepBuilder(engine.settings.packing, engine.keeper), workers)
+        intakes.append(_CountingIntake(engine.settings, engine.writer))
+        return Pipeline(engine, intakes[0], StepBuilder(engine.settings.packing, engine.storage), workers)
 
     def connect() -> ClientCarrier:
         lines.append(_CountingCarrier(client_carrier(server.urls[0])))

@@ -1,6 +1,6 @@
 """Columns of any type under numbered rows, durable in a folder: what a put has acknowledged, a kill does not take.
 
-A *block* is what came with one put: some columns of some rows. Its bytes are frames of a `FolderKeeper`, one for each
+A *block* is what came with one put: some columns of some rows. Its bytes are frames of a `ColumnFiles`, one for each
 column; what is known of them (names, types, shapes, sizes, checksums, which rows) is one line of an SQLite file,
 written after the bytes were synced. A row's column is that of the newest block that has it. A block is given back when
 all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time; nothing here
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.arrays.ragged import offsets_of
 from penstock.encode.layout import Buffer
 from penstock.errors import ConfigError, Conflict, CorruptFile, InvalidInput, StorageError, UnknownKey
-from penstock.keep.folder import FolderKeeper
+from penstock.integrations.column_files import ColumnFiles
 
 _OWNER_S = 30.0
 _BATCH_BYTES = 64 << 20
@@ -102,7 +102,7 @@ class ColumnStore:
                 self._sql.execute("PRAGMA synchronous=FULL")
                 self._sql.executescript(_TABLES)
                 self.life = self._begin(facts)
-            self._keeper = FolderKeeper(self.folder / "columns", life=self.life)
+            self._files = ColumnFiles(self.folder / "columns", life=self.life)
             self._blocks: dict[int, _Held] = {}
             self._where: dict[int, list[tuple[int, int]]] = {}
             """Row -> (block, place in it), the newest last."""
@@ -152,7 +152,7 @@ class ColumnStore:
 
     def _keep(self, blocks: Sequence[Block]) -> list[list[Kept]]:
         # A frame without bytes would have the place of the next one.
-        locations = iter(self._keeper.keep([data for block in blocks for data in block.data if len(data)]))
+        locations = iter(self._files.keep([data for block in blocks for data in block.data if len(data)]))
         return [
             [
                 Kept(
@@ -211,7 +211,7 @@ class ColumnStore:
     def _read(self, kept: Kept) -> Buffer:
         if not kept.location:
             return b""
-        data = self._keeper.read(kept.location)
+        data = self._files.read(kept.location)
         if kept.location not in self._checked:  # once in a life: what is mapped does not change
             if xxhash.xxh3_64_intdigest(data) != kept.checksum:
                 raise CorruptFile(f"{self.folder}: column {kept.cells.name!r} at {kept.location}: not what was put")
@@ -224,14 +224,14 @@ class ColumnStore:
 
     @property
     def num_bytes(self) -> int:
-        return self._keeper.num_bytes
+        return self._files.num_bytes
 
     def sweep(self) -> None:
         """Give the space of what was cleared back to the disk; may take as long as the disk likes."""
-        self._keeper.sweep()
+        self._files.sweep()
 
     def close(self) -> None:
-        self._keeper.close()
+        self._files.close()
         self._sql.close()
         fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open too
         self._owner.close()
@@ -258,7 +258,7 @@ class ColumnStore:
             kept = msgspec.msgpack.decode(columns, type=tuple[Kept, ...])
             self._add(number, _Held(np.frombuffer(rows, np.int64).copy(), kept))
         self._checked = set()
-        self._keeper.retain(location for held in self._blocks.values() for location in held.locations)
+        self._files.retain(location for held in self._blocks.values() for location in held.locations)
 
     def _add(self, number: int, held: _Held) -> None:
         self._blocks[number] = held
@@ -295,7 +295,7 @@ class ColumnStore:
     def _free(self, numbers: Iterable[int]) -> None:
         for number in [number for number in numbers if not self._blocks[number].live]:
             locations = self._blocks.pop(number).locations
-            self._keeper.forget(locations)
+            self._files.forget(locations)
             self._checked -= set(locations)
 
     @contextmanager

@@ -14,8 +14,7 @@ from penstock.encode import decode
 from penstock.errors import InvalidInput, PenstockError
 from penstock.integrations.file_or_stream import Place
 from penstock.integrations.lost import Lost
-from penstock.keep.folder import read_frame
-from penstock.serve.decisions.read_log import is_run, kept_groups
+from penstock.serve.decisions.read_log import is_run, kept_groups, read_stored
 
 
 def plane_folder_in(folder: Path) -> Path | None:
@@ -30,7 +29,7 @@ def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
         raise InvalidInput(f"{place.name}: no run is there; give the folder that a plane was opened on")
     for group, location in kept_groups(folder):
         try:
-            samples = decode(read_frame(folder / "frames", location))
+            samples = decode(read_stored(folder, location))
         except PenstockError as error:
             if (group, location) in kept_groups(folder):
                 raise InvalidInput(f"{place.name} group {group!r}: {error}") from None

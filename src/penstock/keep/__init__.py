@@ -1,8 +1,5 @@
-"""Frames kept durably, and what must be known of them: keepers hold bytes, facts travel to whoever decides."""
+"""What must be known of a group without reading its frame."""
 
 from penstock.keep.facts import GroupFacts, check_group
-from penstock.keep.folder import FolderKeeper
-from penstock.keep.in_memory import MemoryKeeper
-from penstock.keep.keeper import Keeper, Pick
 
-__all__ = ["FolderKeeper", "GroupFacts", "Keeper", "MemoryKeeper", "Pick", "check_group"]
+__all__ = ["GroupFacts", "check_group"]

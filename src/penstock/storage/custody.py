@@ -52,10 +52,10 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, 
     """
     found = read_marker(storage)
     if found is None:
-        held = storage.segments()
-        if held:
+        there = storage.segments()
+        if there:
             raise Conflict(
-                f"{storage.url}: holds {len(held)} segments and no marker, so nobody can say whose they are; "
+                f"{storage.url}: holds {len(there)} segments and no marker, so nobody can say whose they are; "
                 "restore the marker with its storage, or use an empty folder; nothing was deleted"
             )
         if held:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import xxhash
 
 from penstock.errors import InvalidInput
-from penstock.keep import Keeper, MemoryKeeper
 from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.step_builder import StepBuilder
-from penstock.serve.process.pipeline import Pipeline, keeper_of
+from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Inline
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import FolderStorage, MemoryStorage, Storage, parse_location
 
 
 class DirectEngine(Engine):
     """The plane's engine with its pipeline, in one thread."""
 
-    def __init__(self, settings: PlaneSettings, log: Log, keeper: Keeper | None = None) -> None:
-        super().__init__(settings, log, keeper or keeper_of(log))
+    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage | None = None) -> None:
+        super().__init__(settings, log, storage or storage_of(settings, log.folder))
         self._workers = Inline()
-        intake = Intake(settings, self.keeper)
-        self.pipeline = Pipeline(self, intake, StepBuilder(settings.packing, self.keeper), self._workers)
+        intake = Intake(settings, self.writer)
+        self.pipeline = Pipeline(self, intake, StepBuilder(settings.packing, self.storage), self._workers)
 
     def put(self, ticket: object, group: str, frame: Buffer, *, evaluation: bool = False) -> Outcome | None:
         """Offer, check and keep a group; `flush` accepts it. An outcome is returned if it is known already."""
@@ -35,7 +36,9 @@ class DirectEngine(Engine):
         return found or (refused[0] if refused else None)
 
     def flush(self) -> list[Outcome]:
-        return self.acceptance.flush()
+        outcomes = self.acceptance.flush()
+        self.tidy([])
+        return outcomes
 
     def plan_step(self, step: int) -> Staged | str:
         """Draw, plan, record and build the next step; or say what it waits for."""
@@ -62,11 +65,11 @@ class DirectEngine(Engine):
 def damage_frame(engine: Engine, group: str) -> None:
     """Overwrite the beginning of a group's frame where it is kept."""
     location = engine.state.rows[engine.state.by_id[group]].location
-    if isinstance(engine.keeper, MemoryKeeper):
-        engine.keeper.replace(location, bytes(64))
+    if isinstance(engine.storage, MemoryStorage):
+        engine.storage.replace(location, bytes(len(engine.storage.read(location)[0])))
         return
-    assert engine.log.folder is not None
-    segment, offset, _ = location.split(":")
-    with (engine.log.folder / "frames" / segment).open("r+b") as file:
-        file.seek(int(offset))
+    assert isinstance(engine.storage, FolderStorage)
+    at = parse_location(location)
+    with engine.storage.path(at.segment).open("r+b") as file:
+        file.seek(at.offset)
         file.write(bytes(64))

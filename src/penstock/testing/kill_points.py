@@ -254,7 +254,18 @@ class KillPoints:
 
 def _paths(folder: Path) -> list[Path]:
     """Every file that a plane may write in its folder, within three lives."""
-    names = ["", "lock", "log.sqlite", "log.sqlite-wal", "log.sqlite-shm", "log.sqlite-journal", "frames", "reserve"]
+    names = [
+        "",
+        "lock",
+        "log.sqlite",
+        "log.sqlite-wal",
+        "log.sqlite-shm",
+        "log.sqlite-journal",
+        "log.witness",
+        "storage",
+        "storage/segments",
+        "reserve",
+    ]
     names += [f"frames/{life:06}-{segment:06}" for life in range(1, 5) for segment in range(1, 4)]
     return [folder / name for name in names]
 

@@ -47,7 +47,6 @@ def close_engine(engine: DirectEngine, *, orderly: bool) -> None:
     """Stop; without order, nothing more is written, as after `kill -9`."""
     if orderly:
         engine.close()
-    engine.keeper.close()
     engine.log.close()
 
 

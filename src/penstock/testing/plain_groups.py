@@ -9,7 +9,7 @@ import xxhash
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
-from penstock.keep import GroupFacts, Keeper
+from penstock.keep import GroupFacts
 from penstock.send.messages import Buffer, Frames
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
@@ -18,6 +18,7 @@ from penstock.serve.decisions.intake import Intake
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
+from penstock.storage import Storage
 
 RUNS = ("a", "b")
 """Each group belongs to one of them, by its name."""
@@ -79,8 +80,8 @@ def run_of_group(group: str) -> str:
 class PlainBuilder:
     """Deals whole groups to ranks."""
 
-    def __init__(self, ranks: int, keeper: Keeper) -> None:
-        self._ranks, self._keeper = ranks, keeper
+    def __init__(self, ranks: int, storage: Storage) -> None:
+        self._ranks, self._storage = ranks, storage
 
     def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
         plans = [f"{rank}:{[f.group for f in facts[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
@@ -93,7 +94,7 @@ class PlainBuilder:
         return {}
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
-        frames = [self._keeper.read(place.location) for place in groups]
+        frames = [self._storage.read(place.location)[0] for place in groups]
         return Staged(
             step=step,
             plans=list(planned.rank_plans),
@@ -104,8 +105,8 @@ class PlainBuilder:
 
 def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:
     """How groups that are only names go in, and steps of them come out."""
-    builder = PlainBuilder(engine.settings.packing.ranks, engine.keeper)
-    return Pipeline(engine, PlainIntake(engine.settings, engine.keeper), builder, workers)
+    builder = PlainBuilder(engine.settings.packing.ranks, engine.storage)
+    return Pipeline(engine, PlainIntake(engine.settings, engine.writer), builder, workers)
 
 
 def plain_digests(frames: Frames) -> list[bytes]:

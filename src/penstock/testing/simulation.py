@@ -21,7 +21,6 @@ from random import Random
 import msgspec
 
 from penstock.hold import Fifo, Prioritized, Uniform
-from penstock.keep import MemoryKeeper
 from penstock.pack import Packing
 from penstock.send.messages import Frames
 from penstock.send.timeouts import Timeouts
@@ -33,6 +32,7 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Inline, Workers
 from penstock.serve.settings import PlaneSettings, Replay, Target
+from penstock.storage import MemoryStorage
 from penstock.testing.fault_rates import Faults
 from penstock.testing.oracle import Oracle
 from penstock.testing.oracle import Violated as Violated
@@ -82,7 +82,7 @@ class Simulation:
         self.is_queue = self.settings.replay.max_times_sampled == 1 and self.settings.replay.max_staleness is None
         self.oracle = Oracle(self)
         self._pipeline, self.digests = pipeline, digests
-        self.keeper = MemoryKeeper()
+        self.storage = MemoryStorage()
         self._trained: dict[int, set[int]] = {}
         self._session_steps: dict[tuple[int, int], int] = {}
         self.log = KeptLog()
@@ -189,7 +189,7 @@ class Simulation:
 
     def _new_server(self) -> Server:
         return Server(
-            self.settings, self.log, [self.wire], keeper=self.keeper, workers=Inline(), pipeline=self._pipeline
+            self.settings, self.log, [self.wire], storage=self.storage, workers=Inline(), pipeline=self._pipeline
         )
 
     def _tick_plane(self, life: int) -> None:

@@ -23,11 +23,9 @@ from random import Random
 import msgspec
 
 from penstock.encode import encode
-from penstock.keep import Keeper
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
-from penstock.serve.process.pipeline import keeper_of
 from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import Notes, evaluation_of, group_of, settings
@@ -134,10 +132,6 @@ class Run:
         """Of the run's plane."""
         return settings(RANKS)
 
-    def keeper(self, log: Log) -> Keeper:
-        """What kept the frames of the run that is over."""
-        return keeper_of(log)
-
     # -------------------------------------------------------------- inside
 
     def _step(self) -> int:
@@ -207,7 +201,7 @@ class Run:
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
         result, log = self.result, Log(self.folder / "run")
-        engine = DirectEngine(self.settings(), log, self.keeper(log))
+        engine = DirectEngine(self.settings(), log)
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
         result.groups, result.evaluated = len(names), len(evaluated)
@@ -229,7 +223,7 @@ class Run:
         digests = uninterrupted([names[op] for op in sorted(names)], result.steps)
         result.mismatches = sum(digests[step - 1][rank] != digest for rank, step, digest in given)
         result.mismatches += sum(
-            bytes(engine.keeper.read(location)) != encode(evaluation_of(int(name[1:])))
+            bytes(engine.storage.read(location)[0]) != encode(evaluation_of(int(name[1:])))
             for name, location in evaluated.items()
         )
         log.close()

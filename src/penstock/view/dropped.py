@@ -11,8 +11,7 @@ from typing import Any
 
 from penstock.encode import decode
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.keep.folder import read_frame
-from penstock.serve.decisions.read_log import read_run, unused_groups
+from penstock.serve.decisions.read_log import read_run, read_stored, unused_groups
 from penstock.view.evaluation_runs import plane_of, record_of
 from penstock.view.record import Record
 
@@ -54,7 +53,7 @@ def records_of(folder: Path, group: str) -> list[Record]:
     if plane is None or not found or not found[0].location:
         raise UnknownKey(f"group {group[:80]!r}: its frame is not kept; only its row in the log is")
     try:
-        samples = decode(read_frame(plane / "frames", found[0].location))
+        samples = decode(read_stored(plane, found[0].location))
     except PenstockError as error:
         raise UnknownKey(f"group {group[:80]!r}: it was given back: {error}") from None
     return [record_of(sample, step=0, index=i) for i, sample in enumerate(samples)]

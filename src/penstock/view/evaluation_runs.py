@@ -16,9 +16,8 @@ from typing import Any
 from penstock.arrays import Sample
 from penstock.encode import decode
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.keep.folder import read_frame
 from penstock.pack import pack
-from penstock.serve.decisions.read_log import EvaluationGroup, evaluations_of, is_run
+from penstock.serve.decisions.read_log import EvaluationGroup, evaluations_of, is_run, read_stored
 from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line
@@ -66,7 +65,7 @@ class EvaluationStep:
         """Every record, with what reads its line again."""
         for group in self.groups:
             try:
-                samples = decode(read_frame(self.path / "frames", group.location))
+                samples = decode(read_stored(self.path, group.location))
             except PenstockError as error:
                 skipped.add(group.id, error)
                 continue
@@ -75,7 +74,7 @@ class EvaluationStep:
 
     def _line(self, group: EvaluationGroup, index: int) -> bytes:
         try:
-            samples = decode(read_frame(self.path / "frames", group.location))
+            samples = decode(read_stored(self.path, group.location))
         except PenstockError as error:
             raise UnknownKey(f"group {group.id!r}: it was given back: {error}") from None
         return encode_line(record_of(samples[index], step=self.number, index=index))

@@ -139,6 +139,7 @@ class Acceptance:
     def _check_disk(self, size: int) -> None:
         """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
         arriving = self._arrivals.bytes.total() + size
+        tried = False
         while True:
             try:
                 self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.segments.num_bytes)
@@ -146,9 +147,10 @@ class Acceptance:
                 if self._journal.segments.is_deleting:
                     words = f"the disk is full, and freed frames are being deleted: {error}"
                     raise Overloaded(words, retry_after_s=_RETRY_AFTER_S) from None
-                if not self._give_back():
+                if tried and not self._give_back():
                     raise
-                self._journal.log.shrink()
+                tried = True
+                self._journal.log.shrink()  # the write-ahead log may be all that is too much
                 self._journal.log.disk.restore()
             else:
                 return

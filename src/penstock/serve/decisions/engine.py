@@ -87,9 +87,10 @@ class Engine:
         self._last_delivered = self.last_step
         """The last step that all ranks had; or may have had, of those planned before this plane started."""
         self._apply_shares()
-        with self.journal.transaction():  # segments of earlier epochs are sealed
+        with suppress(DiskFull), self.journal.transaction():  # segments of earlier epochs are sealed, now or later
             pass
-        self.segments.stock_up()
+        with suppress(DiskFull):  # a plane on a full disk must start: only training makes room
+            self.segments.stock_up()
 
     def _apply_shares(self) -> None:
         """Shares from the settings are applied when these changed: what was set at run time since then stays."""

@@ -32,7 +32,7 @@ class Journal:
         self._settings, self.log, self.segments = settings, log, segments
         self.counts: Counter[str] = Counter()
         """What happened since this plane started, for `penstock top`."""
-        self.run_beside: Callable[[Job, Then], None] = _at_once
+        self.run_beside: Callable[[Job, Then], None] = run_at_once
         """Runs a job and passes its result on; a server does that beside its loop."""
         self.archived = None if settings.archive is None else Archived()
         """How far the archive is, as far as it has said; None: there is none."""
@@ -105,7 +105,7 @@ class Journal:
         logger.warning("%d frames or segments are not deleted yet: %s", len(names), result)
 
 
-def _at_once(job: Job, then: Then) -> None:
+def run_at_once(job: Job, then: Then) -> None:
     try:
         result = job()
     except Exception as error:  # noqa: BLE001 - the receiver decides what to make of it

@@ -11,14 +11,13 @@ A log that lost something is never believed: the witness (`witness.py`) counts c
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -152,7 +151,8 @@ class Log:
             )
         if seen is not None and seen.run_id != run_id:
             raise CorruptFile(
-                f"{self._path}: of run {run_id[:12] or 'none'}, and this folder is of run {seen.run_id[:12]}; {_PUT_BACK}"
+                f"{self._path}: of run {run_id[:12] or 'none'}, and this folder is of run {seen.run_id[:12]}; "
+                f"{_PUT_BACK}"
             )
         if seen is not None and seen.commits > self._commits:
             raise CorruptFile(
@@ -190,7 +190,7 @@ class Log:
     def _check_name(self) -> None:
         """A database file that was removed still takes commits, and no later plane will ever read them."""
         try:
-            found = os.stat(self._path)
+            found = Path(self._path).stat()
         except FileNotFoundError:
             found = None
         inode = None if found is None else (found.st_ino, found.st_dev)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, CorruptFile, InvalidInput
 from penstock.serve.decisions.decision_records import Advance, Discard, read_record
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.manifest import read_manifest
+from penstock.storage import FolderStorage
 
 LOG = "log.sqlite"
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
@@ -27,6 +29,18 @@ _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
 def is_run(folder: str | Path) -> bool:
     """Whether a folder is that of a run."""
     return (Path(folder) / LOG).is_file()
+
+
+def storage_of_run(folder: Path) -> FolderStorage:
+    """Where the frames of a run are."""
+    with reading(folder / LOG) as log:
+        found = log.execute("SELECT value FROM meta WHERE name = 'storage'").fetchone()
+    return FolderStorage(Path(found[0]) if found and found[0] else folder / "storage", create=False)
+
+
+def read_stored(folder: Path, location: str) -> Buffer:
+    """A frame of a run whose plane may be at work; raises Gone once it was deleted."""
+    return storage_of_run(folder).read(location)[0]
 
 
 def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from penstock.errors import Conflict, InvalidInput, StorageError
+from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.log_rows import SegmentRow
 from penstock.storage import Custody, Location, Storage, parse_location
@@ -31,7 +31,7 @@ logger = logging.getLogger("penstock.storage")
 OWN = "plane"
 """The writer of segments that the plane itself writes."""
 KEEP_UNACCEPTED_S = 24 * 3600.0
-_SPARE = 2
+_SPARE = 4
 """Own segments that are registered ahead, so that a thread beside the loop never waits for the log."""
 _SPARE_S = 30.0
 _MAX_OPEN = 4096
@@ -86,6 +86,8 @@ class Segments:
         self._deleted: list[str] = []
         self._own: SimpleQueue[str] = SimpleQueue()
         self._finished: deque[tuple[str, int]] = deque()
+        self._is_full = False
+        """Whether the log had no room to register an own segment."""
         self._open: Counter[str] = Counter()
         """Unsealed segments of this epoch, by writer."""
         self._tick_at = 0.0
@@ -140,10 +142,13 @@ class Segments:
         return [row.name for row in rows]
 
     def stock_up(self) -> None:
-        """Register own segments ahead; from the loop's thread."""
-        if self._own.qsize() < _SPARE:
-            for name in self.register(OWN, _SPARE):
-                self._own.put(name)
+        """Register own segments ahead; from the loop's thread. Raises DiskFull."""
+        if self._own.qsize() > 1:
+            return
+        self._is_full = True
+        for name in self.register(OWN, _SPARE):
+            self._own.put(name)
+        self._is_full = False
 
     def finished(self, name: str, end: int) -> None:
         """The plane's writer is done with a segment; from any thread."""
@@ -162,8 +167,10 @@ class Segments:
     def next_own(self) -> str:
         """A registered segment for the plane's own writer; from any thread."""
         try:
-            return self._own.get(timeout=_SPARE_S)
+            return self._own.get(timeout=0 if self._is_full else _SPARE_S)
         except Empty:
+            if self._is_full:
+                raise DiskFull(f"{self._storage.url}: no segment could be registered; make room for the log") from None
             raise StorageError(f"{self._storage.url}: no segment could be registered for {_SPARE_S:g} s") from None
 
     # -------------------------------------------------------------- accepting

@@ -18,10 +18,10 @@ from penstock.arrays.digests import step_digest
 from penstock.encode.layout import Allocate
 from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
-from penstock.keep.keeper import Keeper, Pick
 from penstock.pack import Packing, plan
 from penstock.send.messages import Buffer, Frames
 from penstock.send.steps import Staged
+from penstock.storage import Pick, Storage, gather_picks
 
 PIECE_BYTES = 1 << 30
 """A payload travels in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
@@ -67,7 +67,7 @@ class StepBuilder:
     """Joins facts to plan, gathers frames to build."""
 
     packing: Packing
-    keeper: Keeper
+    storage: Storage
     allocate: Allocate | None = field(default=None)
     """Where payloads are written; None: ordinary memory."""
 
@@ -98,7 +98,7 @@ class StepBuilder:
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
-        payloads = self.keeper.take(requests, self.allocate)
+        payloads = gather_picks(self.storage, requests, self.allocate)
         return Staged(
             step=step,
             plans=list(planned.rank_plans),

@@ -23,13 +23,12 @@ from penstock.archive.segment import Front, checksum_of, name_of, write_segment
 from penstock.assets.blobs import Blobs
 from penstock.config import template
 from penstock.errors import ConfigError, DiskFull, PenstockError
-from penstock.keep import FolderKeeper, Keeper
-from penstock.keep.folder import read_frame
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.to_archive import Cursor, Gathered, Read, ToArchive
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import Storage
 
 logger = logging.getLogger("penstock.archive")
 COLLECT_S = 2.0
@@ -213,7 +212,7 @@ class Archiving:
         self._engine, self._seen = engine, (0, 0)
         self._archiver: Archiver | None = None
         if settings.archive is not None:
-            read = reader_of(engine.keeper, engine.log)
+            read = reader_of(engine.storage)
             self._archiver = Archiver(settings.archive, settings, engine.log, read, **more)
 
     def turn(self) -> None:
@@ -263,9 +262,6 @@ def _as_toml(settings: PlaneSettings) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
 
 
-def reader_of(keeper: Keeper, log: Log) -> Read:
-    """Gives frames of the plane's own folder to the archive's thread."""
-    if isinstance(keeper, FolderKeeper) and log.folder is not None:
-        folder = log.folder / "frames"
-        return lambda location, _group: read_frame(folder, location)
-    return lambda location, _group: keeper.read(location)
+def reader_of(storage: Storage) -> Read:
+    """Reads frames of the plane's own storage."""
+    return lambda location, _group: storage.read(location)[0]

@@ -4,7 +4,7 @@
     step     engine.draw     ->  [steps: plan from facts]                 ->  engine.record            durable
                              ->  [steps: gather the payloads]             ->  staged                   delivered
 
-What stands in brackets runs on a worker's thread and touches nothing but the keeper. So no turn of the loop depends on
+What stands in brackets runs on a worker's thread and touches nothing but storage. So no turn of the loop depends on
 the size of a group or of a step: heartbeats, puts and answers go on while a step is built.
 """
 
@@ -19,17 +19,15 @@ import xxhash
 
 from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError
-from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
-from penstock.keep.keeper import DamagedFrame
 from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
+from penstock.storage import DamagedFrame
 
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
@@ -108,16 +106,20 @@ class Pipeline:
             raise results
         for result in results:
             if isinstance(result, Arrived):
+                self._engine.segments.expect_own(result.location)
                 self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
             else:
                 self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 
     def collect(self) -> list[Outcome]:
         """Accept what was checked and kept since the last time; what is returned without error is durable."""
+        finished = self._engine.segments.take_finished()  # before `finish`: what was written to them is known after it
         self._workers.finish()
         with suppress(DiskFull):  # a step that is planned is written down, whether or not anybody still waits for it
             self._record()
-        return self.refused() + self._engine.acceptance.flush()
+        outcomes = self.refused() + self._engine.acceptance.flush()
+        self._engine.tidy(finished)
+        return outcomes
 
     def refused(self) -> list[Outcome]:
         """What became of groups that were not accepted since the last time."""
@@ -184,13 +186,13 @@ class Pipeline:
 
     def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
         """Facts made for another `seq_len`, which cuts some of their samples, are made anew."""
-        settings, keeper = self._engine.settings, self._engine.keeper
+        settings, storage = self._engine.settings, self._engine.storage
         seq_len = settings.packing.seq_len
         found: list[GroupFacts] = []
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
             facts = GroupFacts.from_bytes(data)
             if not facts.fits(seq_len):
-                facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
+                facts = check_group(storage.read(at.location)[0], group=at.group, seq_len=seq_len)
             found.append(facts)
         return found
 
@@ -249,13 +251,7 @@ def failure_in_words(error: Exception) -> str:
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
-def keeper_of(log: Log) -> Keeper:
-    """Where a log's frames are kept: in its own folder, or in memory as it is."""
-    return MemoryKeeper() if log.folder is None else FolderKeeper(log.folder / "frames", life=log.epoch)
-
-
 def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:
     """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
-    settings, keeper = engine.settings, engine.keeper
-    intake = Intake(settings, keeper)
-    return Pipeline(engine, intake, StepBuilder(settings.packing, keeper, allocate), workers)
+    intake = Intake(engine.settings, engine.writer)
+    return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage, allocate), workers)

@@ -25,8 +25,8 @@ from penstock.serve.decisions.decision_records import DropGroup, Lose, Quarantin
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Incoming, Intake, Refused
 from penstock.serve.decisions.log import GroupRow, Log
+from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.step_builder import StepBuilder
-from penstock.serve.process.pipeline import keeper_of
 from penstock.serve.settings import PlaneSettings
 
 
@@ -123,14 +123,13 @@ class _Life:
             self.close()
             self._settings = settings_of(text)
             log = Log(self._folder, disk_reserve_bytes=0)
-            self._engine = Engine(self._settings, log, keeper_of(log))
-            self._intake = Intake(self._settings, self._engine.keeper)
-            self._builder = StepBuilder(self._settings.packing, self._engine.keeper)
+            self._engine = Engine(self._settings, log, storage_of(self._settings, self._folder))
+            self._intake = Intake(self._settings, self._engine.writer)
+            self._builder = StepBuilder(self._settings.packing, self._engine.storage)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-            self._engine.keeper.close()
             self._engine.log.close()
             self._engine = None
 

@@ -18,7 +18,6 @@ import xxhash
 import zmq
 
 from penstock.errors import CorruptFrame, DiskFull, Fenced, PenstockError
-from penstock.keep import Keeper
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
@@ -43,22 +42,24 @@ from penstock.send.shared_memory import SharedPlane
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.journal import run_at_once
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.process.archiver import Archiving
 from penstock.serve.process.effect_runner import EffectRunner
 from penstock.serve.process.pipeline import (
     AlteredOnTheWay,
     Pipeline,
     failure_in_words,
-    keeper_of,
     pipeline_of,
 )
 from penstock.serve.process.plane_sessions import admission_of, coordinator_of
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
-from penstock.serve.process.workers import Threads, Workers, raise_if_failed
+from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import Storage
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = _LOOK_S = 1.0
@@ -73,19 +74,19 @@ class Server:
         log: Log,
         carriers: Sequence[PlaneCarrier],
         *,
-        keeper: Keeper | None = None,
+        storage: Storage | None = None,
         on_turn: Callable[[], None] = lambda: None,
         workers: Workers | None = None,
         pipeline: Callable[[Engine, Workers], Pipeline] | None = None,
     ) -> None:
-        """`keeper` holds the frames: by default in the log's folder, or in memory as the log is. `workers` and
+        """`storage` holds the frames: by default what the settings say. `workers` and
         `pipeline` are for simulations."""
         self.settings = settings
-        self._keeper = keeper or keeper_of(log)
-        self.engine = Engine(settings, log, self._keeper)
+        self._storage = storage or storage_of(settings, log.folder)
+        self.engine = Engine(settings, log, self._storage)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
-        self.engine.journal.sweep = lambda: self._workers.submit("sweep", self._keeper.sweep, raise_if_failed)
+        self.engine.journal.run_beside = partial(self._workers.submit, "sweep")
         self._pipeline = (pipeline or partial(pipeline_of, allocate=shared))(self.engine, self._workers)
         self.coordinator = coordinator_of(settings, log, self.engine)
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
@@ -137,6 +138,8 @@ class Server:
     def _close(self) -> None:
         for carrier in self._carriers:
             carrier.close()
+        self._workers.close()  # first: what is being written has an end
+        self.engine.journal.run_beside = run_at_once
         try:
             self.archiving.close()
             if self.failure is None:
@@ -144,8 +147,7 @@ class Server:
         except PenstockError as error:
             logger.warning("not written at the end, and found out again at the next start: %s", error)
         finally:
-            self._workers.close()
-            self._keeper.close()
+            self._storage.close()
             self._log.close()
 
     def stop(self) -> None:

@@ -97,12 +97,6 @@ class Threads:
             self.wake.call()
 
 
-def raise_if_failed(result: object) -> None:
-    """What is done with a result that is only there to have succeeded."""
-    if isinstance(result, Exception):
-        raise result
-
-
 def _result(job: Job) -> Any:
     try:
         return job()

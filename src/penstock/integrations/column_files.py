@@ -1,4 +1,4 @@
-"""A keeper in a folder: frames end to end in segment files, one sync for all that are kept together.
+"""Columns in the files of a folder: blocks end to end in segment files, one sync for all that are kept together.
 
     frames/000003-000001    [frame][frame][frame]...        segment 1 of the third life of this folder
     location                000003-000001:8192:310284       segment, offset, bytes
@@ -26,11 +26,10 @@ from pathlib import Path
 
 from penstock.arrays.ragged import offsets_of
 from penstock.atomic import sync
-from penstock.encode.layout import Allocate, Buffer
+from penstock.encode.layout import Buffer
 from penstock.errors import CorruptFrame, DiskFull, StorageError
-from penstock.keep.keeper import Pick, take_from
 
-logger = logging.getLogger("penstock.keeper")
+logger = logging.getLogger("penstock.columns")
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this is continued in a new one."""
 _NAME = re.compile(r"\d{6,}-\d{6,}")
@@ -39,7 +38,7 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class FolderKeeper:
+class ColumnFiles:
     """Frames in the files of one folder, which one process owns at a time; `life` tells its owners apart."""
 
     def __init__(self, folder: str | Path, *, life: int) -> None:
@@ -133,12 +132,6 @@ class FolderKeeper:
         finally:
             os.close(file)
 
-    def take(self, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None) -> list[memoryview]:
-        taken = take_from(self.read, requests, allocate)
-        with self._lock:  # what is mapped counts as ours, and is not needed before the next step
-            self._maps.clear()
-        return taken
-
     # -------------------------------------------------------------- giving back
 
     def forget(self, locations: Iterable[str]) -> None:
@@ -198,23 +191,10 @@ class FolderKeeper:
         self._maps.clear()
 
 
-def read_frame(folder: Path, location: str) -> bytes:
-    """A frame of a folder that another process may own: copied, since that may give it back at any time."""
-    segment, offset, size = _parts(location)
-    try:
-        with (folder / segment).open("rb") as file:
-            found = os.pread(file.fileno(), size, offset)
-    except OSError as error:
-        raise CorruptFrame(f"{folder / segment}: {error.strerror}") from None
-    if len(found) < size:
-        raise CorruptFrame(f"{folder / segment}: {len(found)} of {size} bytes of a frame")
-    return found
-
-
 def _parts(location: str) -> tuple[str, int, int]:
     found = _LOCATION.fullmatch(location)
     if found is None:
-        raise CorruptFrame(f"location {location[:80]!r}: not in this folder; a run with keepers has its frames there")
+        raise CorruptFrame(f"location {location[:80]!r}: not in this folder")
     return found[1], int(found[2]), int(found[3])
 
 
