@@ -130,6 +130,12 @@ def test_a_command_that_was_removed_says_what_to_use(
     assert said.startswith(f"penstock {command}: removed; ") and words in said
 
 
+def test_a_flag_that_was_removed_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "runs/x", "--copies", "2"]) == 2
+    words = "--copies: removed; a plane writes frames to its own storage: use a folder on a shared filesystem"
+    assert words in capsys.readouterr().err
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from penstock.config.removed import REMOVED_COMMANDS
+from penstock.config.removed import removed_words
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__
@@ -57,8 +57,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one line on stderr and exit code 1."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in REMOVED_COMMANDS:
-        print(f"penstock {words[0]}: removed; {REMOVED_COMMANDS[words[0]]}", file=sys.stderr)
+    if removed := removed_words(words):
+        print(removed, file=sys.stderr)
         return 2
     args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
     try:

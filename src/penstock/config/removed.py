@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _STORAGE = "a plane writes frames to its own storage"
 REMOVED = {
     "copies": f"{_STORAGE}: use a folder on a shared filesystem",
     "node": f"{_STORAGE}, and every process is served alike: leave it out",
-    "keeper_s": f"{_STORAGE}, and there is no keeper to wait for: leave it out",
+    "keeper_s": f"{_STORAGE}, and waits for no other process to store one: leave it out",
     "frames": f"{_STORAGE}, the folder of `log`: give `log` a folder on a shared filesystem",
 }
 """Name -> what to do instead."""
 REMOVED_COMMANDS = {
     "keep": f"{_STORAGE}: start `penstock serve` on a folder of a shared filesystem",
-    "simulate": "there are no keepers to place: docs/sizing.md has the formula for one plane",
+    "simulate": "docs/sizing.md has the formula for how much one plane can serve",
 }
 """Command -> what to do instead."""
+REMOVED_FLAGS = {
+    **{("serve", f"--{name}"): REMOVED[name] for name in ("copies", "node", "frames")},
+    ("keys", "--keeper"): "use --writer NAME for a process that you trust",
+}
+"""Command and flag -> what to do instead."""
+
+
+def removed_words(words: Sequence[str]) -> str:
+    """What to say to a command line of an earlier version; empty for one of this version.
+
+    >>> removed_words(["keys", "runs/keys", "--keeper=node-3"])
+    'penstock keys: --keeper: removed; use --writer NAME for a process that you trust'
+    """
+    command = words[0] if words else ""
+    if command in REMOVED_COMMANDS:
+        return f"penstock {command}: removed; {REMOVED_COMMANDS[command]}"
+    flags = [word.partition("=")[0] for word in words[1:]]
+    found = next((flag for flag in flags if (command, flag) in REMOVED_FLAGS), None)
+    return "" if found is None else f"penstock {command}: {found}: removed; {REMOVED_FLAGS[command, found]}"
 
 
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:

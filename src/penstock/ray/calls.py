@@ -6,7 +6,6 @@ seconds while a node dies, a call on a handle cannot. Ray's errors become ours h
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ CALL_S = 10.0
 _LOOK_S = 0.05
 _HEAD = "node:__internal_head__"
 """The resource by which a cluster's head node is known."""
-NAMED = "penstock-node:"
-"""How the resource begins that names a node, where several are on one host."""
 _ACTOR_BYTES = 1 << 20
 """An actor that asks for nothing is put on any node, whichever is preferred."""
 _handles: dict[str, Handle] = {}
@@ -41,8 +38,6 @@ class Node:
 
     id: str
     """New whenever Ray is started there."""
-    name: str
-    """Of its host, or what a resource of the node says: `ray start --resources '{"penstock-node:NAME": 1}'`."""
     is_head: bool
 
 
@@ -72,15 +67,8 @@ def nodes() -> list[Node]:
     import ray
 
     return [
-        Node(id=found["NodeID"], name=_name_of(found), is_head=_HEAD in found.get("Resources", {}))
-        for found in ray.nodes()
-        if found["Alive"]
+        Node(id=found["NodeID"], is_head=_HEAD in found.get("Resources", {})) for found in ray.nodes() if found["Alive"]
     ]
-
-
-def _name_of(found: dict[str, Any]) -> str:
-    given = [name.removeprefix(NAMED) for name in found.get("Resources", {}) if name.startswith(NAMED)]
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", given[0] if given else found["NodeManagerHostname"])
 
 
 def my_address() -> str:

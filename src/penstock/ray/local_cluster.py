@@ -6,7 +6,6 @@ For tests, the demo and measurements. A node is lost as a machine is: all its pr
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.extras import require
-from penstock.ray.calls import NAMED
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's own minimum is 75 MB. Nothing of ours lies in an object store."""
@@ -41,18 +39,11 @@ class LocalCluster:
             "node_ip_address": "127.0.0.1",
             "include_dashboard": False,
         }
-        self._numbers = itertools.count()
         self._cluster: Any = Cluster()
         self._nodes: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
-        """Of every node that there is or was, by its id."""
         for _ in range(nodes):
             self.add_node()
         self._attach()
-
-    def _told(self, name: str) -> dict[str, Any]:
-        """What a node is told: a name of its own, for they all have one host."""
-        return self._settings | {"resources": {f"{NAMED}{name}": 1}}
 
     def _attach(self) -> None:
         import ray
@@ -74,23 +65,22 @@ class LocalCluster:
         """The ids of the nodes that may be lost."""
         return [node for node in self._nodes if node != self.head]
 
-    def add_node(self, name: str | None = None) -> str:
-        """One more, or one of that name again, with its disk; its id.
+    def add_node(self) -> str:
+        """One more; its id.
 
         Ray gives a node half a minute to start, which is not enough on a busy machine: it is tried three times.
         """
-        name = name or f"node{next(self._numbers)}"
         for last in (False, False, True):
             before = set(descendants(os.getpid()))
             try:
-                node = self._cluster.add_node(**self._told(name))
+                node = self._cluster.add_node(**self._settings)
             except Exception:  # Ray raises no other
                 if last:
                     raise
                 for process in set(descendants(os.getpid())) - before:
                     kill(process)
             else:
-                self._nodes[node.node_id], self.names[node.node_id] = node, name
+                self._nodes[node.node_id] = node
                 return str(node.node_id)
         raise AssertionError
 

@@ -58,7 +58,7 @@ class RayTorture(Run):
         elif kind == "node":
             node_id = self._rng.choice(self._cluster.others)
             self._cluster.kill_node(node_id)
-            self._cluster.add_node(self._cluster.names[node_id])
+            self._cluster.add_node()
         else:
             return super().kill(name)
         return time.monotonic()

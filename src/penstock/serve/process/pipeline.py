@@ -144,9 +144,9 @@ class Pipeline:
         if self._busy:
             return f"step {self._engine.last_step} to be built"
         if step <= self._engine.last_step:
-            waits = self._build(step)
+            self._build(step)
             self._raise_failure()
-            return waits or f"step {step} to be built"
+            return f"step {step} to be built"
         drawn = self._engine.draw_step(step)
         if isinstance(drawn, str):
             return drawn
@@ -213,21 +213,20 @@ class Pipeline:
             self._to_record = None
             self._build(drawn.step)
 
-    def _build(self, step: int) -> str:
-        """Begin to; or say in words whom it has to wait for."""
+    def _build(self, step: int) -> None:
+        """Start building a planned step on a worker's thread."""
         try:
             planned, groups = self._engine.planned(step)
         except CorruptFrame as error:
             self._asked_by = self._session
             self._built(step, error)
-            return ""
+            return
 
         def built(found: Staged | Exception) -> None:
             if self._engine.is_planned(step, planned):
                 self._built(step, found)
 
         self._submit(lambda: self._builder.build(step, planned, groups), built)
-        return ""
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
