@@ -32,7 +32,7 @@ from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from penstock.testing.model_run import close_engine, open_engine
 
-CALLS = ("pwrite64", "write", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
+CALLS = ("pwrite64", "write", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
 STEPS, PER_STEP = 3, 2
 EVAL_BYTES = len(ps.encode(named_group("e1", tokens=40))) * 3 // 2
 """Kept of evaluation groups: one, so that the one before is given back."""

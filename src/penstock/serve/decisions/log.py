@@ -109,8 +109,8 @@ class Log:
     def _open(self) -> None:
         if self.folder is not None and read_witness(self.folder) is not None and not Path(self._path).exists():
             raise CorruptFile(f"{self._path}: missing, and the run began before; {_PUT_BACK}")
-        self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
         with typed_errors(self._path):
+            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
             self._db.execute(f"PRAGMA page_size={_PAGE}")
             if self._exclusive:  # first: write-ahead logging then keeps its index in this process
                 self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -151,8 +151,8 @@ class Log:
             )
         if seen is not None and seen.run_id != run_id:
             raise CorruptFile(
-                f"{self._path}: of run {run_id[:12] or 'none'}, and this folder is of run {seen.run_id[:12]}; "
-                f"{_PUT_BACK}"
+                f"{self._path}: {f'of run {run_id[:12]}' if run_id else 'holds no run (is its -wal file missing?)'}, "
+                f"and this folder is of run {seen.run_id[:12]}; {_PUT_BACK}"
             )
         if seen is not None and seen.commits > self._commits:
             raise CorruptFile(
