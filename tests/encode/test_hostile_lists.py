@@ -48,6 +48,11 @@ def tampered(place: int, value: Any, *, body: bytes | None = None) -> bytes:
         (2, [SPARSE, 2, [], [[3, 4, [], []]]]),
         (3, [2]),  # trailing dimensions and lists at once
         (6, True),  # lists do not share prefixes
+        (10, [2]),  # items per sample: too few, of too many samples, negative, beyond any limit
+        (10, []),
+        (10, [2, 1]),
+        (10, [4, -1]),
+        (10, [2**64 - 1]),
         (1, "<f4"),
     ],
 )
@@ -92,3 +97,12 @@ def test_samples_whose_lists_are_all_empty_come_back(lengths: list[int]) -> None
     ]
     for frame in (ps.encode(samples), ps.encode(samples, "small")):
         assert list(decode(frame)) == samples
+
+
+def test_items_that_another_sample_has_are_corrupt() -> None:
+    samples = [ps.Sample(id=f"{i}", token_ids=[5, 6], sampling_mask=[[], [6]]) for i in range(2)]
+    header, head, body = parts(ps.encode(samples))
+    assert header[8][2][10] == [1, 1]
+    header[8][2][10] = [2, 0]
+    with pytest.raises(CorruptFrame, match="sampling_mask: the items per sample in the header are not those of the"):
+        decode(forged(header, head, body))

@@ -161,7 +161,7 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
         return _sparse_rows(name, batch, head, body)
     values = found.values
     if column.ragged:
-        return _lists(column, values, body, batch.trained)
+        return _lists(column, found, body, batch.trained)
     # Only what the model saw follows from the tokens alone; masks and log-probabilities differ by branch.
     share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values
@@ -179,11 +179,20 @@ def _follows_tokens(column: Column, values: Array, batch: Samples, prefixes: Pre
     return shares_values(values, batch.offsets, prefixes)
 
 
-def _lists(column: Column, lists: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
+def _lists(column: Column, found: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
     """A column in which every token has a list."""
+    lists: Ragged = found.values
     counts, values = body.write_lists(lists, trained)
-    num_items, form = len(lists.values), form_of(column)
-    return ColumnBlock(column.name, lists.dtype.str, values, counts=counts, num_items=num_items, form=form)
+    items = tuple(np.diff(lists.offsets[found.offsets]).tolist())
+    return ColumnBlock(
+        column.name,
+        lists.dtype.str,
+        values,
+        counts=counts,
+        num_items=len(lists.values),
+        form=form_of(column),
+        items=items,
+    )
 
 
 def form_of(column: Column) -> Form | None:
@@ -200,7 +209,7 @@ def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> Co
     rows = head.write(_row_kinds(found.lengths, column))
     values = found.values
     if column.ragged:
-        return replace(_lists(column, values, section), rows=rows, num_values=len(values))
+        return replace(_lists(column, found, section), rows=rows, num_values=len(values))
     trailing = tuple(values.shape[1:])
     block = section.write_rows(values) if trailing else section.write(values)
     return ColumnBlock(name, values.dtype.str, block, trailing, rows, len(values), form=form_of(column))
