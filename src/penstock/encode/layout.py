@@ -172,6 +172,11 @@ def frame_size(prefix: Buffer) -> int:
     return PREFIX_SIZE + header_size + head_size + body_size
 
 
+def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
+    """(header, head, body): bytes of each part of the frame that begins with these bytes, at least 48 of them."""
+    return _read_prefix(memoryview(prefix))[:3]
+
+
 def _read_prefix(view: memoryview) -> tuple[int, int, int, int, int]:
     """(header_size, head_size, body_size, body_hash, front_hash) of a frame of a version that is known."""
     if len(view) < PREFIX_SIZE:
