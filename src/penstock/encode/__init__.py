@@ -6,9 +6,10 @@ from penstock.encode.front import digest_of, front_of, front_size
 from penstock.encode.head import Head, Limits, read_head
 from penstock.encode.ranges import Pieces, RangedFrame
 from penstock.encode.reading import decode
-from penstock.encode.writing import encode
+from penstock.encode.writing import FramePieces, encode, encode_group
 
 __all__ = [
+    "FramePieces",
     "Head",
     "Limits",
     "Pieces",
@@ -19,6 +20,7 @@ __all__ = [
     "decode",
     "digest_of",
     "encode",
+    "encode_group",
     "front_of",
     "front_size",
     "read_frames",

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from penstock.testing.fuzz_frames import Frames, RankPlans
+from penstock.testing.fuzz_frames import Frames, Ranges, RankPlans
 from penstock.testing.fuzz_keepers import Keepers
 from penstock.testing.fuzz_messages import Messages
 from penstock.testing.fuzz_mutation import Change, change_bytes
@@ -46,6 +46,7 @@ class Target(Protocol):
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "decode": Frames,
+    "ranges": Ranges,
     "rank_plans": RankPlans,
     "messages": Messages,
     "keepers": Keepers,
