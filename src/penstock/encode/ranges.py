@@ -100,7 +100,8 @@ class RangedColumn:
 
     def pairs(self, rows: Sequence[int]) -> list[Range]:
         """The stored rows of these samples, in their order; neighbours joined, for they are read and copied as one."""
-        edges, out = self._edges, []
+        edges = self._edges
+        out: list[Range] = []
         for i in rows:
             for a, b in ((edges[i], edges[i + 1]),) if self.prefixes is None else self._with_ancestors(i):
                 if out and out[-1][1] == a:
