@@ -106,3 +106,13 @@ def test_items_that_another_sample_has_are_corrupt() -> None:
     header[8][2][10] = [2, 0]
     with pytest.raises(CorruptFrame, match="sampling_mask: the items per sample in the header are not those of the"):
         decode(forged(header, head, body))
+
+
+def test_bools_in_rows_are_true_or_false_whatever_the_byte() -> None:
+    flags = ps.Column("flags", dtype="bool", trailing=1)
+    rows = np.array([[True, False], [False, True], [True, True]])
+    header, head, body = parts(ps.encode([ps.Sample(id="a", token_ids=[5, 6, 7], columns={flags: rows})]))
+    at = body.index(rows.tobytes())
+    altered = body[:at] + bytes([2, 0, 0, 255, 1, 1]) + body[at + 6 :]
+    found = decode(forged(header, head, altered))["flags"].values
+    assert found.view(np.uint8).tolist() == rows.astype(np.uint8).tolist()

@@ -27,7 +27,7 @@ GAPS = (0, 7, GAP)
 
 
 def read(frame: bytes, rows: list[int], gap: int = GAP) -> tuple[RangedFrame, list[int], Pieces]:
-    """One pick, of which nothing is at hand but the front and the ranges of these rows."""
+    """One pick, read from nothing but the front and the ranges of these rows."""
     ranged = RangedFrame(front_of(frame))
     ranges = ranged.ranges(rows, gap=gap)
     return ranged, rows, Pieces(ranges, [frame[a:b] for a, b in ranges])
