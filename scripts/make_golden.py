@@ -221,6 +221,23 @@ def top_k_of_a_teacher() -> list[ps.Sample]:
     return made
 
 
+def sampling_masks_with_items() -> list[ps.Sample]:
+    """As `sampling_masks`, from writers that say how many list items each sample has."""
+    return sampling_masks()
+
+
+def kept_sets_everywhere_with_items() -> list[ps.Sample]:
+    return kept_sets_everywhere()
+
+
+def own_columns_with_items() -> list[ps.Sample]:
+    return own_columns()
+
+
+def own_columns_everywhere_with_items() -> list[ps.Sample]:
+    return own_columns_everywhere()
+
+
 def one_token() -> list[ps.Sample]:
     return [ps.Sample(id="a", token_ids=[0])]
 
@@ -242,9 +259,16 @@ BATCHES = (
     own_columns,
     own_columns_everywhere,
     top_k_of_a_teacher,
+    sampling_masks_with_items,
+    kept_sets_everywhere_with_items,
+    own_columns_with_items,
+    own_columns_everywhere_with_items,
     one_token,
     empty,
 )
+WITHOUT_ITEMS = ("sampling_masks", "kept_sets_everywhere", "own_columns", "own_columns_everywhere")
+"""Batches whose golden frames were written before frames had list items per sample: they decode, but a writer of today
+gives other bytes."""
 PROFILES: tuple[Profile, ...] = ("fast", "small")
 
 

@@ -15,7 +15,14 @@ import pytest
 from penstock.testing.fuzz import TARGETS, Tried, explore, read_corpus, try_one
 
 CORPUS = Path(__file__).parent / "fuzz_corpus"
-INPUTS = {"decode": 600, "rank_plans": 1500, "messages": 80, "records": 100, "queries": 1500}
+INPUTS = {
+    "decode": 600,
+    "ranges": 600,
+    "rank_plans": 1500,
+    "messages": 80,
+    "records": 100,
+    "queries": 1500,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.encode.codings import Profile
 from penstock.errors import CorruptFrame
 from penstock.testing.reference import record
-from scripts.make_golden import BATCHES, DIGESTS, PROFILES, digest
+from scripts.make_golden import BATCHES, DIGESTS, PROFILES, WITHOUT_ITEMS, digest
 from tests.encode.frames import FRAMES, REFUSED
 
 
@@ -30,7 +30,10 @@ def test_golden_samples_encoded_today_come_back_equal(path: Path, profile: str) 
     assert [record(sample) for sample in again] == [record(sample) for sample in samples]
 
 
-@pytest.mark.parametrize("path", FRAMES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+NEWEST = [path for path in FRAMES if path.stem.rpartition("_")[0] not in WITHOUT_ITEMS]
+
+
+@pytest.mark.parametrize("path", NEWEST, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_golden_samples_encoded_today_give_the_golden_bytes(path: Path) -> None:
     profile: Profile = "small" if path.stem.endswith("small") else "fast"
     assert ps.encode(ps.decode(path.read_bytes()), profile) == path.read_bytes()

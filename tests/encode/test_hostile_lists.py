@@ -48,6 +48,11 @@ def tampered(place: int, value: Any, *, body: bytes | None = None) -> bytes:
         (2, [SPARSE, 2, [], [[3, 4, [], []]]]),
         (3, [2]),  # trailing dimensions and lists at once
         (6, True),  # lists do not share prefixes
+        (10, [2]),  # items per sample: too few, of too many samples, negative, beyond any limit
+        (10, []),
+        (10, [2, 1]),
+        (10, [4, -1]),
+        (10, [2**64 - 1]),
         (1, "<f4"),
     ],
 )
@@ -92,3 +97,22 @@ def test_samples_whose_lists_are_all_empty_come_back(lengths: list[int]) -> None
     ]
     for frame in (ps.encode(samples), ps.encode(samples, "small")):
         assert list(decode(frame)) == samples
+
+
+def test_items_that_another_sample_has_are_corrupt() -> None:
+    samples = [ps.Sample(id=f"{i}", token_ids=[5, 6], sampling_mask=[[], [6]]) for i in range(2)]
+    header, head, body = parts(ps.encode(samples))
+    assert header[8][2][10] == [1, 1]
+    header[8][2][10] = [2, 0]
+    with pytest.raises(CorruptFrame, match="sampling_mask: the items per sample in the header are not those of the"):
+        decode(forged(header, head, body))
+
+
+def test_bools_in_rows_are_true_or_false_whatever_the_byte() -> None:
+    flags = ps.Column("flags", dtype="bool", trailing=1)
+    rows = np.array([[True, False], [False, True], [True, True]])
+    header, head, body = parts(ps.encode([ps.Sample(id="a", token_ids=[5, 6, 7], columns={flags: rows})]))
+    at = body.index(rows.tobytes())
+    altered = body[:at] + bytes([2, 0, 0, 255, 1, 1]) + body[at + 6 :]
+    found = decode(forged(header, head, altered))["flags"].values
+    assert found.view(np.uint8).tolist() == rows.astype(np.uint8).tolist()

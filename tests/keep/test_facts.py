@@ -110,8 +110,8 @@ def test_facts_that_cannot_be_read_are_an_error_in_words() -> None:
     for data in (b"", b"\xc1", facts.to_bytes()[:-1], facts.to_bytes() + b"x", *unreadable):
         with pytest.raises(CorruptFrame, match="facts of a group: "):
             GroupFacts.from_bytes(data)
-    later = msgspec.structs.replace(facts, format=4).to_bytes()
-    with pytest.raises(CorruptFrame, match="facts of a group: format 4; this version reads 3"):
+    later = msgspec.structs.replace(facts, format=5).to_bytes()
+    with pytest.raises(CorruptFrame, match="facts of a group: format 5; this version reads 4"):
         GroupFacts.from_bytes(later)
 
 

@@ -116,9 +116,15 @@ class MaskRuns:
             return values[self.mask]
         return np.concatenate([values[a:b] for a, b in self.on]) if self.on else values[:0]
 
-    def put(self, kept: Array) -> Array:
-        """The inverse of `take`: zeros where the mask is False."""
-        out = np.zeros((len(self.mask), *kept.shape[1:]), kept.dtype)
+    def put(self, kept: Array, out: Array | None = None) -> Array:
+        """The inverse of `take`: zeros where the mask is False. Writes into `out` where one is given."""
+        if out is None:
+            out = np.zeros((len(self.mask), *kept.shape[1:]), kept.dtype)
+        elif self.is_choppy:
+            out[:] = 0
+        else:
+            for a, b in self.off:
+                out[a:b] = 0
         if self.is_choppy:
             out[self.mask] = kept
             return out

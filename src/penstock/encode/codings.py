@@ -37,6 +37,8 @@ from penstock.errors import CorruptFrame
 Profile: TypeAlias = Literal["fast", "small"]
 RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
+_OCTETS = (RAW, CONSTANT, PLANES)
+"""Codings whose bytes become values as they are: bools among them are read as bytes first."""
 
 
 class Writer:
@@ -191,7 +193,7 @@ class Reader:
 
     def read(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns | None = None) -> Array:
         """The one-dimensional array of `count` values that was written as `block`."""
-        if dtype == np.bool_ and block.coding in (RAW, CONSTANT, PLANES):
+        if dtype == np.bool_ and block.coding in _OCTETS:
             octets = self.read(block, np.dtype("|u1"), count, what)
             return octets.astype(np.bool_)  # a bool made of any other byte than 0 and 1 is undefined
         if block.coding == RAW:
@@ -227,7 +229,9 @@ class Reader:
         trained: MaskRuns | None = None,
     ) -> Array:
         """The [count, *shape] array that `write_rows` wrote."""
-        size = int(np.prod(shape, dtype=np.int64))
+        if dtype == np.bool_ and block.coding in _OCTETS:
+            return self.read_rows(block, np.dtype("|u1"), count, shape, what).astype(np.bool_)
+        size = math.prod(shape)
         if block.coding == SPARSE and trained is not None:
             _check_sparse(block, count, what, trained)
             return trained.put(self.read_rows(block.parts[0], dtype, block.arg, shape, what))
@@ -282,12 +286,7 @@ class Reader:
             low, high = (np.frombuffer(self.bytes(size, what), np.uint8) for size in expected)
         else:
             low, high = self._planes_of_sizes(block, expected, what)
-        values = unpack_uints(low, high, block.arg, count)
-        if dtype == np.bool_:
-            return values.astype(np.bool_)
-        if dtype.itemsize < 4 and count and int(values.max()) > np.iinfo(dtype).max:
-            raise CorruptFrame(f"{what}: a value does not fit {dtype}")
-        return values.view(dtype) if dtype.itemsize == 4 else values.astype(dtype)
+        return from_uints(unpack_uints(low, high, block.arg, count), dtype, what)
 
     def _planes_of_sizes(self, block: Block, expected: Sequence[int], what: str) -> list[NDArray[np.uint8]]:
         if len(block.sizes) != len(expected):
@@ -299,6 +298,15 @@ class Reader:
 
     def _planes(self, block: Block, expected: Sequence[int], what: str) -> NDArray[np.uint8]:
         return np.stack(self._planes_of_sizes(block, expected, what))
+
+
+def from_uints(values: NDArray[np.uint32], dtype: np.dtype[Any], what: str) -> Array:
+    """Unpacked values in the dtype of their column."""
+    if dtype == np.bool_:
+        return values.astype(np.bool_)
+    if dtype.itemsize < 4 and len(values) and int(values.max()) > np.iinfo(dtype).max:
+        raise CorruptFrame(f"{what}: a value does not fit {dtype}")
+    return values.view(dtype) if dtype.itemsize == 4 else values.astype(dtype)
 
 
 def is_wide(dtype: np.dtype[Any]) -> bool:

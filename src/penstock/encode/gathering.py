@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +138,11 @@ def _sparse_pieces(name: str, picks: Picks) -> Gathered:
 
 def _check_kinds(name: str, parts: Sequence[Cells]) -> None:
     """Raise where parts of a column cannot be joined."""
-    kinds = {(part.dtype, () if isinstance(part, Ragged) else part.shape[1:]) for part in parts}
+    check_kinds(name, {(part.dtype, () if isinstance(part, Ragged) else part.shape[1:]) for part in parts})
+
+
+def check_kinds(name: str, kinds: Collection[tuple[np.dtype[Any], tuple[int, ...]]]) -> None:
+    """Raise where frames have a column in more than one dtype and shape."""
     if len(kinds) > 1:
         words = sorted(f"{dtype}{list(shape)}" for dtype, shape in kinds)
         raise InvalidInput(f"{name}: frames have {' and '.join(words)} per token; give them one dtype and shape")

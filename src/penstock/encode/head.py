@@ -144,10 +144,21 @@ def _check_limits(header: Header, limits: Limits) -> None:
             raise CorruptFrame(f"{spec.name}: {spec.num_values} values for {header.num_tokens} tokens")
         if spec.num_items < 0 or (spec.num_items and spec.counts is None):
             raise CorruptFrame(f"{spec.name}: {spec.num_items} values in lists of no length")
+        _check_items(spec, header.num_samples)
     for text in header.text:
         total += max(text.num_distinct, 0) * 4 + max(text.num_bytes, 0)
     if total > limits.max_bytes:
         raise CorruptFrame(f"frame: would unfold to {total} bytes; this reader takes {limits.max_bytes}")
+
+
+def _check_items(spec: ColumnBlock, num_samples: int) -> None:
+    """Items per sample, where the frame has them, add up to the items of the column."""
+    if spec.items is None:
+        return
+    if spec.counts is None or len(spec.items) != num_samples or min(spec.items, default=0) < 0:
+        raise CorruptFrame(f"{spec.name}: items of {len(spec.items)} samples in a frame of {num_samples}")
+    if sum(spec.items) != spec.num_items:
+        raise CorruptFrame(f"{spec.name}: samples have {sum(spec.items)} of {spec.num_items} values in lists")
 
 
 def _check_names(header: Header) -> None:

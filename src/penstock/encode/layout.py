@@ -1,7 +1,7 @@
 """The frame's skeleton: what lies where, so that sizes can be checked before anything is allocated.
 
     prefix   48 bytes: magic, version, section sizes, checksums
-    header   msgpack: counts, and for every block its coding and sizes, but no values
+    header   msgpack: counts, and for every block its coding and sizes, but no values per token
     head     values per sample: lengths, ids, groups, versions, rewards given per sample, ...
     body     values per token, each buffer at a multiple of 8 bytes
 
@@ -89,11 +89,15 @@ class ColumnBlock(msgspec.Struct, frozen=True, array_like=True):
     """Values of all lists together; only used with `counts`."""
     form: Form | None = None
     """What it takes to keep the column without knowing it; None for those that every reader knows."""
+    items: tuple[int, ...] | None = None
+    """Of a column of lists: per sample the number of values in its lists. None in frames of earlier writers."""
 
     def to_wire(self) -> tuple[Any, ...]:
-        """As it is written: without the fields behind `shares_prefixes` where they say nothing."""
+        """The fields that are written: those behind `shares_prefixes`, and `items`, only where they say something."""
         fields = msgspec.structs.astuple(self)
-        return fields if self.form is not None else fields[:_FIRST_FIELDS]
+        if self.form is None:
+            return fields[:_FIRST_FIELDS]
+        return fields[:-1] if self.items is None else fields
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -166,6 +170,11 @@ def frame_size(prefix: Buffer) -> int:
     """The length of the frame that begins with these bytes, at least 48 of them."""
     header_size, head_size, body_size, _, _ = _read_prefix(memoryview(prefix))
     return PREFIX_SIZE + header_size + head_size + body_size
+
+
+def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
+    """(header, head, body): bytes of each part of the frame that begins with these bytes, at least 48 of them."""
+    return _read_prefix(memoryview(prefix))[:3]
 
 
 def _read_prefix(view: memoryview) -> tuple[int, int, int, int, int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.arrays.columns import TOPK, Cells
 from penstock.arrays.images import check_spans
@@ -38,7 +39,7 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
     reader, offsets = Reader(sections.body, align=True), offsets_of(head.lengths)
     columns = {name: _unfold(column, offsets) for name, column in _read_body(head, offsets, reader).items()}
     samples = _samples(head, columns | head.columns)
-    _check_values(samples, head)
+    check_values(samples, head.loss_tokens)
     used["header"] = len(sections.header) + PREFIX_SIZE
     return head, samples, used + reader.used
 
@@ -118,14 +119,23 @@ def _read_column(spec: ColumnBlock, head: Head, offsets: Offsets, reader: Reader
         kinds = head.row_kinds[spec.name]
         lengths = np.where(kinds == 2, head.lengths, kinds.astype(np.int64))
         rows = ragged(spec, _read_values(spec, dtype, spec.num_values, reader, None), lengths)
+        _check_items(spec, rows)
         return Stored(rows.values, rows.offsets, None)
     count = head.header.num_tokens
     if not spec.shares_prefixes:
-        return Stored(_read_values(spec, dtype, count, reader, trained), offsets, None)
+        full = Ragged(_read_values(spec, dtype, count, reader, trained), offsets)
+        _check_items(spec, full)
+        return Stored(full.values, offsets, None)
     if head.prefixes is None:
         raise CorruptFrame(f"{spec.name}: shares prefixes where there are none")
     values = _read_values(spec, dtype, count - head.header.num_shared, reader, None)
     return Stored(values, offsets_of(head.lengths - head.prefixes.shared), head.prefixes)
+
+
+def _check_items(spec: ColumnBlock, rows: Ragged) -> None:
+    """Raise where the header's items per sample are not those of the lists: a range reader relies on them."""
+    if spec.items is not None and not np.array_equal(np.diff(rows.values.offsets[rows.offsets]), spec.items):
+        raise CorruptFrame(f"{spec.name}: the items per sample in the header are not those of the lists")
 
 
 def _unfold(stored: Stored, offsets: Offsets) -> Ragged:
@@ -148,15 +158,15 @@ def _read_values(
     return reader.read(spec.values, dtype, count, spec.name, trained)
 
 
-def _check_values(samples: Samples, head: Head) -> None:
-    """What a `Sample` guarantees of itself must also hold for samples that came as bytes."""
+def check_values(samples: Samples, loss_tokens: NDArray[np.int64]) -> None:
+    """Raise CorruptFrame unless samples that came as bytes are as valid as a `Sample`. `loss_tokens`: from the head."""
     for name in ("token_ids", "loss_mask"):
         if name not in samples.columns or samples.columns[name].offsets[-1] != samples.num_tokens:
             raise CorruptFrame(f"frame: column {name} is missing or short")
     mask = samples["loss_mask"].values
     if len(samples) and mask[samples.offsets[:-1]].any():
         raise CorruptFrame("frame: a sample's first token is marked as trained")
-    if not np.array_equal(samples.loss_tokens, head.loss_tokens):
+    if not np.array_equal(samples.loss_tokens, loss_tokens):
         raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
     try:
         for name, column in samples.columns.items():

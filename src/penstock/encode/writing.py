@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
+from penstock.encode.front import digest_of
 from penstock.encode.layout import (
     FIRST_COLUMNS,
     TEXTS,
@@ -53,6 +55,44 @@ def encode_to_send(samples: Iterable[Sample]) -> Buffer:
     """`encode`, in memory that suits large frames."""
     pieces = _pieces_of(samples, "fast")
     return b"".join(pieces) if sum(len(piece) for piece in pieces) < _LARGE_BYTES else join(pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramePieces:
+    """A frame that was encoded but not joined. Large pieces are views of the samples' arrays."""
+
+    samples: Samples
+    prefixes: Prefixes
+    """What the samples share, as the frame stores it."""
+    pieces: list[Buffer]
+    """The buffers that make the frame, for `os.writev`; the first one is the front."""
+
+    @property
+    def front(self) -> bytes:
+        return bytes(self.pieces[0])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the frame."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the frame."""
+        return digest_of(self.pieces)
+
+
+def encode_group(samples: Iterable[Sample]) -> FramePieces:
+    """`encode`, in pieces, with what is known beside the bytes.
+
+    >>> import penstock as ps
+    >>> samples = [ps.Sample(id="a", token_ids=[1, 2, 3])]
+    >>> made = encode_group(samples)
+    >>> b"".join(made.pieces) == ps.encode(samples), made.size == len(ps.encode(samples))
+    (True, True)
+    """
+    batch = Samples.of(samples)
+    prefixes = find_prefixes(batch["token_ids"].values, batch.offsets)
+    return FramePieces(samples=batch, prefixes=prefixes, pieces=frame_pieces(batch, prefixes, {}))
 
 
 def _pieces_of(samples: Iterable[Sample], profile: Profile) -> list[Buffer]:
@@ -161,7 +201,7 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
         return _sparse_rows(name, batch, head, body)
     values = found.values
     if column.ragged:
-        return _lists(column, values, body, batch.trained)
+        return _lists(column, found, body, batch.trained)
     # Only what the model saw follows from the tokens alone; masks and log-probabilities differ by branch.
     share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values
@@ -179,11 +219,20 @@ def _follows_tokens(column: Column, values: Array, batch: Samples, prefixes: Pre
     return shares_values(values, batch.offsets, prefixes)
 
 
-def _lists(column: Column, lists: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
+def _lists(column: Column, found: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
     """A column in which every token has a list."""
+    lists: Ragged = found.values
     counts, values = body.write_lists(lists, trained)
-    num_items, form = len(lists.values), form_of(column)
-    return ColumnBlock(column.name, lists.dtype.str, values, counts=counts, num_items=num_items, form=form)
+    items = tuple(np.diff(lists.offsets[found.offsets]).tolist())
+    return ColumnBlock(
+        column.name,
+        lists.dtype.str,
+        values,
+        counts=counts,
+        num_items=len(lists.values),
+        form=form_of(column),
+        items=items,
+    )
 
 
 def form_of(column: Column) -> Form | None:
@@ -200,7 +249,7 @@ def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> Co
     rows = head.write(_row_kinds(found.lengths, column))
     values = found.values
     if column.ragged:
-        return replace(_lists(column, values, section), rows=rows, num_values=len(values))
+        return replace(_lists(column, found, section), rows=rows, num_values=len(values))
     trailing = tuple(values.shape[1:])
     block = section.write_rows(values) if trailing else section.write(values)
     return ColumnBlock(name, values.dtype.str, block, trailing, rows, len(values), form=form_of(column))

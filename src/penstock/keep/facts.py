@@ -1,8 +1,8 @@
-"""What the plane must know of a group: made once, by whoever checks its frame when it arrives.
+"""Metadata of a group: what the plane must know of it. Made once, from the samples or from the frame they came in.
 
-Decisions need facts, only ranks need bytes. Two kilobytes say of a group which samples it has, how long they are,
-what is trained in them, which columns they carry, what they share, and a digest of each. A step is planned by joining
-the facts of its groups: no frame is opened for that. They travel and are written down deflated, a quarter of that.
+Decisions need metadata, only ranks need bytes. Two kilobytes say which samples a group has, how long they are, what is
+trained in them, which columns they carry, what they share, a digest of each, and where their values lie in the frame.
+A step is planned by joining the metadata of its groups: no frame is opened for that. It is sent and logged deflated.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from penstock.arrays.digests import sample_digests
 from penstock.arrays.own_columns import Own, own_of, table_with
 from penstock.arrays.sample_facts import SampleFacts, Shape
 from penstock.arrays.shared_prefixes import SharedPrefixes
-from penstock.encode import Limits
+from penstock.encode import FramePieces, Limits, front_of
 from penstock.encode.layout import Buffer
 from penstock.encode.node_prefixes import node_prefixes
+from penstock.encode.prefixes import Prefixes
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, InvalidInput
 
-FORMAT = 3
+FORMAT = 4
 _MAX_BYTES = 1 << 26
 """Of facts as msgpack: those of 65,536 samples, the most that a plane takes in a group, are about 15 MB."""
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
+MAX_METRICS, MAX_METRIC_NAME = 32, 64
 
 
 class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -86,6 +88,20 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample how many image patches are in these first tokens."""
     parted: tuple[int, ...] = ()
     """Per sample how many tokens behind them have the same ids, but not the same in what else is computed from."""
+    front: bytes = b""
+    """The frame's front: says where each sample's values lie."""
+    size: int = 0
+    """Bytes of the frame."""
+    env: tuple[str, ...] = ("",)
+    """One per sample, or one for all."""
+    rewards: bytes = b""
+    """float32 per sample: its one number, or the sum over its tokens; NaN = none. Empty where no sample has any."""
+    truncated: bytes = b""
+    """bool per sample: whether its rollout was cut off. Empty where it is not known."""
+    seconds: tuple[float, ...] = ()
+    """Per sample how long its rollout took. Empty where it is not known."""
+    metrics: dict[str, float] = {}
+    """Numbers of the group that a producer adds: at most 32, with names of at most 64 characters."""
 
     @property
     def num_samples(self) -> int:
@@ -110,6 +126,7 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             raise CorruptFrame(f"facts of a group: {error}") from None
         if found.format != FORMAT:
             raise CorruptFrame(f"facts of a group: format {found.format}; this version reads {FORMAT}")
+        _check_sizes(found)
         return found
 
 
@@ -124,9 +141,39 @@ def _inflated(data: bytes) -> bytes:
     return found
 
 
+def _check_sizes(found: GroupFacts) -> None:
+    """Raise unless what is given per sample is given for each, and metrics are few."""
+    count = found.num_samples
+    sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
+    for name, size in sizes.items():
+        if size not in (0, count):
+            raise CorruptFrame(f"facts of a group: {name} of {size:g} samples; it has {count}")
+    if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
+        raise CorruptFrame(
+            f"facts of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
+            f"{MAX_METRIC_NAME} characters"
+        )
+
+
 def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None) -> GroupFacts:
     """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame."""
     head, samples, _ = describe(frame, limits=limits or Limits())
+    front, size = front_of(frame), memoryview(frame).nbytes
+    return facts_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size)
+
+
+def facts_of_pieces(made: FramePieces, *, group: str, seq_len: int) -> GroupFacts:
+    """The facts of a frame that was encoded here, without decoding it: `check_group` gives the same."""
+    return facts_of(made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size)
+
+
+def facts_of(
+    samples: Samples, prefixes: Prefixes | None, *, group: str, seq_len: int, front: bytes = b"", size: int = 0
+) -> GroupFacts:
+    """The facts of samples that are valid; raises InvalidInput where they are not one group.
+
+    `prefixes` says what the samples' ids share, `front` and `size` belong to the frame that holds them.
+    """
     _check_names(group, samples)
     table = SampleFacts.of(samples, seq_len)
     if not table.kept.all():
@@ -136,7 +183,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
             "raise seq_len or use smaller images"
         )
     columns = tuple(table.has)
-    found = node_prefixes(samples, head.prefixes)
+    found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
     shares = bool(found.lengths.any() or found.parted.any())
     known = samples.policy_versions[samples.policy_versions >= 0]
     return GroupFacts(
@@ -151,7 +198,7 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         own={name: column.described() for name, column in table.own.items()},
         columns=columns,
         ids=samples.ids,
-        modes=table.mode if len(set(table.mode)) > 1 else table.mode[:1],
+        modes=_one_for_all(table.mode),
         **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
         term_tokens=table.term_tokens.astype("<i8").tobytes(),
         modality=table.modality.tobytes(),
@@ -162,7 +209,33 @@ def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | Non
         parted=tuple(found.parted.tolist()) if shares else (),
         versions=_versions(samples),
         digests=tuple(sample_digests(samples)),
+        front=front,
+        size=size,
+        env=_one_for_all(samples.text["env"]),
+        rewards=_rewards(samples),
     )
+
+
+def _one_for_all(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if len(set(names)) > 1 else names[:1]
+
+
+def _rewards(samples: Samples) -> bytes:
+    """One float32 per sample; nothing where no sample has a reward."""
+    column = samples.columns.get("rewards")
+    if column is None or not len(column.values):
+        return b""
+    out = np.full(len(samples), np.nan, "<f4")
+    lengths = column.lengths
+    once = lengths == 1
+    out[once] = column.values[column.offsets[:-1][once]]
+    for i in np.flatnonzero(lengths > 1).tolist():
+        row = column[i][~np.isnan(column[i])]
+        if len(row):
+            # The same number on every token stands for the sample; other rewards per token add up.
+            with np.errstate(over="ignore"):
+                out[i] = row[0] if (row == row[0]).all() else row.sum(dtype=np.float64)
+    return out.tobytes()
 
 
 def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from penstock.testing.fuzz_frames import Frames, RankPlans
+from penstock.testing.fuzz_frames import Frames, Ranges, RankPlans
 from penstock.testing.fuzz_messages import Messages
 from penstock.testing.fuzz_mutation import Change, change_bytes
 from penstock.testing.fuzz_views import Queries, Records
@@ -45,6 +45,7 @@ class Target(Protocol):
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "decode": Frames,
+    "ranges": Ranges,
     "rank_plans": RankPlans,
     "messages": Messages,
     "records": Records,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,9 +12,9 @@ import msgspec
 import numpy as np
 
 from penstock.arrays import Sample, Samples
-from penstock.encode import Limits, decode, encode, read_head
+from penstock.encode import Limits, Pieces, RangedFrame, assemble, decode, encode, front_of, layout, read_head
 from penstock.encode.gathering import gather, open_frame
-from penstock.encode.layout import PREFIX_SIZE, assemble
+from penstock.encode.layout import PREFIX_SIZE
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError
 from penstock.keep.facts import check_group
 from penstock.pack import RankPlan, fill, pack
@@ -46,7 +48,7 @@ class Frames:
             head = change(head)
         else:
             body = change(body)
-        return b"".join(assemble(header, [head], [body]))
+        return b"".join(layout.assemble(header, [head], [body]))
 
     def run(self, data: bytes) -> bool:
         try:
@@ -71,6 +73,37 @@ class Frames:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class Ranges(Frames):
+    """`RangedFrame` and `assemble`: what decoding gives, or our error, whatever front and body say."""
+
+    def run(self, data: bytes) -> bool:
+        try:
+            ranged = RangedFrame(front_of(data), limits=LIMITS)
+        except CorruptFrame:
+            return False
+        assert ranged.size >= ranged.front_size
+        count, taken = len(ranged), False
+        for rows in (list(range(count)), list(range(0, count, 2))[::-1], [count - 1]):
+            if count:
+                taken |= self._assembled(data, ranged, rows)
+        return taken
+
+    def _assembled(self, data: bytes, ranged: RangedFrame, rows: list[int]) -> bool:
+        """Whether these samples can be read from nothing but their ranges; they are then as good as those decoded."""
+        ranges = ranged.ranges(rows, gap=len(rows))
+        assert all(ranged.front_size <= a < b <= ranged.size for a, b in ranges)
+        assert all(before[1] < after[0] for before, after in pairwise(ranges))
+        try:
+            got = assemble([(ranged, rows, Pieces(ranges, [data[a:b] for a, b in ranges]))])
+        except (CorruptFrame, InvalidInput):
+            assert not _decodes(data), f"decode takes what cannot be read by range: rows {rows}"
+            return False
+        assert Samples.of([sample.replace() for sample in got]) == got
+        with suppress(CorruptFrame):  # a range reader does not see what is wrong with samples it does not read
+            assert decode(data, limits=LIMITS).take(rows) == got
+        return True
 
 
 class RankPlans:
@@ -173,6 +206,14 @@ def _odd_samples() -> list[Sample]:
             routed_experts=rng.integers(0, 9, (12, 2, 3)),
         ),
     ]
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        decode(data, limits=LIMITS)
+    except CorruptFrame:
+        return False
+    return True
 
 
 def _check_gathered(data: bytes, samples: Samples) -> None:
