@@ -23,8 +23,9 @@ from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.keeper import DamagedFrame
 from penstock.send.messages import Buffer
+from penstock.send.rooms import NOTHING
 from penstock.send.steps import Staged
-from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.acceptance import Claim, Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
@@ -67,12 +68,21 @@ class Pipeline:
     # -------------------------------------------------------------- groups
 
     def put(
-        self, ticket: object, group: str, digest: bytes, frame: Buffer, *, evaluation: bool = False
+        self,
+        ticket: object,
+        group: str,
+        digest: bytes,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        claim: Claim = lambda _: NOTHING,
     ) -> Outcome | None:
         """Offer a group; an outcome is returned only if it is known at once."""
         try:
             run = self._run_of(frame)
-            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), run, evaluation=evaluation)
+            found = self._engine.acceptance.offer(
+                ticket, group, digest, len(frame), run, evaluation=evaluation, claim=claim
+            )
         except CorruptFrame as error:
             return Outcome(ticket, error)
         if isinstance(found, Outcome):
