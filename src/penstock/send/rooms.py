@@ -25,7 +25,7 @@ that was sent on credit and finds no room after all gets a place in line like an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -103,6 +103,11 @@ class Rooms:
         """How long the first in line has waited."""
         firsts = [self._places[next(iter(line))].since for line in self._lines.values()]
         return self._time - min(firsts, default=self._time)
+
+    @property
+    def tickets(self) -> Iterable[Ticket]:
+        """All that wait or have room reserved."""
+        return self._places.keys()
 
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether it has a place in line and no reservation."""

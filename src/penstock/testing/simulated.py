@@ -292,21 +292,25 @@ class Rank(Process):
 
 
 class Producer(Process):
-    """Puts numbered groups, one at a time, each until it is accepted; begins anew after a crash."""
+    """Puts numbered groups, `at_once` at a time, each until it is accepted; begins anew after a crash."""
 
-    def __init__(self, world: Simulation, number: int, groups: Iterator[int], *, evaluation: bool = False) -> None:
+    def __init__(
+        self, world: Simulation, number: int, groups: Iterator[int], *, evaluation: bool = False, at_once: int = 1
+    ) -> None:
         super().__init__(world, f"producer{number}")
-        self._groups, self._evaluation = groups, evaluation
-        self._current: str | None = None
-        self._frame = b""
+        self._groups, self._evaluation, self._at_once = groups, evaluation, at_once
+        self._frames: dict[str, bytes] = {}
+        """Groups at hand: made, and not accepted yet."""
         self._session: ProducerSession
-        self._ticket: int | None = None
+        self._tickets: dict[int, str] = {}
+        """Puts under way."""
 
     def start(self) -> None:
         self.up, self.life = True, self.life + 1
         self._session = self._new_session()
-        self._ticket = None
-        self.put()
+        self._tickets = {}
+        for _ in range(self._at_once):
+            self.put()
         self.tick()
 
     def _new_session(self) -> ProducerSession:
@@ -323,36 +327,60 @@ class Producer(Process):
         self.hears(look)
 
     def put(self) -> None:
-        """The group at hand, or the next one."""
-        if self._ticket is not None:
+        """One of the groups at hand that is not under way, or the next one."""
+        if not self.up or len(self._tickets) >= self._at_once:
             return
-        if self._current is None:
-            number = next(self._groups, None)
-            if number is None:
-                self.stop()
-                return
-            self._current = f"{'e' if self._evaluation else 'g'}{number}"
-            self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, self.world.published))
-        run, now = run_of_group(self._current), self.world.clock.now
-        digest = xxhash.xxh3_128_digest(self._frame)
+        under_way = set(self._tickets.values())
+        group = next((group for group in self._frames if group not in under_way), None) or self._make()
+        if group is not None:
+            self._put(group)
+        elif not self._frames:
+            self.stop()
+
+    def _make(self) -> str | None:
+        number = next(self._groups, None)
+        if number is None:
+            return None
+        group = f"{'e' if self._evaluation else 'g'}{number}"
+        self._frames[group] = msgspec.msgpack.encode((group, 1 + number % 3, self.world.published))
+        return group
+
+    def _put(self, group: str) -> None:
+        frame, run, now = self._frames[group], run_of_group(group), self.world.clock.now
         waits = self.world.rng.random() < 0.8
-        self._ticket, events = self._session.put(
-            self._current, self._frame, digest, now, run=lambda: run, waits=waits, evaluation=self._evaluation
+        ticket, events = self._session.put(
+            group,
+            frame,
+            xxhash.xxh3_128_digest(frame),
+            now,
+            run=lambda: run,
+            waits=waits,
+            evaluation=self._evaluation,
         )
+        self._tickets[ticket] = group
         if self.world.happens(self.world.faults.give_up):
-            self.world.clock.after(0.3, lambda: self.hears(self.give_up))
+            self.world.clock.after(0.3, lambda: self.hears(partial(self.give_up, ticket)))
+        if self.world.cancels():
+            self.world.clock.after(self.world.cancel_s(), lambda: self.hears(partial(self.cancel, ticket)))
         self.handle(events)
 
-    def give_up(self) -> None:
+    def give_up(self, ticket: int) -> None:
         """As a put with a timeout does; and then it puts the same group again."""
-        if self._ticket is not None:
-            refused, events = self._session.stop_waiting(self._ticket)
+        if ticket in self._tickets:
+            refused, events = self._session.stop_waiting(ticket)
             self.handle(events)
             if refused is not None:
-                self.again()
+                self.again(ticket)
 
-    def again(self) -> None:
-        self._ticket = None
+    def cancel(self, ticket: int) -> None:
+        """As a task that is cancelled does, whatever its put waits for."""
+        if ticket in self._tickets:
+            self.world.oracle.left(self.peer, ticket)
+            self.handle(self._session.abandon(ticket))
+            self.again(ticket)
+
+    def again(self, ticket: int) -> None:
+        self._tickets.pop(ticket, None)
         self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(self.put))
 
     def receive(self, header: bytes, _frames: Frames) -> None:
@@ -371,20 +399,23 @@ class Producer(Process):
 
     def failed(self, error: PenstockError) -> None:
         assert isinstance(error, PlaneLost), error
-        self.again()
+        for ticket in list(self._tickets):
+            self.world.oracle.left(self.peer, ticket)
+            self.again(ticket)
 
     def answered(self, event: Answered) -> None:
-        if event.ticket != self._ticket:
+        group = self._tickets.get(event.ticket)
+        if group is None:
             return
         if isinstance(event.answer, Accepted):
-            assert self._current is not None
-            self.world.oracle.acknowledged(self._current)
-            self._current = None
+            self.world.oracle.acknowledged(group)
+            del self._frames[group]
         else:
             assert isinstance(event.answer, Rejected), event.answer
             assert event.answer.kind in ("Overloaded", "DiskFull"), event.answer
-        self.again()
+        self.again(event.ticket)
 
     def crash(self) -> None:
+        self.world.oracle.left(self.peer)
         self.stop()
         self.world.clock.after(0.05 + self.world.rng.random(), self.start)
