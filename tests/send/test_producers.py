@@ -99,6 +99,9 @@ class World:
     def table_of(self, run: str) -> str:
         return run
 
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        return digest == group.encode() if group in self.held else None
+
     def no_room(self, _table: str, size: int, reserved: Amount) -> str | None:
         used = sum(map(len, self.held.values()))
         return "full" if used + reserved.bytes + size > self.limit else ""
@@ -248,6 +251,15 @@ def test_a_put_that_does_not_wait_is_answered_for_now() -> None:
     assert refused.kind == "Overloaded"
     assert "group 'c'" in refused.reason
     assert world.admission.rooms.num_waiting == 1
+
+
+def test_a_group_that_is_there_already_needs_no_room() -> None:
+    world = World(limit=10)
+    first, second = world.producer("first"), world.producer("second")
+    first.put("a", b"x" * 10)
+    ticket = second.put("a", b"x" * 10)
+    assert second.answers[ticket] == Accepted(ticket=ticket, duplicate=True)
+    assert second.num_said(Put) == 0
 
 
 def test_room_for_one_is_reserved_for_one() -> None:

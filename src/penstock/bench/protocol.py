@@ -36,6 +36,9 @@ class _NoTables:
     def table_of(self, run: str) -> str:
         return run
 
+    def recognises(self, _group: str, _digest: bytes) -> None:
+        return None
+
     def no_room(self, _table: str, _size: int, _reserved: Amount) -> str:
         return ""
 

@@ -76,6 +76,10 @@ class Tables(Space, Protocol):
     def table_of(self, run: str) -> str:
         """Where groups of a run wait."""
 
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        """Whether this very group was accepted, to be trained; False if another one was under its name, None if
+        there is none."""
+
 
 class Admission:
     """Answers producers."""
@@ -148,9 +152,7 @@ class Admission:
             self._traces.append((peer, message))  # the group before it may wait for this turn's write
             return []
         if isinstance(message, AskRoom):
-            table = self._tables.table_of(message.run[:MAX_NAME])
-            is_free = self.rooms.ask((peer, message.ticket), table, message.size, waits=message.waits)
-            return [self._room((peer, message.ticket))] if is_free else []
+            return self._on_ask(peer, message)
         if isinstance(message, GiveUp):
             self.rooms.close((peer, message.ticket))
             return []
@@ -158,6 +160,17 @@ class Admission:
         if known is not None:  # the answer was slow or lost; counting twice would be wrong
             return [Send(peer, known)]
         return [Decide((peer, message.ticket), message)]
+
+    def _on_ask(self, peer: Peer, message: AskRoom) -> list[Effect]:
+        ticket = (peer, message.ticket)
+        if ticket not in self.rooms.tickets:
+            known = self._tables.recognises(message.group, message.digest)
+            if known is not None:  # it needs no room; where it is another one, its put is told so
+                self.rooms.close(ticket)
+                return [self.answer(ticket, None, duplicate=True) if known else self._room(ticket)]
+        table = self._tables.table_of(message.run[:MAX_NAME])
+        is_free = self.rooms.ask(ticket, table, message.size, waits=message.waits)
+        return [self._room(ticket)] if is_free else []
 
     def _on_put(self, peer: Peer, message: Put, frames: Frames) -> list[Effect]:
         ticket = (peer, message.ticket)

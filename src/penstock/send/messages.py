@@ -272,8 +272,9 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     size: int
     waits: bool = True
     """Whether to be told when there is room; else the answer is for now."""
-    evaluation: bool = False
-    """Of a group that waits in no table."""
+    group: str = ""
+    digest: bytes = b""
+    """Of the group: one that is there already needs no room."""
 
 
 class GiveUp(_Message, frozen=True, tag="give-up"):

@@ -101,7 +101,14 @@ class _Put(Pending):
 
     def ask_room(self) -> AskRoom:
         put = self.put
-        return AskRoom(ticket=put.ticket, run=self.run(), size=self.size, waits=self.waits, evaluation=put.evaluation)
+        return AskRoom(
+            ticket=put.ticket,
+            run=self.run(),
+            size=self.size,
+            waits=self.waits,
+            group=put.group,
+            digest=put.digest,
+        )
 
     def reminders(self) -> list[Event]:
         """What to say while there is no answer."""

@@ -58,6 +58,12 @@ class Acceptance:
         except PenstockError:
             return run
 
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        """Whether this very group is accepted, to be trained; None if none of this name is."""
+        log = self._journal.log
+        known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
+        return None if known is None else known == digest and not log.is_evaluation(group)
+
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
         """Return why a group must wait, or "" if it may come; None if it will be rejected for good."""
         tables = self._journal.run_tables
