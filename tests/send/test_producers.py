@@ -317,6 +317,37 @@ def test_a_place_for_a_put_that_its_client_does_not_know_is_given_up_when_it_is_
     assert not world.held
 
 
+def full_after_credit() -> tuple[World, Producer]:
+    """A producer with credit, and a table that is full by now."""
+    world = World(limit=1000, credit=64)
+    producer = world.producer()
+    world.admission.offer_room(world.now)
+    producer.put("a", b"x")
+    world.limit = 0
+    return world, producer
+
+
+def test_a_put_on_credit_that_is_cancelled_before_it_hears_of_its_place_leaves_the_line() -> None:
+    world, producer = full_after_credit()
+    world.lost = {Rejected}
+    ticket = producer.put("b", b"x")
+    assert world.admission.rooms.num_waiting == 1
+    producer.do(producer.session.abandon(ticket))
+    world.settle()
+    assert world.admission.rooms.num_waiting == 0
+
+
+def test_a_put_that_arrives_after_its_give_up_gets_no_place_to_stay() -> None:
+    world, producer = full_after_credit()
+    ticket, events = producer.session.put("b", b"x", b"b", world.now)
+    producer.do(producer.session.abandon(ticket))
+    producer.do(events)
+    world.turn()
+    assert world.admission.rooms.num_waiting == 1
+    world.settle()  # it was told that it must wait, and does not know of it
+    assert world.admission.rooms.num_waiting == 0
+
+
 def test_who_gives_up_makes_way() -> None:
     world = World(limit=100)
     world.held["old"] = b"x" * 80

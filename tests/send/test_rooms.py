@@ -34,9 +34,7 @@ class Table:
         return "full" if groups >= self.capacity or used + size > self.limit else ""
 
     def spare(self, reserved: Amount) -> Amount:
-        return Amount(
-            self.capacity - len(self.held) - reserved.groups, self.limit - sum(self.held) - reserved.bytes
-        )
+        return Amount(self.capacity - len(self.held) - reserved.groups, self.limit - sum(self.held) - reserved.bytes)
 
 
 class Twins:

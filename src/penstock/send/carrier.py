@@ -51,7 +51,7 @@ class PlaneCarrier(Protocol):
         """All messages that are there now, without waiting."""
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
-        """Hand a message over. False if the peer has left: the message is dropped, and a peer that is back asks again."""
+        """Hand a message over. False if the peer has left: the message is dropped, and who comes back asks again."""
 
     def is_writer(self, peer: Peer) -> bool:
         """Whether this peer may vouch for metadata: it has a writer's key, or there are no keys."""

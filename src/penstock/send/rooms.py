@@ -76,7 +76,7 @@ class Rooms:
     def __init__(self, peer_s: float) -> None:
         self._peer_s = peer_s
         self._time = 0.0
-        """Advances with `offer`, and only slowly when the plane stood still: the reminders sent meanwhile are unread."""
+        """Advances with `offer`, and slowly if the plane stood still: reminders sent meanwhile are still unread."""
         self._now: float | None = None
         self._places: OrderedDict[Ticket, _Place] = OrderedDict()
         """Those that wait and those with a reservation, least recently heard first."""

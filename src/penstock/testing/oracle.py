@@ -11,7 +11,8 @@ from penstock.send.messages import Missing, Put, Room
 from penstock.send.retry import Out
 
 if TYPE_CHECKING:
-    from penstock.testing.simulated import Producer, Rank
+    from penstock.testing.simulated import Rank
+    from penstock.testing.simulated_producer import Producer
     from penstock.testing.simulation import Simulation
 
 

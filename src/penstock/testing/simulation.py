@@ -42,10 +42,10 @@ from penstock.testing.simulated import (
     Crash,
     KeptLog,
     Process,
-    Producer,
     Rank,
     Wire,
 )
+from penstock.testing.simulated_producer import Producer
 
 TIMEOUTS = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
 _FAULTS_END_S = 4.0
