@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,8 +57,9 @@ class Client:
             self.headers = dict(answer.getheaders())
         return answer.status, json.loads(text) if text.startswith(b"{") else text.decode()
 
-    def put(self, group: dict[str, Any]) -> tuple[int, Any]:
-        return self.ask("POST", "/v1/groups", json.dumps(group).encode())
+    def put(self, group: dict[str, Any], timeout: float | None = None) -> tuple[int, Any]:
+        path = "/v1/groups" if timeout is None else f"/v1/groups?timeout={timeout}"
+        return self.ask("POST", path, json.dumps(group).encode())
 
 
 def json_group(name: str, rewards: tuple[float, ...] = (0.0, 1.0), tokens: int = 2) -> dict[str, Any]:
@@ -153,11 +156,63 @@ def test_a_plane_without_room_says_when_to_come_again(tmp_path: Path) -> None:
     words = [str(tmp_path / "run"), *SMALL, *DOOR, "--max-held-bytes=5000"]
     with PlaneProcess(words) as process:
         client = Client(process)
-        codes = [client.put(json_group(f"g{i}", tokens=60))[0] for i in range(30)]
+        codes = [client.put(json_group(f"g{i}", tokens=60), timeout=0)[0] for i in range(30)]
         assert codes[0] == 201 and codes[-1] == 429
-        code, said = client.put(json_group("one more"))
+        code, said = client.put(json_group("one more"), timeout=0.2)
         assert (code, said["error"]) == (429, "Overloaded") and said["retry_after_s"] > 0
         assert int(client.headers["retry-after"]) >= said["retry_after_s"]
+        for timeout in ("-1", "nan", "x", "301"):
+            code, said = client.ask("POST", f"/v1/groups?timeout={timeout}", b"{}")
+            assert code == 400 and f"timeout: '{timeout}'; must be seconds" in said["message"]
+
+
+def test_a_put_waits_in_the_same_line_as_those_of_python_producers(tmp_path: Path) -> None:
+    words = [str(tmp_path / "run"), *SMALL, *DOOR, "--capacity=1", "--groups-per-step=1"]
+    answers: list[int] = []
+    with PlaneProcess(words) as process, ps.open(process.url) as plane, ThreadPoolExecutor(16) as pool:
+        plane.put(named_group("first"))
+        before = [pool.submit(plane.put, named_group(f"before{i}")) for i in range(8)]
+        _until(lambda: plane.status()["producers_waiting"] == 8)
+        thread = threading.Thread(
+            target=lambda: answers.append(Client(process).put(json_group("http"), timeout=300)[0])
+        )
+        thread.start()
+        _until(lambda: plane.status()["producers_waiting"] == 9)
+        after = [pool.submit(plane.put, named_group(f"after{i}")) for i in range(7)]
+        _until(lambda: plane.status()["producers_waiting"] == 16)
+        with plane.source(0, prefetch=0) as source:
+            for _ in range(9):
+                source.commit(source.step(timeout=60))
+            source.flush()
+            thread.join(60)  # its group comes behind nine, before the other seven
+            assert answers == [201]
+            assert [future.result(60) for future in before] == [True] * 8
+            for _ in range(8):
+                source.commit(source.step(timeout=60))
+            source.flush()
+        assert [future.result(60) for future in after] == [True] * 7
+
+
+def test_who_hangs_up_leaves_the_line(tmp_path: Path) -> None:
+    words = [str(tmp_path / "run"), *SMALL, *DOOR, "--capacity=1", "--groups-per-step=1"]
+    with PlaneProcess(words) as process, ps.open(process.url) as plane:
+        plane.put(named_group("first"))
+        place, body = urlsplit(process.ready["http"]), json.dumps(json_group("g")).encode()
+        head = (
+            f"POST /v1/groups HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {process.ready['http_token']}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((place.hostname or "", place.port or 0), timeout=60) as line:
+            line.sendall(head.encode() + body)
+            _until(lambda: plane.status()["producers_waiting"] == 1)
+        _until(lambda: plane.status()["producers_waiting"] == 0)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        threading.Event().wait(0.01)
 
 
 def test_what_was_answered_survives_a_kill_and_the_token_stays(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from penstock.send.message_header import Packer, pack_message, read_from_client
 from penstock.send.messages import Attach
 from penstock.send.rank_session import Arrived, Event, RankSession
 from penstock.send.retry import Out
+from penstock.send.rooms import NOTHING, Amount
 from penstock.send.steps import Staged
 
 _Said: TypeAlias = list[tuple[object, Event]]
@@ -29,6 +30,22 @@ def protocol_time(ranks: int, *, steps: int = 5, clock: Callable[[], float] = ti
     return min(bench.step(number) for number in range(1, steps + 1))
 
 
+class _NoTables:
+    """There are no producers here."""
+
+    def table_of(self, run: str) -> str:
+        return run
+
+    def recognises(self, _group: str, _digest: bytes) -> None:
+        return None
+
+    def no_room(self, _table: str, _size: int, _reserved: Amount) -> str:
+        return ""
+
+    def spare(self, _reserved: Amount) -> Amount:
+        return NOTHING
+
+
 class _Bench:
     def __init__(self, ranks: int, clock: Callable[[], float]) -> None:
         self.now, self._spent, self._clock = 0.0, 0.0, clock
@@ -39,7 +56,8 @@ class _Bench:
             run_id=bytes(range(16)),
             epoch=1,
             ranks=ranks,
-            promise_s=1.0,
+            tables=_NoTables(),
+            peer_s=self._plane.timeouts.peer_s,
             pulse=lambda: self._plane.pulse(self.now),
         )
         self._ranks = [

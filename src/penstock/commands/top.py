@@ -151,7 +151,11 @@ def _waiting(now: dict[str, Any]) -> str:
     if now["missing"]:
         names = ", ".join(f"rank {rank} replica {replica}" for rank, replica in now["missing"][:8])
         return f"the plane for processes to join: {names}" + (" ..." if len(now["missing"]) > 8 else "")
-    return f"{'producers and plane' if now['waiting_for'] == 'the trainer' else 'ranks'} for {now['waiting_for']}"
+    who = "producers and plane" if now["waiting_for"] == "the trainer" else "ranks"
+    words = f"{who} for {now['waiting_for']}"
+    if now.get("producers_waiting"):
+        words += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
+    return words
 
 
 def _archive(now: dict[str, Any]) -> str:

@@ -5,16 +5,16 @@ A group is checked and counted by the engine; this is about what is said around 
 when everything that came is written, let it answer those who asked for a group (`answer_traces`) or wait for room
 (`offer_room`).
 
-Room is given in the order in which it was asked for, per run. Who is told to send has it promised for a while, so that
-ten who wait are not all sent for when there is room for one.
+Who may send, and who waits for room, is `Rooms`' to decide.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from penstock.errors import Overloaded, PenstockError
 from penstock.send.carrier import Peer
@@ -42,10 +42,9 @@ from penstock.send.messages import (
     SetWeight,
     Trace,
 )
+from penstock.send.rooms import Rooms, Space, Ticket
 
 _REMEMBERED = 4096
-_MAX_WAITING = 1 << 16
-Ticket: TypeAlias = tuple[Peer, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +70,15 @@ class Decide:
 Effect: TypeAlias = Send | Offer | Decide
 
 
-class Rooms(Protocol):
-    """Who knows how much may be held."""
+class Tables(Space, Protocol):
+    """Knows where groups wait, and how many may."""
 
     def table_of(self, run: str) -> str:
         """Where groups of a run wait."""
 
-    def no_room(self, table: str, size: int, *, promised_bytes: int, promised_groups: int) -> str:
-        """Why a group of so many bytes must wait there, in words; empty if it may come."""
-
-
-@dataclass(slots=True)
-class _Queue:
-    """Those who wait for room in one table."""
-
-    waiting: dict[Ticket, int] = field(default_factory=dict)
-    """Ticket -> bytes, in the order in which they asked."""
-    promised: dict[Ticket, tuple[int, float]] = field(default_factory=dict)
-    """Who was told to send: bytes, and until when they are kept free."""
-
-    def forget_promises(self, now: float) -> None:
-        self.promised = {ticket: found for ticket, found in self.promised.items() if found[1] > now}
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        """Whether this very group was accepted, to be trained; False if another one was under its name, None if
+        there is none."""
 
 
 class Admission:
@@ -104,24 +91,18 @@ class Admission:
         run_id: bytes,
         epoch: int,
         ranks: int,
-        promise_s: float,
+        tables: Tables,
+        peer_s: float,
         pulse: Callable[[], Pulse],
     ) -> None:
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
-        self._promise_s, self._pulse = promise_s, pulse
+        self._tables, self._pulse = tables, pulse
+        self.rooms = Rooms(peer_s)
         self.policy_version: int | None = None
         """The version of the weights that was published last; goes out with every answer."""
         self._traces: list[tuple[Peer, Trace]] = []
-        self._asked: deque[tuple[Peer, AskRoom]] = deque()
-        """Who asked for room in this turn."""
-        self._queues: dict[str, _Queue] = {}
         self._decided: dict[Ticket, FromPlane] = {}
         """What was answered to questions that must not be acted on twice."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Groups that their producers keep until there is room."""
-        return sum(len(queue.waiting) for queue in self._queues.values())
 
     # -------------------------------------------------------------- messages
 
@@ -130,6 +111,8 @@ class Admission:
             theirs = message.run[:MAX_NAME]
             reason = f"run: this process says {theirs!r}, the plane has {self._run!r}; start both with the same value"
             return Send(peer, Refused(epoch=self._epoch, reason=reason))
+        self.rooms.hear(peer)
+        groups, size = self.rooms.credit(self._tables)
         return Send(
             peer,
             Attached(
@@ -139,6 +122,8 @@ class Admission:
                 epoch=self._epoch,
                 ranks=self._ranks,
                 policy_version=self.policy_version,
+                credit_groups=groups,
+                credit_bytes=size,
             ),
         )
 
@@ -159,25 +144,38 @@ class Admission:
         if isinstance(message, Put):
             return self._on_put(peer, message, frames)
         if isinstance(message, Trace):
+            self.rooms.hear(peer, message.ticket)  # room that is reserved for it stays so
             if not frames:  # the group may be on its way for long: say that we live
-                return [Send(peer, self._pulse())]
+                groups, size = self.rooms.credit(self._tables)
+                pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
+                return [Send(peer, pulse)]
             self._traces.append((peer, message))  # the group before it may wait for this turn's write
             return []
         if isinstance(message, AskRoom):
-            self._asked.append((peer, message))
-            return []
+            return self._on_ask(peer, message)
         if isinstance(message, GiveUp):
-            self._forget((peer, message.ticket))
+            self.rooms.close((peer, message.ticket))
             return []
         known = self._decided.get((peer, message.ticket))
         if known is not None:  # the answer was slow or lost; counting twice would be wrong
             return [Send(peer, known)]
         return [Decide((peer, message.ticket), message)]
 
+    def _on_ask(self, peer: Peer, message: AskRoom) -> list[Effect]:
+        ticket = (peer, message.ticket)
+        if ticket not in self.rooms.tickets:
+            known = self._tables.recognises(message.group, message.digest)
+            if known is not None:  # it needs no room; where it is another one, its put is told so
+                self.rooms.close(ticket)
+                return [self.answer(ticket, None, duplicate=True) if known else self._room(ticket)]
+        table = self._tables.table_of(message.run[:MAX_NAME])
+        is_free = self.rooms.ask(ticket, table, message.size, waits=message.waits)
+        return [self._room(ticket)] if is_free else []
+
     def _on_put(self, peer: Peer, message: Put, frames: Frames) -> list[Effect]:
         ticket = (peer, message.ticket)
-        self._forget(ticket)
         if len(frames) != 1:
+            self.rooms.close(ticket)
             reason = f"group {message.group[:MAX_NAME]!r}: {len(frames)} frames; a group is one"
             return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))]
         return [Offer(ticket, message.group, message.digest, frames[0], message.evaluation)]
@@ -190,8 +188,16 @@ class Admission:
         """What became of an offer."""
         peer, number = ticket
         if error is None:
-            version = self.policy_version
-            return Send(peer, Accepted(ticket=number, duplicate=duplicate, policy_version=version, stale=stale))
+            groups, size = self.rooms.credit(self._tables)
+            accepted = Accepted(
+                ticket=number,
+                duplicate=duplicate,
+                policy_version=self.policy_version,
+                stale=stale,
+                credit_groups=groups,
+                credit_bytes=size,
+            )
+            return Send(peer, accepted)
         wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
         reason = str(error)[:MAX_REASON]
         return Send(peer, Rejected(ticket=number, kind=type(error).__name__, reason=reason, retry_after_s=wait))
@@ -215,54 +221,22 @@ class Admission:
         for peer, trace in traces:
             ticket = (peer, trace.ticket)
             kept = is_kept(ticket, trace.group, trace.digest)
-            if kept is not None:
-                sends.append(self.answer(ticket, None, duplicate=True) if kept else self.missing(ticket))
+            if kept:
+                self.rooms.close(ticket)
+                sends.append(self.answer(ticket, None, duplicate=True))
+            elif kept is not None:
+                sends.append(self._waits(ticket) if self.rooms.is_waiting(ticket) else self.missing(ticket))
         return sends
 
     # -------------------------------------------------------------- room
 
-    def offer_room(self, rooms: Rooms, now: float) -> list[Send]:
-        """Tell those who wait longest to send, as far as there is room; and the others who asked that there is none."""
-        asked = [(peer, message, self._enqueue(peer, message, rooms)) for peer, message in self._asked]
-        self._asked.clear()
-        sends, why = [], {}
-        for table in list(self._queues):
-            told, why[table] = self._offer(table, rooms, now)
-            sends += told
-        for peer, message, table in asked:
-            queue, ticket = self._queues[table], (peer, message.ticket)
-            if ticket not in queue.promised:
-                sends.append(self.answer(ticket, Overloaded(why[table] or "too many wait for room")))
-                if not message.waits:
-                    queue.waiting.pop(ticket, None)
-        self._queues = {table: queue for table, queue in self._queues.items() if queue.waiting or queue.promised}
-        return sends
+    def offer_room(self, now: float) -> list[Send]:
+        """Tell the first in line to send, as far as there is room, and the others who asked that there is none."""
+        granted, refused = self.rooms.offer(self._tables, now)
+        return [*map(self._room, granted), *(self._waits(ticket, why) for ticket, why in refused)]
 
-    def _enqueue(self, peer: Peer, message: AskRoom, rooms: Rooms) -> str:
-        """Behind those who asked before; who asks again keeps its place."""
-        table = rooms.table_of(message.run[:MAX_NAME])
-        queue, ticket = self._queues.setdefault(table, _Queue()), (peer, message.ticket)
-        queue.promised.pop(ticket, None)
-        if self.num_waiting < _MAX_WAITING:  # beyond, it asks again
-            queue.waiting[ticket] = max(message.size, 0)
-        return table
+    def _room(self, ticket: Ticket) -> Send:
+        return Send(ticket[0], Room(ticket=ticket[1], policy_version=self.policy_version))
 
-    def _forget(self, ticket: Ticket) -> None:
-        for queue in self._queues.values():
-            queue.waiting.pop(ticket, None)
-            queue.promised.pop(ticket, None)
-
-    def _offer(self, table: str, rooms: Rooms, now: float) -> tuple[list[Send], str]:
-        """Who may send, and why the next one may not."""
-        queue = self._queues[table]
-        sends: list[Send] = []
-        queue.forget_promises(now)
-        for ticket, size in list(queue.waiting.items()):
-            promised = sum(found[0] for found in queue.promised.values())
-            why = rooms.no_room(table, size, promised_bytes=promised, promised_groups=len(queue.promised))
-            if why:
-                return sends, why
-            del queue.waiting[ticket]
-            queue.promised[ticket] = (size, now + self._promise_s)
-            sends.append(Send(ticket[0], Room(ticket=ticket[1], policy_version=self.policy_version)))
-        return sends, ""
+    def _waits(self, ticket: Ticket, why: str = "it waits for room") -> Send:
+        return self.answer(ticket, Overloaded(why))

@@ -50,8 +50,8 @@ class PlaneCarrier(Protocol):
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         """All messages that are there now, without waiting."""
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
-        """Hand a message over; if the peer cannot be reached it is dropped, and the peer will ask again."""
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
+        """Hand a message over. False if the peer has left: the message is dropped, and who comes back asks again."""
 
     def is_writer(self, peer: Peer) -> bool:
         """Whether this peer may vouch for metadata: it has a writer's key, or there are no keys."""

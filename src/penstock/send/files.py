@@ -153,14 +153,15 @@ class FilePlane:
         self._idle_s = _FAST_S if got else min(self._idle_s * 1.5, _SLOW_S)
         return got
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         # Numbered by the clock, so that what a plane writes comes after what its earlier life wrote.
         try:
             write_message(self._root / "clients" / str(peer), f"{time.time_ns():020d}.msg", header, frames)
         except FileNotFoundError:
-            return  # the client left
+            return False
         except OSError as error:
             logger.warning("client %s: %s", peer, error)  # as if it had been lost: the client asks again
+        return True
 
     def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever may write here may be one
         return True

@@ -56,10 +56,11 @@ class MemoryPlane:
         self._wake.clear()
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         client = self._clients.get(peer)
         if client is not None:
             client.put(header, frames)
+        return client is not None
 
     def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever is in this process may be one
         return True

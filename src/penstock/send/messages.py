@@ -201,6 +201,10 @@ class Pulse(_Message, frozen=True, tag="pulse"):
     """The beat that it answers."""
     policy_version: int | None = None
     """The version of the weights that was published last."""
+    credit_groups: int = 0
+    """Groups that may be sent without asking for room, and not be answered yet."""
+    credit_bytes: int = 0
+    """Their bytes together."""
 
 
 # ------------------------------------------------------------------ first contact, of anybody
@@ -221,6 +225,10 @@ class Attached(_Message, frozen=True, tag="attached"):
     epoch: int
     ranks: int
     policy_version: int | None = None
+    credit_groups: int = 0
+    """Groups that may be sent without asking for room, and not be answered yet."""
+    credit_bytes: int = 0
+    """Their bytes together."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -254,8 +262,8 @@ class Trace(_Message, frozen=True, tag="trace"):
 
 
 class AskRoom(_Message, frozen=True, tag="ask-room"):
-    """May I put a group of so many bytes? Asked instead of sending it, once a put was refused for want of room.
-    Answered by `Room`, now or later, or by `Rejected` for the time being."""
+    """May I put a group of this size? Asked instead of sending it by a client without credit, and repeated while it
+    waits. Answered by `Room`, now or later, or by `Rejected` for the time being."""
 
     ticket: int
     """Of the put."""
@@ -264,12 +272,13 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     size: int
     waits: bool = True
     """Whether to be told when there is room; else the answer is for now."""
-    evaluation: bool = False
-    """Of a group that waits in no table."""
+    group: str = ""
+    digest: bytes = b""
+    """Of the group: one that is there already needs no room."""
 
 
 class GiveUp(_Message, frozen=True, tag="give-up"):
-    """Nobody waits for room for this put any more."""
+    """This put no longer waits for room: it was cancelled, or is unknown here."""
 
     ticket: int
 
@@ -309,6 +318,10 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """The version of the weights that was published last."""
     stale: bool = False
     """It was too old for `max_staleness`: taken, counted, and dropped."""
+    credit_groups: int = 0
+    """Groups that may be sent without asking for room, and not be answered yet."""
+    credit_bytes: int = 0
+    """Their bytes together."""
 
 
 class Missing(_Message, frozen=True, tag="missing"):

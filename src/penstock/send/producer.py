@@ -13,13 +13,17 @@ group's way and arrives after it, or instead of it.
     put g (1.5 MB)  ->
                     <- accepted g
 
-**A group that was refused for want of room stays here** until there is room. `AskRoom` is asked instead, also for
-groups put meanwhile; `Room` comes when the trainer has taken something.
+**A group for which there may be no room stays here.** The plane's answers carry *credit*: the groups and bytes that
+may be under way without asking. A put beyond that asks first, and waits for `Room` in the plane's line.
 
-    put g (1.5 MB)  -> rejected g: Overloaded
-    ask room g      -> rejected g: Overloaded      asked again now and then, in case an answer was lost
+    ask room g      -> rejected g: Overloaded      asked again every heartbeat: that keeps its place
                     <- room g                      a step was committed
-    put g (1.5 MB)  -> accepted g
+    put g (1.5 MB)  -> accepted g, credit
+    put h           ->                             on credit, without a question
+
+Credit reserves nothing. A put that was sent on credit and is rejected as `Overloaded` has a place in line and waits
+here like one that asked. What is told about a put that is unknown here, because it was cancelled, is answered with
+`GiveUp`: so the plane keeps no place for it.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ from penstock.send.messages import (
     Trace,
 )
 from penstock.send.retry import Contact, Failed, Out, Pending
+from penstock.send.rooms import NOTHING, Amount
 from penstock.send.timeouts import Timeouts
 
 Answer: TypeAlias = Accepted | Rejected | Status | Attached
@@ -81,17 +86,29 @@ class _Put(Pending):
     refused: Rejected | None = None
     """Why it waits here; None while it is on its way."""
     is_unheard: bool = False
-    """Whether it was asked about and there is no word yet, of room or of none."""
+    """Whether room was asked for and there is no answer yet."""
+    is_on_credit: bool = False
+    """Whether it was sent without asking, and there is no answer yet."""
 
     @property
     def put(self) -> Put:
         assert isinstance(self.message, Put)
         return self.message
 
+    @property
+    def size(self) -> int:
+        return len(self.frames[0])
+
     def ask_room(self) -> AskRoom:
         put = self.put
-        size = len(self.frames[0])
-        return AskRoom(ticket=put.ticket, run=self.run(), size=size, waits=self.waits, evaluation=put.evaluation)
+        return AskRoom(
+            ticket=put.ticket,
+            run=self.run(),
+            size=self.size,
+            waits=self.waits,
+            group=put.group,
+            digest=put.digest,
+        )
 
     def reminders(self) -> list[Event]:
         """What to say while there is no answer."""
@@ -120,8 +137,10 @@ class ProducerSession:
         """The version of the weights that was published last, as far as is known here."""
         self._tickets = itertools.count(1)
         self._open: dict[int, Pending] = {}
-        self._full: set[str] = set()
-        """Runs (of samples) that the plane has no room for."""
+        self._credit, self._credit_until = NOTHING, 0.0
+        """What may be under way without asking, as last heard, and until when that counts."""
+        self._on_credit = NOTHING
+        """What is."""
         self._attach: Pending | None = None
         self._contact = Contact(self.timeouts.plane_s / 4)
 
@@ -131,7 +150,7 @@ class ProducerSession:
         """Ask something small; returns the ticket that comes back with the answer."""
         ticket = self._next_ticket(now)
         question = self._open[ticket] = Pending(make(ticket), now, self.timeouts.resend_s)
-        return ticket, self._say(Out(question.message), now)
+        return ticket, self._begin(question, now)
 
     def put(
         self,
@@ -150,11 +169,7 @@ class ProducerSession:
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
-        if self._full and not evaluation and run() in self._full:
-            question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: no room")
-            question.is_unheard = True
-            return ticket, self._say(Out(question.ask_room()), now)
-        return ticket, self._say(Out(message, question.frames), now)
+        return ticket, self._begin(question, now)
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
         """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
@@ -168,24 +183,50 @@ class ProducerSession:
         return question.refused, self.abandon(ticket)
 
     def abandon(self, ticket: int) -> list[Event]:
-        """Nobody waits for this answer any more."""
+        """Forget a question. The plane is told if it may keep a place in line, or room, for it."""
+        question = self._close(ticket)
+        may_wait = isinstance(question, _Put) and not question.put.evaluation and self.run_id != NO_RUN
+        return [Out(GiveUp(ticket=ticket))] if may_wait else []
+
+    def _close(self, ticket: int) -> Pending | None:
         question = self._open.pop(ticket, None)
-        is_in_line = isinstance(question, _Put) and question.refused is not None and self.run_id != NO_RUN
-        return [Out(GiveUp(ticket=ticket))] if is_in_line else []
+        if isinstance(question, _Put):
+            self._refund(question)
+        return question
 
     def _next_ticket(self, now: float) -> int:
         if not self._open:
             self._contact.hear(now)  # silence begins when something is asked
         return next(self._tickets)
 
-    def _say(self, out: Out, now: float) -> list[Event]:
-        """Now, or as soon as it is known which run this is."""
+    def _begin(self, question: Pending, now: float) -> list[Event]:
+        """Say it now, or as soon as it is known which run this is."""
         if self.run_id != NO_RUN:
-            return [out]
+            return [self._first(question, now)]
         if self._attach is not None:
             return []
         self._attach = Pending(Attach(ticket=0, run=self.run), now, self.timeouts.resend_s)
         return [Out(self._attach.message)]
+
+    # -------------------------------------------------------------- credit
+
+    def _hear_credit(self, message: Attached | Accepted | Pulse, now: float) -> None:
+        self._credit = Amount(message.credit_groups, message.credit_bytes)
+        self._credit_until = now + self.timeouts.peer_s
+
+    def _spend(self, put: _Put, now: float) -> bool:
+        """Whether a put may be sent without asking."""
+        groups, size = self._on_credit.groups + 1, self._on_credit.bytes + put.size
+        if now > self._credit_until or groups > self._credit.groups or size > self._credit.bytes:
+            return False
+        self._on_credit, put.is_on_credit = Amount(groups, size), True
+        return True
+
+    def _refund(self, put: _Put) -> None:
+        """A put was answered, or is forgotten."""
+        if put.is_on_credit:
+            put.is_on_credit = False
+            self._on_credit = Amount(self._on_credit.groups - 1, self._on_credit.bytes - put.size)
 
     # -------------------------------------------------------------- messages
 
@@ -193,6 +234,8 @@ class ProducerSession:
         self._contact.hear(now)
         if isinstance(message, (Attached, Accepted, Room, Pulse)):
             self.policy_version = message.policy_version
+        if isinstance(message, (Attached, Accepted, Pulse)):
+            self._hear_credit(message, now)
         if isinstance(message, Foreign):
             return self._end(Fenced(f"{self.where}: {message.reason}"))
         if isinstance(message, Refused):
@@ -206,9 +249,7 @@ class ProducerSession:
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
         if isinstance(message, (Accepted, Status, Attached)):
-            question = self._open.pop(message.ticket, None)
-            if self._full and isinstance(question, _Put) and not question.put.evaluation:
-                self._full.discard(question.run())
+            question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []
 
@@ -219,38 +260,43 @@ class ProducerSession:
         self.run_id, self._attach = message.run_id, None
         for question in self._open.values():
             question.ask_anew(now, self.timeouts.resend_s)
-        return [self._first(question) for question in self._open.values()]
+        return [self._first(question, now) for question in self._open.values()]
 
-    def _first(self, question: Pending) -> Out:
+    def _first(self, question: Pending, now: float) -> Out:
         """What is said of a question at first."""
-        if isinstance(question, _Put) and question.refused is not None:
+        if isinstance(question, _Put) and not question.put.evaluation and not self._spend(question, now):
+            words = f"group {question.put.group!r}: {self.where} has not answered yet"
+            question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=words)
+            question.is_unheard = True
             return Out(question.ask_room())
         return Out(question.message, question.frames)
 
     def _on_rejected(self, message: Rejected, now: float) -> list[Event]:
         question = self._open.get(message.ticket)
         if question is None:
-            return []
+            return [Out(GiveUp(ticket=message.ticket))] if message.kind == "Overloaded" else []
         if message.kind != "Overloaded" or not isinstance(question, _Put):
-            self._open.pop(message.ticket)
+            self._close(message.ticket)
             return [Answered(message.ticket, message)]
-        self._full.add(question.run())
-        question.is_unheard = False
+        self._credit = NOTHING
+        self._refund(question)
+        has_asked, question.is_unheard = question.refused is not None, False
+        if has_asked:  # the plane knows its size only
+            message = msgspec.structs.replace(message, reason=f"group {question.put.group!r}: {message.reason}")
         if not question.waits:
             return [*self.abandon(message.ticket), Answered(message.ticket, message)]
-        if question.refused is not None:  # it was asked about; there will be word when there is room
-            reason = f"group {question.put.group!r}: {message.reason}"
-            question.refused = msgspec.structs.replace(message, reason=reason)
-            return []
         question.refused = message
+        if has_asked:
+            return []
         question.ask_anew(now, self.timeouts.resend_s)
         return [Out(question.ask_room())]
 
     def _on_room(self, ticket: int, now: float) -> list[Event]:
         question = self._open.get(ticket)
+        if question is None:
+            return [Out(GiveUp(ticket=ticket))]
         if not isinstance(question, _Put) or question.refused is None:
             return []
-        self._full.discard(question.run())
         question.refused, question.is_unheard = None, False
         return self._send_again(ticket, now)
 
@@ -279,12 +325,14 @@ class ProducerSession:
             return []
         if isinstance(question, _Put):
             waits = question.refused is not None
-            question.asked(now, self.timeouts.heartbeat_s if waits else self.timeouts.plane_s / 4)
+            # The plane keeps room reserved for a put that is under way while it is reminded of it.
+            least_s = self.timeouts.heartbeat_s if waits else min(self.timeouts.plane_s / 4, self.timeouts.peer_s / 3)
+            question.asked(now, least_s)
             return question.reminders()
         question.asked(now, self.timeouts.heartbeat_s)
         return [Out(question.message, question.frames)]
 
     def _end(self, error: PenstockError) -> list[Event]:
         """Nothing that is open will be answered; what is asked next begins anew."""
-        self._open, self._attach = {}, None
+        self._open, self._attach, self._on_credit = {}, None, NOTHING
         return [Failed(error)]

@@ -179,7 +179,7 @@ class SharedPlane(SocketPlane):
         sizes = tuple(len(frame) for frame in frames)
         return msgspec.msgpack.encode(Handle(self._folder.name, segment.path.name, segment.size, sizes))
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         built = self._handle(frames) if frames else None
         if built is not None:
             frames = [_MARK, built]
@@ -188,7 +188,7 @@ class SharedPlane(SocketPlane):
                 frames = [_MARK, self._place(peer, frames)]
             except OSError as error:
                 logger.warning("shared memory: %s; sent over the socket", error)
-        super().send(peer, header, frames)
+        return super().send(peer, header, frames)
 
     def _place(self, peer: Peer, frames: Frames) -> bytes:
         """Write the payload to the client's next segment; one that is still there is only named again."""

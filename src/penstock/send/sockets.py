@@ -121,7 +121,7 @@ class SocketPlane:
         assert isinstance(peer, bytes)
         return self._guard is None or peer.startswith(_WRITER)
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         assert isinstance(peer, bytes)
         ways = [SMALL + peer[1:], LARGE + peer[1:]]
         for way in reversed(ways) if frames else ways:  # the other one if this is not there, or not there yet
@@ -132,7 +132,8 @@ class SocketPlane:
                     continue
                 if error.errno != zmq.EAGAIN:  # so slow that its queue is full: it asks again when it can
                     raise
-            return
+            return True
+        return False
 
     def forget(self, peer: Peer) -> None:
         """Nothing is kept for a client but what it has not read."""

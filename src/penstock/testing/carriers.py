@@ -143,6 +143,18 @@ class CarrierSuite:
         stays.close()
         plane.close()
 
+    def test_a_client_that_left_is_noticed_when_it_is_spoken_to(self, tmp_path: Path) -> None:
+        plane, client = self._pair(tmp_path)
+        client.send(b"hello")
+        ((peer, _, _),) = hear(plane, 1)
+        assert plane.send(peer, b"hello")
+        client.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while plane.send(peer, b"are you there?"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        plane.close()
+
     def test_what_was_sent_before_closing_arrives(self, tmp_path: Path) -> None:
         plane, client = self._pair(tmp_path)
         client.send(b"last words", [b"payload"])

@@ -96,10 +96,11 @@ class Wire:
         got, self.inbox = self.inbox, []
         return got
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:  # noqa: ARG002 - a carrier's interface
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:  # noqa: ARG002 - a carrier's interface
         message = read_from_plane(header)
         if isinstance(message, Deliver):
             self.digests[peer] = message.digest
+        return True
 
     def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - the fuzzer may say anything
         return True

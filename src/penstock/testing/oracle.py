@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, StepAborted
@@ -10,8 +11,13 @@ from penstock.send.messages import Missing, Put, Room
 from penstock.send.retry import Out
 
 if TYPE_CHECKING:
-    from penstock.testing.simulated import Producer, Rank
+    from penstock.testing.simulated import Rank
+    from penstock.testing.simulated_producer import Producer
     from penstock.testing.simulation import Simulation
+
+
+_LEAVES_S = 5.0
+"""Bound on the silence after which a waiter must be gone: `peer_s`, messages on their way, a plane that stood still."""
 
 
 class Violated(AssertionError):
@@ -30,6 +36,8 @@ class Oracle:
         self._sent: dict[tuple[object, int], int] = {}
         """By producer and ticket, how many times a group was sent; and how many times the plane asked for it."""
         self._asked: dict[tuple[object, int], int] = {}
+        self._left: dict[tuple[object, int | None], float] = {}
+        """Puts that were cancelled, and producers that died (without a ticket): when."""
 
     def received(self, rank: Rank, step: int) -> None:
         self._received.setdefault((rank.rank_session.session, step), set()).add(rank.rank)
@@ -64,6 +72,18 @@ class Oracle:
         if isinstance(message, (Missing, Room)):
             ticket = message.put if isinstance(message, Missing) else message.ticket
             self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
+
+    def left(self, peer: object, ticket: int | None = None) -> None:
+        """A put was cancelled, or a producer died with all it had."""
+        self._left[peer, ticket] = self._world.clock.now
+
+    def waiting(self, tickets: Iterable[tuple[object, int]]) -> None:
+        """Who has a place in line, or room: somebody who is there, or was there until a moment ago."""
+        for peer, ticket in tickets:
+            assert isinstance(peer, tuple)  # a carrier and a name
+            for key in ((peer[1], ticket), (peer[1], None)):
+                silent_s = self._world.clock.now - self._left.get(key, self._world.clock.now)
+                self.check(silent_s < _LEAVES_S, f"put {ticket} of {peer[1]} waits {silent_s:.1f} s after it left")
 
     def acknowledged(self, group: str) -> None:
         self.acked.add(group)

@@ -13,20 +13,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-import xxhash
-
 from penstock.arrays.digests import step_digest
-from penstock.errors import DiskFull, PenstockError, PlaneLost
+from penstock.errors import DiskFull, PenstockError
 from penstock.send.carrier import Peer
 from penstock.send.message_header import pack_message, read_from_plane
-from penstock.send.messages import Accepted, Buffer, Frames, FromClient, Rejected
-from penstock.send.producer import Answered, ProducerSession
-from penstock.send.producer import Event as ProducerEvent
+from penstock.send.messages import Buffer, Frames, FromClient
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.serve.decisions.log import GroupRow, Log
-from penstock.testing.plain_groups import run_of_group
 
 if TYPE_CHECKING:
     from penstock.testing.simulation import Simulation
@@ -108,12 +102,13 @@ class Wire:
         got, self.inbox = self.inbox, []
         return got
 
-    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> None:
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         if self.fuse is not None:
             self.fuse -= 1
             if self.fuse <= 0:
                 raise Crash
         self._world.travel(lambda: self._world.deliver(peer, header, frames))
+        return True  # nobody can tell
 
     def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - there are no keys here
         return True
@@ -284,105 +279,6 @@ class Rank(Process):
         for event in self.rank_session.leave():
             assert isinstance(event, Out)
             self.say(event.message, event.frames, self.rank_session.run_id)
-
-    def crash(self) -> None:
-        self.stop()
-        self.world.clock.after(0.05 + self.world.rng.random(), self.start)
-
-
-class Producer(Process):
-    """Puts numbered groups, one at a time, each until it is accepted; begins anew after a crash."""
-
-    def __init__(self, world: Simulation, number: int, groups: Iterator[int], *, evaluation: bool = False) -> None:
-        super().__init__(world, f"producer{number}")
-        self._groups, self._evaluation = groups, evaluation
-        self._current: str | None = None
-        self._frame = b""
-        self._session: ProducerSession
-        self._ticket: int | None = None
-
-    def start(self) -> None:
-        self.up, self.life = True, self.life + 1
-        self._session = self._new_session()
-        self._ticket = None
-        self.put()
-        self.tick()
-
-    def _new_session(self) -> ProducerSession:
-        return ProducerSession(run="simulated", timeouts=self.world.timeouts)
-
-    def tick(self) -> None:
-        life = self.life
-
-        def look() -> None:
-            if self.life == life:
-                self.handle(self._session.on_tick(self.world.clock.now))
-                self.world.clock.after(self.world.timeouts.resend_s / 2, lambda: self.hears(look))
-
-        self.hears(look)
-
-    def put(self) -> None:
-        """The group at hand, or the next one."""
-        if self._ticket is not None:
-            return
-        if self._current is None:
-            number = next(self._groups, None)
-            if number is None:
-                self.stop()
-                return
-            self._current = f"{'e' if self._evaluation else 'g'}{number}"
-            self._frame = msgspec.msgpack.encode((self._current, 1 + number % 3, self.world.published))
-        run, now = run_of_group(self._current), self.world.clock.now
-        digest = xxhash.xxh3_128_digest(self._frame)
-        waits = self.world.rng.random() < 0.8
-        self._ticket, events = self._session.put(
-            self._current, self._frame, digest, now, run=lambda: run, waits=waits, evaluation=self._evaluation
-        )
-        if self.world.happens(self.world.faults.give_up):
-            self.world.clock.after(0.3, lambda: self.hears(self.give_up))
-        self.handle(events)
-
-    def give_up(self) -> None:
-        """As a put with a timeout does; and then it puts the same group again."""
-        if self._ticket is not None:
-            refused, events = self._session.stop_waiting(self._ticket)
-            self.handle(events)
-            if refused is not None:
-                self.again()
-
-    def again(self) -> None:
-        self._ticket = None
-        self.world.clock.after(self.world.rng.random() * 0.2, lambda: self.hears(self.put))
-
-    def receive(self, header: bytes, _frames: Frames) -> None:
-        self.handle(self._session.on_message(read_from_plane(header), self.world.clock.now))
-
-    def handle(self, events: list[ProducerEvent]) -> None:
-        for event in events:
-            if isinstance(event, Out):
-                self.world.oracle.sent(self, event)
-                self.say(event.message, event.frames, self._session.run_id)
-            elif isinstance(event, Answered):
-                self.answered(event)
-            else:
-                self.world.note(f"{self.name} raised {type(event.error).__name__}: {event.error}")
-                self.failed(event.error)
-
-    def failed(self, error: PenstockError) -> None:
-        assert isinstance(error, PlaneLost), error
-        self.again()
-
-    def answered(self, event: Answered) -> None:
-        if event.ticket != self._ticket:
-            return
-        if isinstance(event.answer, Accepted):
-            assert self._current is not None
-            self.world.oracle.acknowledged(self._current)
-            self._current = None
-        else:
-            assert isinstance(event.answer, Rejected), event.answer
-            assert event.answer.kind in ("Overloaded", "DiskFull"), event.answer
-        self.again()
 
     def crash(self) -> None:
         self.stop()

@@ -42,10 +42,10 @@ from penstock.testing.simulated import (
     Crash,
     KeptLog,
     Process,
-    Producer,
     Rank,
     Wire,
 )
+from penstock.testing.simulated_producer import Producer
 
 TIMEOUTS = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2)
 _FAULTS_END_S = 4.0
@@ -91,7 +91,10 @@ class Simulation:
         self._last_seen = (0, 1)
         every = iter(range(self.last * _PER_STEP)) if self.is_queue else itertools.count()
         self.members: list[Process] = [Rank(self, rank) for rank in range(self.ranks)]
-        self.members += [Producer(self, number, every) for number in range(2)]
+        self._waits = Random(f"waits of {seed}")  # noqa: S311
+        self._cancels = self._waits.choice([0.0, 0.3])
+        at_once = self._waits.choice([1, 1, 6])
+        self.members += [Producer(self, number, every, at_once=at_once) for number in range(2)]
         if self._more.random() < 0.3:
             self.members.append(Producer(self, 2, iter(range(9)), evaluation=True))
 
@@ -177,6 +180,14 @@ class Simulation:
         slow = self._more.random() < self.faults.slow_fill
         return self.timeouts.delivery_s * (1.0 + self._more.random()) if slow else 0.0
 
+    def cancels(self) -> bool:
+        """Whether the put at hand will be cancelled."""
+        return self.clock.now < _FAULTS_END_S and self._waits.random() < self._cancels
+
+    def cancel_s(self) -> float:
+        """How long after it began."""
+        return self._waits.choice([0.0, 0.01, 0.2, 0.4]) * (0.5 + self._waits.random())
+
     # -------------------------------------------------------------- the plane
 
     def _start_plane(self) -> None:
@@ -207,6 +218,7 @@ class Simulation:
         parts = (ledger.held, ledger.scheduled, ledger.delivered, ledger.committed, engine.held_bytes)
         if not ledger.balanced or min(parts) < 0:
             self.oracle.check(False, f"the ledger does not balance: {ledger}, {engine.held_bytes} bytes")
+        self.oracle.waiting(self.server.admission.rooms.tickets)
         session, step = self.log.meta("session", 0), engine.next_step
         back = step < self._last_seen[1] and session == self._last_seen[0]
         self.oracle.check(not back, f"step {step} is next after {self._last_seen[1]}, without a new session")

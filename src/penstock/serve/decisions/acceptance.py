@@ -6,10 +6,13 @@ down, many groups with one sync, before anybody hears of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
+from penstock.send.rooms import NOTHING, Amount
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
@@ -17,6 +20,9 @@ from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
+_SPARE = [4**power for power in range(9, 0, -1)]
+Claim: TypeAlias = Callable[[str], Amount | None]
+"""Table -> what is reserved there for others; None if others wait before this put."""
 MAX_ID = 512
 """Characters of a group's id."""
 
@@ -30,6 +36,8 @@ class Outcome:
     duplicate: bool = False
     stale: bool = False
     """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
+    table: str = ""
+    """Where it did not fit, if the error is `Overloaded`."""
 
 
 class Acceptance:
@@ -50,28 +58,52 @@ class Acceptance:
         except PenstockError:
             return run
 
-    def no_room(self, table: str, size: int, *, promised_bytes: int, promised_groups: int) -> str:
-        """Why a group of so many bytes must wait, in words; empty if it may come, be it to be refused for good."""
-        members = self._journal.run_tables.members
-        if members and table not in members:
-            return ""
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        """Whether this very group is accepted, to be trained; None if none of this name is."""
+        log = self._journal.log
+        known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
+        return None if known is None else known == digest and not log.is_evaluation(group)
+
+    def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
+        """Return why a group must wait, or "" if it may come; None if it will be rejected for good."""
+        tables = self._journal.run_tables
+        if table in tables.evicted or (tables.members and table not in tables.members):
+            return None
         try:
-            self._check_room("", table, size, promised_bytes=promised_bytes, promised_groups=promised_groups)
+            self._check_room("", table, size, reserved)
         except Overloaded as error:
             return str(error).removeprefix("group '': ")
         except PenstockError:
-            return ""
+            return None
         return ""
+
+    def spare(self, reserved: Amount) -> Amount:
+        """Return how many groups and bytes fit beside `reserved`, in powers of four; nothing for tenants."""
+        if self._journal.run_tables.members:
+            return NOTHING
+        table, arriving = self._journal.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
+        groups = next((n for n in _SPARE if table.may_insert(ahead=arriving + n - 1)), 0)
+        used = self._journal.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
+        return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
         """Groups on their way into a table."""
         return self._arrivals.groups[table_name]
 
     def offer(
-        self, ticket: object, group: str, digest: bytes, size: int, run: str = "", *, evaluation: bool = False
+        self,
+        ticket: object,
+        group: str,
+        digest: bytes,
+        size: int,
+        run: str = "",
+        *,
+        evaluation: bool = False,
+        claim: Claim = lambda _: NOTHING,
     ) -> Outcome | bool:
         """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
-        group is under way already. An outcome: that is all."""
+        group is under way already. An outcome: that is all. `claim` returns what is reserved for others in a table."""
+        table_name = ""
         try:
             if not 0 < len(group) <= MAX_ID:
                 raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
@@ -82,10 +114,13 @@ class Acceptance:
             if evaluation:
                 self._check_evaluation_room(group, size)
             else:
-                self._check_room(group, table_name, size)
+                reserved = claim(table_name)
+                if reserved is None:
+                    raise Overloaded(f"group {group!r}: others wait for room before it", _RETRY_AFTER_S)
+                self._check_room(group, table_name, size, reserved)
         except PenstockError as error:
             self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
-            return Outcome(ticket, error)
+            return Outcome(ticket, error, table=table_name)
         self._arrivals.add(Arrival(group, digest, size, None if evaluation else table_name, [ticket]))
         return True
 
@@ -114,20 +149,18 @@ class Acceptance:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
-    def _check_room(
-        self, group: str, table_name: str, size: int, *, promised_bytes: int = 0, promised_groups: int = 0
-    ) -> None:
-        """Raise unless there is room, beside what was promised to others."""
+    def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
+        """Raise unless there is room, beside what is reserved for others."""
         table = self._journal.run_tables.table(table_name)
-        arriving = self._arrivals.groups[table_name] + promised_groups
+        arriving = self._arrivals.groups[table_name] + reserved.groups
         limit = int(self._settings.max_held_bytes * self._journal.run_tables.part(table_name))
         of = f" (run {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
-        self._check_disk(size + promised_bytes)
-        waiting = self._journal.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + promised_bytes
+        self._check_disk(size + reserved.bytes)
+        waiting = self._journal.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + reserved.bytes
         if waiting + size > limit or not table.may_insert(ahead=arriving):
-            if not arriving:  # what is on its way, or promised, may still fill the step that is waited for
+            if not arriving:  # what is on its way, or has room reserved, may still fill the step that is waited for
                 self.full.add(table_name)
             groups, capacity = len(table) + arriving, self._settings.replay.capacity
             raise Overloaded(

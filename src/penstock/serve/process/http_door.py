@@ -6,8 +6,9 @@
 
 The server runs in a thread of its own and is a client of the plane like any other: bodies are read and parsed beside
 the plane's loop, and a group is answered when it is durable. It keeps a bounded number of bytes in hand. Errors are
-those of `penstock.errors`, in the same words, with the status that `STATUS` gives them; where there is no room the
-answer is 429 with Retry-After, and the producer sends the group again.
+those of `penstock.errors`, in the same words, with the status that `STATUS` gives them. Where there is no room a put
+waits in the plane's line like any other, for `timeout` seconds. Then the answer is 429 with Retry-After, and the
+producer sends the group again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,8 @@ MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
 MAX_BYTES_IN_HAND = 512 << 20
 """Of all requests together, from the first byte of a body until its group is answered."""
 _BODY_S = 60.0
+WAIT_S, MOST_WAIT_S = 20.0, 300.0
+"""How long a put waits for room, unless its request says otherwise, and at most."""
 _THREADS = 8
 _LATER_S = 1.0
 Answer = Callable[["Request"], Awaitable["Response"]]
@@ -118,6 +121,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", FRAME):
             return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
+        timeout = _timeout(request)
         size, refusal = _length(request, MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES)
         if refusal is not None:
             return refusal
@@ -128,11 +132,15 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
             if body is None:
                 return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
             if kind == FRAME:
+                name, samples = await _beside(pool, _read_frame, body)
                 evaluation = request.query_params.get("evaluation") == "true"
-                found, status = await _beside(pool, _put_frame, plane, body, evaluation)
+                putting = plane.aput_frame(name, body, evaluation=evaluation, timeout=timeout)
             else:
-                found, status = await _beside(pool, _put_json, plane, body)
-        return _json(found, status)
+                group, evaluation = await _beside(pool, read_json_group, body, lambda: plane.columns)
+                name, samples = group.id, len(group)
+                putting = plane.aput(group, evaluation=evaluation, timeout=timeout)
+            is_new = await _while_connected(request, putting)
+        return _json({"group": name, "samples": samples, "new": is_new}, 201 if is_new else 200)
 
     async def status(_: Request) -> Response:
         return _json(await _beside(pool, plane.status))
@@ -149,19 +157,28 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     return Starlette(routes=routes)
 
 
-def _put_json(plane: Plane, body: bytes) -> tuple[dict[str, Any], int]:
-    group, evaluation = read_json_group(body, lambda: plane.columns)
-    is_new = plane.put(group, evaluation=evaluation, timeout=0)
-    return {"group": group.id, "samples": len(group), "new": is_new}, 201 if is_new else 200
-
-
-def _put_frame(plane: Plane, body: bytes, evaluation: bool) -> tuple[dict[str, Any], int]:
+def _read_frame(body: bytes) -> tuple[str, int]:
+    """The group's id and its number of samples."""
     head = read_head(body)
     groups = sorted(set(head.text.get("group", ())))
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
-    is_new = plane.put_frame(groups[0], body, evaluation=evaluation, timeout=0)
-    return {"group": groups[0], "samples": len(head.ids), "new": is_new}, 201 if is_new else 200
+    return groups[0], len(head.ids)
+
+
+async def _while_connected(request: Request, putting: Coroutine[Any, Any, bool]) -> bool:
+    """The result of a put; a client that goes away meanwhile leaves the line."""
+    from starlette.requests import ClientDisconnect
+
+    put, gone = asyncio.ensure_future(putting), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([put, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not put.done():  # behind a body that was read nothing comes but the end of the connection
+            raise ClientDisconnect
+        return put.result()
+    finally:
+        put.cancel()
+        gone.cancel()
 
 
 async def _beside(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -186,6 +203,18 @@ class BytesInHand:
             yield fits
         finally:
             self.num_bytes -= size * fits
+
+
+def _timeout(request: Request) -> float:
+    """How long the put may wait for room, in seconds."""
+    text = request.query_params.get("timeout", str(WAIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_WAIT_S:
+        raise InvalidInput(f"timeout: {text[:80]!r}; must be seconds, from 0 to {MOST_WAIT_S:g}")
+    return seconds
 
 
 def _length(request: Request, limit: int) -> tuple[int, Response | None]:

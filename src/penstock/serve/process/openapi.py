@@ -40,6 +40,12 @@ _EVALUATION = {
     "description": "of a frame: recorded and shown, never trained; a JSON group says so itself",
     "schema": {"type": "boolean", "default": False},
 }
+_TIMEOUT = {
+    "name": "timeout",
+    "in": "query",
+    "description": "seconds to wait in line while there is no room, at most 300; then 429",
+    "schema": {"type": "number", "default": 20},
+}
 _OWN = {401: "no token, or another", 408: "the body was too slow", 411: "no content-length", 413: "too large a body"}
 
 
@@ -64,7 +70,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                 "post": {
                     "operationId": "put_group",
                     "summary": "Hand a group over; it is durable when this is answered",
-                    "parameters": [_EVALUATION],
+                    "parameters": [_EVALUATION, _TIMEOUT],
                     "requestBody": {"required": True, "content": {"application/json": {"schema": group}, FRAME: frame}},
                     "responses": {
                         "201": _answer("the group is new, and durable", put),

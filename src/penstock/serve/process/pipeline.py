@@ -21,8 +21,9 @@ from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.send.messages import Buffer
+from penstock.send.rooms import NOTHING
 from penstock.send.steps import Staged
-from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.acceptance import Claim, Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
 from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
@@ -65,12 +66,21 @@ class Pipeline:
     # -------------------------------------------------------------- groups
 
     def put(
-        self, ticket: object, group: str, digest: bytes, frame: Buffer, *, evaluation: bool = False
+        self,
+        ticket: object,
+        group: str,
+        digest: bytes,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        claim: Claim = lambda _: NOTHING,
     ) -> Outcome | None:
         """Offer a group; an outcome is returned only if it is known at once."""
         try:
             run = self._run_of(frame)
-            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), run, evaluation=evaluation)
+            found = self._engine.acceptance.offer(
+                ticket, group, digest, len(frame), run, evaluation=evaluation, claim=claim
+            )
         except CorruptFrame as error:
             return Outcome(ticket, error)
         if isinstance(found, Outcome):

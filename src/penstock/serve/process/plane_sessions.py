@@ -28,13 +28,14 @@ def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordin
     )
 
 
-def admission_of(settings: PlaneSettings, log: Log, pulse: Callable[[], Pulse]) -> Admission:
+def admission_of(settings: PlaneSettings, log: Log, engine: Engine, pulse: Callable[[], Pulse]) -> Admission:
     """`pulse` is the plane's sign of life."""
     return Admission(
         run=settings.run,
         run_id=bytes.fromhex(log.run_id),
         epoch=log.epoch,
         ranks=settings.packing.ranks,
-        promise_s=2 * settings.timeouts.resend_s,
+        tables=engine.acceptance,
+        peer_s=settings.timeouts.peer_s,
         pulse=pulse,
     )

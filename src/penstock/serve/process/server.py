@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
@@ -92,7 +92,7 @@ class Server:
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = admission_of(settings, log, lambda: self.coordinator.pulse(self._now))
+        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now))
         self.story = RunStory(self.engine.counts)
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
@@ -174,7 +174,7 @@ class Server:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._effects.carry_out(self.coordinator.on_tick(now))
-        self._admit(self.admission.offer_room(self.engine.acceptance, now))
+        self._admit(self.admission.offer_room(now))
         self.story.look()
         self.archiving.turn()
         self._on_turn()
@@ -220,7 +220,14 @@ class Server:
 
     def _offer(self, offer: Offer) -> None:
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
-        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation)
+        rooms, ticket = self.admission.rooms, offer.ticket
+        outcome = self._pipeline.put(
+            ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation, claim=partial(rooms.claim, ticket)
+        )
+        if outcome is not None and isinstance(outcome.error, Overloaded):
+            rooms.wait(ticket, outcome.table, len(offer.frame))
+        else:
+            rooms.close(ticket)
         if outcome is not None:
             self._answer(outcome)
 
@@ -254,7 +261,8 @@ class Server:
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
         carrier, address = peer
-        carrier.send(address, self._pack(message), frames)
+        if not carrier.send(address, self._pack(message), frames):
+            self.admission.rooms.gone(peer)
 
     def _plan(self, now: float) -> bool:
         """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
