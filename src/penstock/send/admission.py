@@ -33,11 +33,13 @@ from penstock.send.messages import (
     FromPlane,
     GiveUp,
     Missing,
+    OpenSegment,
     Pulse,
     Put,
     Refused,
     Rejected,
     Room,
+    SegmentOpened,
     SettleGroup,
     SetWeight,
     Trace,
@@ -52,11 +54,10 @@ class Offer:
     """Give this group to the engine."""
 
     ticket: Ticket
-    group: str
-    digest: bytes
-    """As it was sent; empty if the sender did not say. If the frame has another one, answer with `missing`."""
+    put: Put
+    """Its digest is empty if the sender did not say. If the frame has another one, answer with `missing`."""
     frame: Buffer
-    evaluation: bool = False
+    """Empty for a group whose frame the sender has written to storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Decide:
     """Let the engine decide this, once, and say what became of it with `decided`."""
 
     ticket: Ticket
-    message: Discard | SettleGroup | SetWeight
+    message: Discard | SettleGroup | SetWeight | OpenSegment
 
 
 Effect: TypeAlias = Send | Offer | Decide
@@ -94,7 +95,12 @@ class Admission:
         tables: Tables,
         peer_s: float,
         pulse: Callable[[], Pulse],
+        storage: str = "",
+        seq_len: int = 0,
+        may_write: Callable[[Peer], bool] = lambda _peer: False,
     ) -> None:
+        """`storage` is the folder that clients may reach themselves; `may_write` says whose metadata is believed."""
+        self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._tables, self._pulse = tables, pulse
         self.rooms = Rooms(peer_s)
@@ -124,6 +130,9 @@ class Admission:
                 policy_version=self.policy_version,
                 credit_groups=groups,
                 credit_bytes=size,
+                storage=self._storage,
+                may_write=bool(self._storage) and self._may_write(peer),
+                seq_len=self._seq_len,
             ),
         )
 
@@ -138,7 +147,7 @@ class Admission:
     def on_message(
         self,
         peer: Peer,
-        message: Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
+        message: Put | OpenSegment | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
         frames: Frames,
     ) -> list[Effect]:
         if isinstance(message, Put):
@@ -174,11 +183,16 @@ class Admission:
 
     def _on_put(self, peer: Peer, message: Put, frames: Frames) -> list[Effect]:
         ticket = (peer, message.ticket)
-        if len(frames) != 1:
+        reason = ""
+        if len(frames) != (0 if message.location else 1):
+            reason = f"{len(frames)} frames; a group is one, or none where it is in storage"
+        elif message.location and not self._may_write(peer):
+            reason = "only a writer key may vouch for metadata (`penstock keys --writer`); send the frame itself"
+        if reason:
             self.rooms.close(ticket)
-            reason = f"group {message.group[:MAX_NAME]!r}: {len(frames)} frames; a group is one"
-            return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))]
-        return [Offer(ticket, message.group, message.digest, frames[0], message.evaluation)]
+            words = f"group {message.group[:MAX_NAME]!r}: {reason}"
+            return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=words))]
+        return [Offer(ticket, message, frames[0] if frames else b"")]
 
     # -------------------------------------------------------------- answers
 
@@ -202,9 +216,15 @@ class Admission:
         reason = str(error)[:MAX_REASON]
         return Send(peer, Rejected(ticket=number, kind=type(error).__name__, reason=reason, retry_after_s=wait))
 
+    def opened(self, ticket: Ticket, segment: str) -> Send:
+        """A segment is registered; the same question is answered the same from now on."""
+        return self._remember(ticket, Send(ticket[0], SegmentOpened(ticket=ticket[1], segment=segment)))
+
     def decided(self, ticket: Ticket, error: PenstockError | None) -> Send:
         """What became of a decision; the same question is answered the same from now on."""
-        answer = self.answer(ticket, error)
+        return self._remember(ticket, self.answer(ticket, error))
+
+    def _remember(self, ticket: Ticket, answer: Send) -> Send:
         self._decided[ticket] = answer.message
         while len(self._decided) > _REMEMBERED:
             self._decided.pop(next(iter(self._decided)))

@@ -47,6 +47,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     step: int
     """The first step it wants; 0 for the first that is not committed."""
     schema: int = SCHEMA
+    direct: bool = False
+    """Whether it reads samples from storage itself; else they come with each step."""
 
 
 class Request(_Message, frozen=True, tag="request"):
@@ -88,6 +90,15 @@ class Fail(_Message, frozen=True, tag="fail"):
     reason: str
 
 
+class Damaged(_Message, frozen=True, tag="damaged"):
+    """This rank cannot read a group of a step from storage, or read something else than was put."""
+
+    session: int
+    step: int
+    group: str
+    reason: str
+
+
 class Beat(_Message, frozen=True, tag="beat"):
     session: int
     number: int = 0
@@ -117,7 +128,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class Deliver(_Message, frozen=True, tag="deliver"):
-    """A step for one rank; its payload is the rank's samples."""
+    """A step for one rank. The payload is the rank's samples, or nothing for a rank that reads storage itself."""
 
     run: str
     epoch: int
@@ -126,10 +137,12 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     rank: int
     world: int
     digest: str
-    """xxh3-128 of plan and payload."""
+    """xxh3-128 of the plan and the digests of the samples, however they are encoded."""
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA
+    picks: bytes = b""
+    """Which samples of which stored groups these are (`penstock.send.picks`)."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):
@@ -229,6 +242,12 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Groups that may be sent without asking for room, and not be answered yet."""
     credit_bytes: int = 0
     """Their bytes together."""
+    storage: str = ""
+    """Folder of the plane's storage; empty where only the plane can reach it."""
+    may_write: bool = False
+    """Whether this client may write frames itself and vouch for their metadata."""
+    seq_len: int = 0
+    """What metadata is made for."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -240,8 +259,20 @@ class Foreign(_Message, frozen=True, tag="foreign"):
 # ------------------------------------------------------------------ producers and onlookers
 
 
+class OpenSegment(_Message, frozen=True, tag="open-segment"):
+    """A process that writes to storage itself wants a segment of its own."""
+
+    ticket: int
+
+
+class SegmentOpened(_Message, frozen=True, tag="segment-opened"):
+    ticket: int
+    segment: str
+    """Its name, which the log knows by now."""
+
+
 class Put(_Message, frozen=True, tag="put"):
-    """A group; its payload is one frame."""
+    """A group. Its payload is one frame; or none, where the sender has written the frame to storage."""
 
     ticket: int
     """Chosen by the sender, returned with the answer."""
@@ -250,6 +281,12 @@ class Put(_Message, frozen=True, tag="put"):
     """xxh3-128 of the frame, as it was sent."""
     evaluation: bool = False
     """To be recorded and looked at: no step may use it, and it waits in no table."""
+    location: str = ""
+    """Where the sender has written the frame; empty where the frame is the payload."""
+    metadata: bytes = b""
+    """Of a frame in storage: what the plane decides by."""
+    shown: bytes = b""
+    """Of an evaluation group in storage: what metrics show of it."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):
@@ -356,8 +393,8 @@ class Status(_Message, frozen=True, tag="status"):
     """JSON."""
 
 
-FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Beat | Bye
-FromProducer: TypeAlias = Put | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
+FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
+FromProducer: TypeAlias = Put | OpenSegment | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
 FromClient: TypeAlias = FromRank | FromProducer | Attach
 FromPlane: TypeAlias = (
     Welcome
@@ -372,6 +409,7 @@ FromPlane: TypeAlias = (
     | Pulse
     | Attached
     | Foreign
+    | SegmentOpened
     | Accepted
     | Missing
     | Room

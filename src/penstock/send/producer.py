@@ -54,6 +54,7 @@ from penstock.send.messages import (
     Refused,
     Rejected,
     Room,
+    SegmentOpened,
     Status,
     Trace,
 )
@@ -61,12 +62,12 @@ from penstock.send.retry import Contact, Failed, Out, Pending
 from penstock.send.rooms import NOTHING, Amount
 from penstock.send.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached
+Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | Room
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a question was answered."""
+    """What a question was answered. `Room` is no end: write the frame to storage, then say `written`."""
 
     ticket: int
     answer: Answer
@@ -89,15 +90,17 @@ class _Put(Pending):
     """Whether room was asked for and there is no answer yet."""
     is_on_credit: bool = False
     """Whether it was sent without asking, and there is no answer yet."""
+    size: int = 0
+    """Bytes of its frame."""
+    is_unwritten: bool = False
+    """Whether the caller is to write the frame to storage itself, and has not yet."""
+    is_granted: bool = False
+    """Whether the caller was told to write it."""
 
     @property
     def put(self) -> Put:
         assert isinstance(self.message, Put)
         return self.message
-
-    @property
-    def size(self) -> int:
-        return len(self.frames[0])
 
     def ask_room(self) -> AskRoom:
         put = self.put
@@ -113,8 +116,10 @@ class _Put(Pending):
     def reminders(self) -> list[Event]:
         """What to say while there is no answer."""
         put = self.put
-        if self.refused is not None:
-            return [Out(self.ask_room())]
+        if self.refused is not None or self.is_unwritten:  # room that is reserved stays so while it is mentioned
+            return [Out(self.ask_room())] if not self.is_on_credit else []
+        if put.location:
+            return [Out(put)]
         trace = Trace(ticket=put.ticket, group=put.group, digest=put.digest)
         return [Out(trace, BEHIND), Out(trace)]
 
@@ -155,21 +160,37 @@ class ProducerSession:
     def put(
         self,
         group: str,
-        frame: Buffer,
+        frame: Buffer | None,
         digest: bytes,
         now: float,
         *,
+        size: int = 0,
         run: Callable[[], str] = str,
         waits: bool = True,
         evaluation: bool = False,
     ) -> tuple[int, list[Event]]:
         """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`.
-        `evaluation`: no table has to have room for it."""
+        `evaluation`: no table has to have room for it. Without a frame it is answered with `Room` first: then the
+        caller writes the frame, of `size` bytes, to storage and says `written`."""
         ticket = self._next_ticket(now)
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
-        question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
+        frames = [] if frame is None else [frame]
+        size = size if frame is None else len(frame)
+        question = _Put(
+            message, now, self.timeouts.resend_s, frames, run=run, waits=waits, size=size, is_unwritten=frame is None
+        )
         self._open[ticket] = question
         return ticket, self._begin(question, now)
+
+    def written(self, ticket: int, location: str, metadata: bytes, shown: bytes, now: float) -> list[Event] | None:
+        """The frame of a put is in storage. None if the plane was lost meanwhile."""
+        question = self._open.get(ticket)
+        if not isinstance(question, _Put):
+            return None
+        question.is_unwritten = False
+        question.message = msgspec.structs.replace(question.put, location=location, metadata=metadata, shown=shown)
+        question.ask_anew(now, self.timeouts.resend_s)
+        return [Out(question.message)]
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
         """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
@@ -202,7 +223,7 @@ class ProducerSession:
     def _begin(self, question: Pending, now: float) -> list[Event]:
         """Say it now, or as soon as it is known which run this is."""
         if self.run_id != NO_RUN:
-            return [self._first(question, now)]
+            return self._first(question, now)
         if self._attach is not None:
             return []
         self._attach = Pending(Attach(ticket=0, run=self.run), now, self.timeouts.resend_s)
@@ -248,7 +269,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached)):
+        if isinstance(message, (Accepted, Status, Attached, SegmentOpened)):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []
@@ -260,16 +281,25 @@ class ProducerSession:
         self.run_id, self._attach = message.run_id, None
         for question in self._open.values():
             question.ask_anew(now, self.timeouts.resend_s)
-        return [self._first(question, now) for question in self._open.values()]
+        return [event for question in self._open.values() for event in self._first(question, now)]
 
-    def _first(self, question: Pending, now: float) -> Out:
+    def _first(self, question: Pending, now: float) -> list[Event]:
         """What is said of a question at first."""
         if isinstance(question, _Put) and not question.put.evaluation and not self._spend(question, now):
             words = f"group {question.put.group!r}: {self.where} has not answered yet"
             question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=words)
             question.is_unheard = True
-            return Out(question.ask_room())
-        return Out(question.message, question.frames)
+            return [Out(question.ask_room())]
+        return self._send_or_write(question)
+
+    def _send_or_write(self, question: Pending) -> list[Event]:
+        """Send what there is to send; or have the caller write the frame first."""
+        if not isinstance(question, _Put) or not question.is_unwritten:
+            return [Out(question.message, question.frames)]
+        if question.is_granted:
+            return []
+        question.is_granted = True
+        return [Answered(question.put.ticket, Room(ticket=question.put.ticket, policy_version=self.policy_version))]
 
     def _on_rejected(self, message: Rejected, now: float) -> list[Event]:
         question = self._open.get(message.ticket)
@@ -305,7 +335,7 @@ class ProducerSession:
         if not isinstance(question, _Put) or question.refused is not None:
             return []
         question.ask_anew(now, self.timeouts.resend_s)
-        return [Out(question.message, question.frames)]
+        return self._send_or_write(question)
 
     # -------------------------------------------------------------- time
 

@@ -139,6 +139,13 @@ class PlaneSettings:
             extra={"path": True},
         ),
     ] = None
+    direct: Annotated[
+        bool,
+        Meta(
+            description="whether workers and ranks that see the storage write and read frames there themselves; off: "
+            "all bytes pass the plane"
+        ),
+    ] = True
     max_disk_bytes: Annotated[
         int | None,
         Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),

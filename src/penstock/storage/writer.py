@@ -34,7 +34,7 @@ class Writer:
     ) -> None:
         """`next_segment` returns a registered name; `finished` is called with a segment that gets no more frames, and
         with its size."""
-        self._storage, self._next, self._finished = storage, next_segment, finished
+        self.storage, self._next, self._finished = storage, next_segment, finished
         self._segment_bytes, self._clock = segment_bytes, clock
         self._open: SegmentFile | None = None
         self._opened_at = 0.0
@@ -52,7 +52,7 @@ class Writer:
         if self._open is not None and not self._is_full(self._open):
             return self._open
         self.finish()
-        self._open, self._opened_at = self._storage.create(self._next()), self._clock()
+        self._open, self._opened_at = self.storage.create(self._next()), self._clock()
         return self._open
 
     def _is_full(self, segment: SegmentFile) -> bool:

@@ -1,4 +1,4 @@
-"""A group ready to be sent: its frame, and what the question to the plane says of it."""
+"""A group ready to be put: its frame in pieces, and the metadata of a frame that goes to storage."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ import xxhash
 from penstock.arrays import Sample
 from penstock.arrays.own_columns import Own
 from penstock.convert import Group
-from penstock.encode import read_head
-from penstock.encode.layout import Buffer
-from penstock.encode.writing import encode_to_send
+from penstock.encode import FramePieces, Limits, encode_group, read_head
+from penstock.encode.layout import Buffer, join
 from penstock.errors import InvalidInput, PenstockError
+from penstock.keep import check_group, facts_of_pieces
 from penstock.send.producer import ProducerSession
 from penstock.serve.clients.producer_line import Question
+from penstock.serve.decisions.evaluations import EvalFacts
+from penstock.serve.decisions.intake import UNCUT, facts_for_evaluation
+
+_LARGE_BYTES = 1 << 20
+_ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
+"""The plane has limits of its own and says what is beyond them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
     name: str
-    frame: Buffer
+    pieces: Sequence[Buffer]
+    """The buffers that make its frame. Large ones are views of the samples' arrays."""
+    size: int
     run: Callable[[], str]
     """Of its samples; looked up when it matters."""
     evaluation: bool
+    made: FramePieces | None = None
+    """What was encoded here; None for a frame that came encoded."""
     group: Group | None = None
     """What it was made of, where that is known."""
 
@@ -38,19 +48,53 @@ class EncodedGroup:
         if any(sample.own for sample in samples):
             samples = [sample.conformed(columns()) for sample in samples]
         run, known = samples[0].run, group if isinstance(group, Group) else None
-        name, frame = samples[0].group if known is None else known.id, encode_to_send(samples)
-        return EncodedGroup(name=name, frame=frame, run=lambda: run, evaluation=evaluation, group=known)
+        name, made = samples[0].group if known is None else known.id, encode_group(samples)
+        return EncodedGroup(
+            name=name,
+            pieces=made.pieces,
+            size=made.size,
+            run=lambda: run,
+            evaluation=evaluation,
+            made=made,
+            group=known,
+        )
 
     @staticmethod
     def of_frame(name: str, frame: Buffer, *, evaluation: bool) -> EncodedGroup:
-        return EncodedGroup(name=name, frame=frame, run=partial(_run_of, frame), evaluation=evaluation)
-
-    def question(self, session: ProducerSession, timeout: float | None) -> Question:
-        """Asks the plane to take it."""
-        digest, waits = xxhash.xxh3_128_digest(self.frame), timeout is None or timeout > 0
-        return lambda now: session.put(
-            self.name, self.frame, digest, now, run=self.run, waits=waits, evaluation=self.evaluation
+        return EncodedGroup(
+            name=name, pieces=[frame], size=len(frame), run=partial(_run_of, frame), evaluation=evaluation
         )
+
+    def frame(self) -> Buffer:
+        """All of it, to be sent."""
+        if len(self.pieces) == 1:
+            return self.pieces[0]
+        return b"".join(self.pieces) if self.size < _LARGE_BYTES else join(self.pieces)
+
+    def metadata(self, seq_len: int) -> tuple[bytes, bytes]:
+        """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded."""
+        if self.made is None and self.evaluation:
+            facts, shown = facts_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
+            return facts.to_bytes(), shown.to_bytes()
+        if self.made is None:
+            return check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE).to_bytes(), b""
+        facts = facts_of_pieces(self.made, group=self.name, seq_len=UNCUT if self.evaluation else seq_len)
+        return facts.to_bytes(), EvalFacts.of(self.made.samples).to_bytes() if self.evaluation else b""
+
+    def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
+        """Asks the plane to take it. `direct`: its frame is written to storage once there is room for it."""
+        waits = timeout is None or timeout > 0
+        frame = None if direct else self.frame()
+        digest = self._digest() if frame is None else xxhash.xxh3_128_digest(frame)
+        return lambda now: session.put(
+            self.name, frame, digest, now, size=self.size, run=self.run, waits=waits, evaluation=self.evaluation
+        )
+
+    def _digest(self) -> bytes:
+        state = xxhash.xxh3_128()
+        for piece in self.pieces:
+            state.update(piece)
+        return state.digest()
 
 
 def _run_of(frame: Buffer) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -22,7 +23,7 @@ from penstock.convert import Group, grpo, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
-from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
+from penstock.errors import Closed, DiskFull, InvalidInput, Overloaded, PenstockError, StorageError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import (
     Accepted,
@@ -31,7 +32,9 @@ from penstock.send.messages import (
     Attached,
     Discard,
     FromClient,
+    OpenSegment,
     Rejected,
+    SegmentOpened,
     SettleGroup,
     SetWeight,
     Status,
@@ -39,6 +42,7 @@ from penstock.send.messages import (
 from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.async_puts import AsyncPuts
+from penstock.serve.clients.direct import Direct, DirectPut
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
 from penstock.serve.clients.handles import Handle, nowhere
@@ -77,6 +81,7 @@ class Plane:
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
         self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
+        self._direct = Direct(self._attached, self._open_segment)
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """For frameworks that ship objects between processes: it arrives as a line to this plane."""
@@ -185,13 +190,49 @@ class Plane:
         return await self._async.compute(act)
 
     def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
-        question = group.question(self._line.session, timeout)
-        return self._taken(group, self._ask(question, math.inf if timeout is None else timeout))
+        self._raise_ended()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            put, question = self._begin_put(group, timeout)
+            try:
+                answer = self._line.ask(question, deadline - time.monotonic(), None if put is None else put.write)
+            except StorageError as error:
+                self._storage_failed(put, error)
+                continue
+            if put is None or not put.should_repeat(answer):
+                return self._taken(group, answer)
 
     async def _aput(self, group: EncodedGroup, timeout: float | None) -> bool:
         self._raise_ended()
-        question = group.question(self._line.session, timeout)
-        return self._taken(group, await self._line.aask(question, math.inf if timeout is None else timeout))
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            put, question = await self._async.compute(partial(self._begin_put, group, timeout))
+            write = None if put is None else partial(self._async.compute, put.write)
+            try:
+                answer = await self._line.aask(question, deadline - time.monotonic(), write)
+            except StorageError as error:
+                self._storage_failed(put, error)
+                continue
+            if put is None or not put.should_repeat(answer):
+                return self._taken(group, answer)
+
+    def _begin_put(self, group: EncodedGroup, timeout: float | None) -> tuple[DirectPut | None, Question]:
+        """How a group goes: straight to storage, or as bytes to the plane."""
+        put = DirectPut.of(self._direct, group)
+        return put, group.question(self._line.session, timeout, direct=put is not None)
+
+    def _storage_failed(self, put: DirectPut | None, error: StorageError) -> None:
+        """A frame could not be written from here: a full disk is the caller's to know, all else passes the plane."""
+        if put is None or isinstance(error, DiskFull):
+            raise error
+        self._direct.turn_off(error)
+
+    def _open_segment(self) -> str:
+        answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
+        if isinstance(answer, Rejected):
+            raise _error_of(answer)
+        assert isinstance(answer, SegmentOpened)
+        return answer.segment
 
     def _attached(self) -> Attached:
         answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
@@ -309,6 +350,7 @@ class Plane:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
         if not self._line.is_mine:
             return  # in a forked process there is nothing to close
+        self._direct.close()
         self._line.close()
         self._async.close()
         if self._server is not None and self._thread is not None:

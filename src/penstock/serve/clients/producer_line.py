@@ -10,19 +10,23 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from penstock.errors import Closed
+from penstock.errors import Closed, PlaneLost
 from penstock.send.carrier import ClientCarrier
-from penstock.send.messages import Frames, FromPlane, Rejected
+from penstock.send.messages import Frames, FromPlane, Rejected, Room
 from penstock.send.producer import Answer, Answered, Event, ProducerSession
 from penstock.send.retry import Out
 from penstock.serve.clients.client_loop import ClientLoop
 
 Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
 """Asks the session at a time; gives the ticket that comes back with the answer."""
+Written: TypeAlias = tuple[str, bytes, bytes]
+"""Location of a frame in storage, its metadata, and what is shown of an evaluation group."""
+Write: TypeAlias = Callable[[], Written]
+AsyncWrite: TypeAlias = Callable[[], Awaitable[Written]]
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody could still answer it."""
 
@@ -53,26 +57,31 @@ class ProducerLine:
         """Whether this process opened it."""
         return self._loop.is_mine
 
-    def ask(self, question: Question, timeout: float = math.inf) -> Answer:
+    def ask(self, question: Question, timeout: float = math.inf, write: Write | None = None) -> Answer:
         """The answer. After `timeout` seconds it no longer waits for room; for the answer itself it waits while the
-        plane gives signs of life."""
+        plane gives signs of life. `write` is called when there is room for a frame that goes to storage."""
         ticket, future = self._open(question)
         deadline = time.monotonic() + timeout
         try:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    return future.result(min(max(left, 0.0), _LOOK_S))
+                    answer = future.result(min(max(left, 0.0), _LOOK_S))
                 except TimeoutError:
                     if future.done():
                         continue
+                else:
+                    if not isinstance(answer, Room) or write is None:
+                        return answer
+                    future = self._go_on(ticket, write())
+                    continue
                 refused, deadline = self._look(ticket, deadline)
                 if refused is not None:
                     return refused
         finally:
             self._forget(ticket)
 
-    async def aask(self, question: Question, timeout: float = math.inf) -> Answer:
+    async def aask(self, question: Question, timeout: float = math.inf, write: AsyncWrite | None = None) -> Answer:
         """`ask`, without blocking the thread."""
         ticket, future = self._open(question)
         deadline, answer = time.monotonic() + timeout, asyncio.wrap_future(future)
@@ -81,13 +90,28 @@ class ProducerLine:
                 left = deadline - time.monotonic()
                 await asyncio.wait([answer], timeout=min(max(left, 0.0), _LOOK_S))
                 if answer.done():
-                    return answer.result()
+                    found = answer.result()
+                    if not isinstance(found, Room) or write is None:
+                        return found
+                    answer = asyncio.wrap_future(self._go_on(ticket, await write()))
+                    continue
                 refused, deadline = self._look(ticket, deadline)
                 if refused is not None:
                     return refused
         finally:
             self._forget(ticket)
             answer.cancel()  # nobody else has it any more
+
+    def _go_on(self, ticket: int, written: Written) -> Future[Answer]:
+        """A frame is in storage: put it."""
+        with self._lock:
+            self.check_open()
+            events = self.session.written(ticket, *written, time.monotonic())
+            if events is None:
+                raise PlaneLost(f"{self.session.where}: lost while a frame was written to storage; put it again")
+            future = self._futures[ticket] = Future()
+            self._handle(events)
+        return future
 
     def check_open(self) -> None:
         """Raise unless questions can be asked, in this process and at this time."""

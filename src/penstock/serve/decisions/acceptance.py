@@ -38,6 +38,8 @@ class Outcome:
     """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
     table: str = ""
     """Where it did not fit, if the error is `Overloaded`."""
+    size: int = 0
+    """Its bytes, if it did not fit."""
 
 
 class Acceptance:
@@ -120,7 +122,7 @@ class Acceptance:
                 self._check_room(group, table_name, size, reserved)
         except PenstockError as error:
             self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
-            return Outcome(ticket, error, table=table_name)
+            return Outcome(ticket, error, table=table_name, size=size)
         self._arrivals.add(Arrival(group, digest, size, None if evaluation else table_name, [ticket]))
         return True
 
@@ -263,8 +265,7 @@ class Acceptance:
             if not arrival.is_evaluation:
                 self._arrivals.move(group, table_name)
         except PenstockError as error:
-            self._journal.segments.settle(location, accepted=False)
-            self._journal.segments.free([location])
+            self._journal.segments.reject(location)
             return self.refuse(group, error)
         return []
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import xxhash
+
 from penstock.arrays.columns import ALL_OR_NONE, Column
 from penstock.arrays.own_columns import words_for
-from penstock.encode import Limits, read_head
+from penstock.encode import Limits, RangedFrame, read_head
 from penstock.encode.reading import describe
-from penstock.errors import InvalidInput, PenstockError, StorageError
+from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
 from penstock.pack import plan
 from penstock.send.messages import Buffer
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import Writer
+from penstock.storage import Writer, parse_location
 
-_UNCUT = 2**40
+UNCUT = 2**40
 """Tokens: no sample is so long."""
 
 
@@ -32,6 +34,25 @@ class Incoming:
     frame: Buffer
     evaluation: bool = False
     """Whether it was put to be looked at, and not to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A group whose frame its sender has written to storage, and vouches for."""
+
+    group: str
+    digest: bytes
+    location: str
+    metadata: bytes
+    shown: bytes = b""
+    """Of an evaluation group."""
+    evaluation: bool = False
+    read_back: bool = False
+    """Whether the plane must see the frame itself before it counts."""
+
+
+class Unseen(StorageError):
+    """The plane does not find in storage what a client says it wrote there: the client sees another storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +72,62 @@ class Refused:
 
     group: str
     error: PenstockError
+    location: str = ""
+    """Where its sender has written it."""
 
 
 class Intake:
     """Checks frames, and writes those that pass, with one sync for all of a batch."""
 
     def __init__(self, settings: PlaneSettings, writer: Writer) -> None:
-        self._settings, self._writer = settings, writer
+        self._settings, self._writer, self._storage = settings, writer, writer.storage
         self.limits = limits_of(settings)
 
     def run_of(self, frame: Buffer) -> str:
         """The run that a group says it belongs to, found without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
+
+    def look_at(self, stored: Stored) -> Arrived | Refused:
+        """What becomes of a group that a client has written to storage."""
+        try:
+            facts = self._facts_of(stored)
+            shown = None
+            if stored.evaluation:
+                shown = EvalFacts.from_bytes(stored.shown)
+                self._check_own(facts)
+            else:
+                self._check_facts(facts)
+            if stored.read_back:
+                self._read_back(stored)
+        except PenstockError as error:
+            return Refused(stored.group, error, stored.location)
+        except Exception as error:  # noqa: BLE001 - metadata must not end the plane, whatever it provokes
+            words = f"group {stored.group!r}: {type(error).__name__}: {error}; its metadata cannot be used"
+            return Refused(stored.group, InvalidInput(words), stored.location)
+        return Arrived(stored.group, facts, stored.location, shown)
+
+    def _facts_of(self, stored: Stored) -> GroupFacts:
+        """Metadata that belongs to the frame at its location, and is within the plane's limits."""
+        facts, size = GroupFacts.from_bytes(stored.metadata), parse_location(stored.location).size
+        name = f"group {stored.group!r}"
+        if facts.group != stored.group or not facts.num_samples:
+            raise CorruptFrame(f"{name}: the metadata is of group {facts.group!r}, {facts.num_samples} samples")
+        ranged = RangedFrame(facts.front, limits=self.limits)
+        if not facts.size == ranged.size == size or len(ranged) != facts.num_samples:
+            raise CorruptFrame(
+                f"{name}: metadata of {facts.size} bytes and {facts.num_samples} samples, a front of {ranged.size} and "
+                f"{len(ranged)}, at a location of {size}; they must agree"
+            )
+        return facts
+
+    def _read_back(self, stored: Stored) -> None:
+        """The first frame of a segment: a wrong mount or a copied folder is found before anything is acknowledged."""
+        try:
+            found = xxhash.xxh3_128_digest(self._storage.read(stored.location)[0])
+        except CorruptFrame as error:
+            raise Unseen(f"group {stored.group!r}: not in the plane's storage: {error}") from None
+        if found != stored.digest:
+            raise Unseen(f"group {stored.group!r}: other bytes are in the plane's storage than were written")
 
     def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
         """What became of each group, in order."""
@@ -141,7 +206,7 @@ class Intake:
 
 def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:
     """Of a group that is not to be trained: its samples are not cut, and what is shown of it is made too."""
-    facts = check_group(frame, group=group, seq_len=_UNCUT, limits=limits)
+    facts = check_group(frame, group=group, seq_len=UNCUT, limits=limits)
     _, samples, _ = describe(frame, limits=limits)
     return facts, EvalFacts.of(samples)
 

@@ -372,6 +372,11 @@ class Log:
         row = self._db.execute("SELECT digest FROM groups WHERE id = ?", (group,)).fetchone()
         return None if row is None else row[0]
 
+    def location_of(self, group: str) -> str:
+        """Where a group's frame is; empty if it is unknown, or its frame was freed."""
+        row = self._db.execute("SELECT location FROM groups WHERE id = ?", (group,)).fetchone()
+        return "" if row is None else str(row[0])
+
     def is_evaluation(self, group: str) -> bool:
         row = self._db.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
         return row is not None and row[0] == State.EVALUATION

@@ -223,6 +223,11 @@ class Segments:
             self.dead_bytes += at.size
             self._maybe_empty.add(at.segment)
 
+    def reject(self, location: str) -> None:
+        """A frame that was expected is not wanted: free it."""
+        self.settle(location, accepted=False)
+        self.free([location])
+
     # -------------------------------------------------------------- sealing and freeing, with the next transaction
 
     def seal(self, name: str, *, end: int | None = None) -> None:

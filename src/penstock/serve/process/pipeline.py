@@ -20,15 +20,15 @@ import xxhash
 from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep.facts import GroupFacts, check_group
-from penstock.send.messages import Buffer
+from penstock.send.messages import Buffer, Put
 from penstock.send.rooms import NOTHING
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Claim, Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Stored
 from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
-from penstock.storage import DamagedFrame
+from penstock.storage import DamagedFrame, parse_location
 
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
@@ -89,6 +89,57 @@ class Pipeline:
             self._incoming.append((digest, Incoming(group, frame, evaluation)))
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
+
+    def put_stored(self, ticket: object, put: Put, writer: str, *, claim: Claim = lambda _: NOTHING) -> Outcome | None:
+        """Offer a group whose frame its sender has written to storage."""
+        segments = self._engine.segments
+        try:
+            size = parse_location(put.location).size
+            run = self._run_in(put.metadata)
+        except CorruptFrame as error:
+            return Outcome(ticket, error)
+        found = self._engine.acceptance.offer(
+            ticket, put.group, put.digest, size, run, evaluation=put.evaluation, claim=claim
+        )
+        if isinstance(found, Outcome):
+            if found.duplicate:
+                self._free_repeat(put, writer)
+            return found
+        if found:
+            try:
+                read_back = segments.expect(put.location, writer)
+            except PenstockError as error:
+                self._outcomes += self._engine.acceptance.refuse(put.group, error)
+                return None
+            stored = Stored(
+                put.group, put.digest, put.location, put.metadata, put.shown, put.evaluation, read_back=read_back
+            )
+            self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
+        return None
+
+    def _free_repeat(self, put: Put, writer: str) -> None:
+        """A group was put again. Where it was written a second time, those bytes are free; the accepted ones stay."""
+        if self._engine.log.location_of(put.group) == put.location:
+            return
+        with suppress(PenstockError):  # sealed, or not theirs: it goes with its segment
+            self._engine.segments.expect(put.location, writer)
+            self._engine.segments.reject(put.location)
+
+    def _run_in(self, metadata: bytes) -> str:
+        """The run a group belongs to, where that decides whether there is room."""
+        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
+            return ""
+        return GroupFacts.from_bytes(metadata).run
+
+    def _looked_at(self, result: Arrived | Refused | Exception) -> None:
+        if isinstance(result, Exception):
+            raise result
+        if isinstance(result, Arrived):
+            self._engine.segments.verified(result.location)
+            self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
+            return
+        self._engine.segments.reject(result.location)
+        self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 
     def _run_of(self, frame: Buffer) -> str:
         """The run a group belongs to, where that decides whether there is room; found without reading the body."""

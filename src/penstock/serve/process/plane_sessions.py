@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.send.admission import Admission
+from penstock.send.carrier import Peer
 from penstock.send.coordinator import Coordinator
 from penstock.send.messages import Pulse
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import members_left
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import FolderStorage
 
 
 def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordinator:
@@ -28,8 +30,11 @@ def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordin
     )
 
 
-def admission_of(settings: PlaneSettings, log: Log, engine: Engine, pulse: Callable[[], Pulse]) -> Admission:
-    """`pulse` is the plane's sign of life."""
+def admission_of(
+    settings: PlaneSettings, log: Log, engine: Engine, pulse: Callable[[], Pulse], may_write: Callable[[Peer], bool]
+) -> Admission:
+    """`pulse` is the plane's sign of life; `may_write` says which clients may vouch for metadata."""
+    storage = engine.storage
     return Admission(
         run=settings.run,
         run_id=bytes.fromhex(log.run_id),
@@ -38,4 +43,7 @@ def admission_of(settings: PlaneSettings, log: Log, engine: Engine, pulse: Calla
         tables=engine.acceptance,
         peer_s=settings.timeouts.peer_s,
         pulse=pulse,
+        storage=str(storage.folder.resolve()) if isinstance(storage, FolderStorage) and settings.direct else "",
+        seq_len=settings.packing.seq_len,
+        may_write=may_write,
     )

@@ -21,8 +21,10 @@ from penstock.errors import CorruptFrame, DiskFull, Fenced, Overloaded, Penstock
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
+from penstock.send.effects import Send
 from penstock.send.message_header import Packer, read_from_client, run_of
 from penstock.send.messages import (
+    MAX_NAME,
     Ask,
     AskRoom,
     Attach,
@@ -31,6 +33,7 @@ from penstock.send.messages import (
     Frames,
     FromPlane,
     GiveUp,
+    OpenSegment,
     Put,
     SettleGroup,
     SetWeight,
@@ -92,7 +95,7 @@ class Server:
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now))
+        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), _may_write)
         self.story = RunStory(self.engine.counts)
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
@@ -204,7 +207,7 @@ class Server:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+        elif isinstance(message, (Put, OpenSegment, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
@@ -214,18 +217,29 @@ class Server:
             if isinstance(effect, Offer):
                 self._offer(effect)
             elif isinstance(effect, Decide):
-                self._effects.do(self.admission.decided(effect.ticket, decide(self.engine, self.story, effect.message)))
+                self._effects.do(self._decide(effect))
             else:
                 self._effects.do(effect)
 
+    def _decide(self, effect: Decide) -> Send:
+        if not isinstance(effect.message, OpenSegment):
+            return self.admission.decided(effect.ticket, decide(self.engine, self.story, effect.message))
+        try:
+            (segment,) = self.engine.segments.register(_writer_of(effect.ticket[0]))
+        except PenstockError as error:
+            return self.admission.answer(effect.ticket, error)
+        return self.admission.opened(effect.ticket, segment)
+
     def _offer(self, offer: Offer) -> None:
-        digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
-        rooms, ticket = self.admission.rooms, offer.ticket
-        outcome = self._pipeline.put(
-            ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation, claim=partial(rooms.claim, ticket)
-        )
+        rooms, ticket, put = self.admission.rooms, offer.ticket, offer.put
+        claim = partial(rooms.claim, ticket)
+        if put.location:
+            outcome = self._pipeline.put_stored(ticket, put, _writer_of(ticket[0]), claim=claim)
+        else:
+            digest = put.digest or xxhash.xxh3_128_digest(offer.frame)
+            outcome = self._pipeline.put(ticket, put.group, digest, offer.frame, evaluation=put.evaluation, claim=claim)
         if outcome is not None and isinstance(outcome.error, Overloaded):
-            rooms.wait(ticket, outcome.table, len(offer.frame))
+            rooms.wait(ticket, outcome.table, outcome.size)
         else:
             rooms.close(ticket)
         if outcome is not None:
@@ -296,6 +310,19 @@ class Server:
         """What `penstock top` shows."""
         more = {"archive": self.archiving.status(), "uptime_s": time.monotonic() - self._started}
         return status_of(self.engine, self.coordinator, self.admission) | more
+
+
+def _writer_of(peer: Peer) -> str:
+    """Names a client that writes segments, as long as its connection lasts."""
+    assert isinstance(peer, tuple)  # as made in `turn`
+    carrier, address = peer
+    return f"{carrier.url} {address!r}"[:MAX_NAME]
+
+
+def _may_write(peer: Peer) -> bool:
+    assert isinstance(peer, tuple)  # as made in `turn`
+    carrier, address = peer
+    return bool(carrier.is_writer(address))
 
 
 def _poller_of(carriers: Sequence[PlaneCarrier], workers: Workers) -> zmq.Poller:

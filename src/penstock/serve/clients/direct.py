@@ -1,0 +1,157 @@
+"""Frames that this process writes to storage itself: one sync for all threads that put at the same time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.send.messages import Attached, Rejected
+from penstock.send.producer import Answer
+from penstock.serve.clients.encoded_group import EncodedGroup
+from penstock.serve.clients.producer_line import Written
+from penstock.storage import FolderStorage, Writer, read_marker
+from penstock.storage.engine import Pieces
+
+logger = logging.getLogger("penstock.storage")
+_BATCH_BYTES = 32 << 20
+"""Frames written with one sync, at most: those that come later wait for the next."""
+
+
+def reachable(attached: Attached) -> FolderStorage | None:
+    """The plane's storage, if this process sees it: the marker must be that of this run and this start of the plane."""
+    if not attached.storage or not Path(attached.storage).is_dir():
+        return None
+    storage = FolderStorage(attached.storage, create=False)
+    try:
+        marker = read_marker(storage)
+    except PenstockError as error:
+        logger.warning("%s; frames pass the plane instead", error)
+        return None
+    if marker is None or (marker.run_id, marker.epoch) != (attached.run_id.hex(), attached.epoch):
+        return None
+    return storage
+
+
+class DirectWriter:
+    """Writes frames of this process. Safe to use from many threads."""
+
+    def __init__(self, storage: FolderStorage, open_segment: Callable[[], str]) -> None:
+        """`open_segment` asks the plane for a registered segment."""
+        self._writer = Writer(storage, open_segment)
+        self._waiting: deque[tuple[Pieces, Future[str]]] = deque()
+        self._writing = threading.Lock()
+
+    def write(self, pieces: Pieces) -> str:
+        """The location of a frame, which is durable when this returns."""
+        mine: Future[str] = Future()
+        self._waiting.append((pieces, mine))
+        with self._writing:  # whoever gets here first writes for all who wait
+            while not mine.done():
+                self._write_batch()
+        return mine.result()
+
+    def _write_batch(self) -> None:
+        batch, size = [], 0
+        while self._waiting and size < _BATCH_BYTES:
+            batch.append(self._waiting.popleft())
+            size += sum(len(piece) for piece in batch[-1][0])
+        try:
+            locations = self._writer.write([pieces for pieces, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                future.set_exception(error)
+            if not isinstance(error, PenstockError):
+                raise
+        else:
+            for (_, future), location in zip(batch, locations, strict=True):
+                future.set_result(location)
+
+    def leave(self, location: str) -> None:
+        """The plane takes no more frames from this segment."""
+        with self._writing:
+            self._writer.finish(location.partition(":")[0])
+
+    def close(self) -> None:
+        with self._writing:
+            self._writer.finish()
+
+
+class Direct:
+    """Whether groups of this process go straight to storage, found out by the first put."""
+
+    def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str]) -> None:
+        self._attach, self._open_segment = attach, open_segment
+        self._lock = threading.Lock()
+        self._is_known = False
+        self._writer: DirectWriter | None = None
+        self.seq_len = 0
+        """What metadata is made for."""
+
+    def writer(self) -> DirectWriter | None:
+        """Writes to storage; None: groups are sent to the plane."""
+        if not self._is_known:
+            with self._lock:
+                if not self._is_known:
+                    self._find_out()
+        return self._writer
+
+    def _find_out(self) -> None:
+        attached = self._attach()
+        storage = reachable(attached) if attached.may_write else None
+        if storage is not None:
+            self._writer, self.seq_len = DirectWriter(storage, self._open_segment), attached.seq_len
+        self._is_known = True
+
+    def turn_off(self, reason: object) -> None:
+        """Storage cannot be used from here: send groups to the plane from now on."""
+        with self._lock:
+            found, self._writer = self._writer, None
+        if found is not None:
+            logger.warning("%s; groups pass the plane from now on", reason)
+            found.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class DirectPut:
+    """One group on its way to storage."""
+
+    def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup) -> None:
+        self._direct, self._writer, self._group = direct, writer, group
+        self._metadata = group.metadata(direct.seq_len)
+        self._location = ""
+
+    @staticmethod
+    def of(direct: Direct, group: EncodedGroup) -> DirectPut | None:
+        """None where the group is to be sent to the plane: nothing is in reach, or the plane should say what is wrong
+        with it."""
+        writer = direct.writer()
+        if writer is None:
+            return None
+        try:
+            return DirectPut(direct, writer, group)
+        except PenstockError:
+            return None
+
+    def write(self) -> Written:
+        """Called when there is room."""
+        self._location = self._writer.write(self._group.pieces)
+        return self._location, *self._metadata
+
+    def should_repeat(self, answer: Answer) -> bool:
+        """Whether the frame must be written, or sent, once more: its segment was sealed meanwhile, or the plane does
+        not see it."""
+        if not isinstance(answer, Rejected) or answer.kind not in ("Sealed", "Unseen"):
+            return False
+        if answer.kind == "Unseen":
+            self._direct.turn_off(answer.reason)
+        else:
+            self._writer.leave(self._location)
+        return True
