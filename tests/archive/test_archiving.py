@@ -273,9 +273,8 @@ def test_nothing_is_missing_or_doubled_after_lost_requests_and_kills(
     blobs = Unreliable(open_place(where, create=True), rng)
 
     def archiver() -> Archiver:
-        return Archiver(
-            where, engine.settings, engine.log, reader_of(engine.storage), collect_s=0.0, place=lambda: blobs
-        )  # type: ignore[arg-type, return-value]
+        read = reader_of(engine.storage)
+        return Archiver(where, engine.settings, engine.log, read, collect_s=0.0, place=lambda: blobs)  # type: ignore[arg-type, return-value]
 
     names = iter(range(1000))
     running = archiver()

@@ -152,7 +152,7 @@ class World:
             self.send([self.admission.answer(offer.ticket, Overloaded("full"))])
             return
         rooms.close(offer.ticket)
-        self.held[offer.group] = frame
+        self.held[offer.put.group] = frame
         self.send([self.admission.answer(offer.ticket, None)])
 
     def send(self, effects: list[Send]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,10 +68,10 @@ class Trying:
     def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
         return {i: "it is odd" for i, group in enumerate(facts) if group.group == self.blamed}
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
         if self.build_gate is not None:
             self.build_gate.passed()
-        return self.inner.build(step, planned, groups)
+        return self.inner.build(step, planned, groups, inline)
 
 
 class SlowIntake(Intake):

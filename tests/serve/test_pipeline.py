@@ -231,7 +231,9 @@ def test_threads_and_no_threads_make_the_same_steps() -> None:
     assert [o.error is not None for o in first] == [False, False, False, True, False, False]
     for a, b in zip(plain, threaded, strict=True):
         assert (a.plans, a.digests) == (b.plans, b.digests)
-        assert [b"".join(payload) for payload in a.payloads] == [b"".join(payload) for payload in b.payloads]
+        assert [b"".join(payload or ()) for payload in a.payloads] == [
+            b"".join(payload or ()) for payload in b.payloads
+        ]
 
 
 def test_a_step_behind_one_that_is_planned_anew_is_planned_anew_too() -> None:

@@ -39,6 +39,7 @@ from penstock.send.messages import (
     Beat,
     Bye,
     Commit,
+    Damaged,
     Fail,
     FromRank,
     Hello,
@@ -131,6 +132,18 @@ class Coordinator:
         """The highest step any process asked for or says it has; 0 when there is none."""
         return self._steps.wanted
 
+    @property
+    def inline_ranks(self) -> frozenset[int]:
+        """Ranks that are sent their samples; the others read storage themselves."""
+        return self._members.inline_ranks
+
+    def serve_inline(self, session: int, place: Place) -> str:
+        """Send a process its samples from now on: it cannot read storage. Returns its name; empty if it has left."""
+        if session != self.session or self._members.get(place) is None:
+            return ""
+        self._members.serve_inline(place)
+        return self._members.name(place)
+
     def is_staged(self, step: int) -> bool:
         return self._steps.is_staged(step)
 
@@ -208,6 +221,8 @@ class Coordinator:
             return [Send(self._members[place].peer, self.pulse(now, message.number))]
         if isinstance(message, Report):
             return self._steps.on_report(place, message)
+        if isinstance(message, Damaged):
+            return self._steps.on_damaged(place, message, now)
         if isinstance(message, Request):
             outcome = self._steps.on_request(place, message, now)
         elif isinstance(message, Received):
@@ -309,7 +324,9 @@ class Coordinator:
             self._members.leave(place)
             self._steps.forget(place)
             self._find_start()
-        self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
+        self._members.join(
+            place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now, direct=hello.direct)
+        )
 
     def _find_start(self) -> None:
         """The step at which those who are here want to begin; 0 while none of them has named one."""

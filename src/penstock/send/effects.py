@@ -72,10 +72,21 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspect:
+    """A process could not read a group from storage: look at the group, then at the process."""
+
+    session: int
+    place: tuple[int, int]
+    step: int
+    group: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line of the run's story, for the log."""
 
     text: str
 
 
-Effect: TypeAlias = Note | Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported
+Effect: TypeAlias = Note | Send | Detach | MemberLeft | Resume | StepReceived | StepCommitted | Reported | Suspect

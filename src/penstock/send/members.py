@@ -29,6 +29,8 @@ class Member:
     """Step -> when it was first sent, or last said to be filled; removed when received."""
     copies: dict[int, int] = field(default_factory=dict)
     """Step -> how many times it was sent."""
+    direct: bool = False
+    """Whether it reads samples from storage itself."""
     reports: int = 0
     """How many of its reports arrived."""
     filling: set[int] = field(default_factory=set)
@@ -66,6 +68,8 @@ class Members:
         self._every = [(rank, replica) for rank in range(ranks) for replica in range(replicas)]
         self._members: dict[Place, Member] = {}
         self._places: dict[Peer, Place] = {}
+        self._inline: frozenset[int] | None = None
+        """Ranks with a process that is sent its samples; None: to be found out."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -92,6 +96,17 @@ class Members:
         """Places nobody is in, in order."""
         return (place for place in self._every if place not in self._members)
 
+    @property
+    def inline_ranks(self) -> frozenset[int]:
+        """Ranks with a process that is sent its samples."""
+        if self._inline is None:
+            self._inline = frozenset(rank for (rank, _), member in self._members.items() if not member.direct)
+        return self._inline
+
+    def serve_inline(self, place: Place) -> None:
+        """Send this process its samples from now on."""
+        self._members[place].direct, self._inline = False, None
+
     def place_of(self, peer: Peer) -> Place | None:
         return self._places.get(peer)
 
@@ -100,7 +115,7 @@ class Members:
         if place in self._members:
             self.leave(place)
         self._members[place] = member
-        self._places[member.peer] = place
+        self._places[member.peer], self._inline = place, None
 
     def move(self, place: Place, peer: Peer, now: float) -> None:
         """A process is at another address now, and what was under way to the old one is lost."""
@@ -112,10 +127,11 @@ class Members:
     def leave(self, place: Place) -> Member:
         member = self._members.pop(place)
         self._places.pop(member.peer, None)
+        self._inline = None
         return member
 
     def clear(self) -> None:
-        self._members, self._places = {}, {}
+        self._members, self._places, self._inline = {}, {}, None
 
     # -------------------------------------------------------------- liveness
 

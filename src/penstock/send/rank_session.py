@@ -14,6 +14,7 @@ survive is told to it by the plane (`Aborted`, `Refused`, `Foreign`) or by silen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -31,6 +32,7 @@ from penstock.send.messages import (
     Bye,
     Commit,
     Committed,
+    Damaged,
     Deliver,
     Fail,
     Foreign,
@@ -108,8 +110,11 @@ class RankSession:
         replica: int = 0,
         replicas: int = 1,
         timeouts: Timeouts | None = None,
+        can_read: Callable[[Attached], bool] = lambda _attached: False,
     ) -> None:
-        """`step` is the first one it wants; None for the first that is not committed."""
+        """`step` is the first one it wants; None for the first that is not committed. `can_read` finds out whether
+        this process sees the plane's storage."""
+        self._can_read = can_read
         self.timeouts = timeouts or Timeouts()
         self.run_id = NO_RUN
         """Of the run this process belongs to; everything it says carries it."""
@@ -166,6 +171,12 @@ class RankSession:
         self._filling.discard(step)
         self._lost[step] = self._lost.get(step, 0) + 1
         return self._ask(self._requests, step, Request(session=self.session, step=step, lost=self._lost[step]), now)
+
+    def damaged(self, step: int, group: str, reason: str, now: float) -> list[Event]:
+        """A group of a step cannot be read from storage. Said until the step comes again, or the session ends."""
+        self._filling.discard(step)
+        message = Damaged(session=self.session, step=step, group=group, reason=reason[:MAX_REASON])
+        return self._ask(self._requests, step, message, now)
 
     def received(self, step: int, digest: str, now: float) -> list[Event]:
         """The payload was checked."""
@@ -290,6 +301,7 @@ class RankSession:
         if self.run_id != NO_RUN:
             return []  # said twice
         self.run_id = message.run_id
+        self._hello_message = msgspec.structs.replace(self._hello_message, direct=self._can_read(message))
         return [*self._say_hello(now), *(self.leave() if self._leaving else [])]
 
     def _say_beat(self, now: float) -> list[Event]:
@@ -350,7 +362,7 @@ class RankSession:
 
     def _most_patience(self, message: FromClient) -> float:
         """All wait for a step that one has not got, or not been heard to have; what comes after is not so urgent."""
-        urgent = isinstance(message, (Request, Received))
+        urgent = isinstance(message, (Request, Damaged, Received))
         return self.timeouts.heartbeat_s if urgent else self.timeouts.delivery_s / 4
 
     def _say_all(self, now: float) -> list[Event]:
@@ -368,6 +380,9 @@ class RankSession:
             return self.fail(message.step, reason, now)
         self._requests.pop(message.step)
         self._filling.add(message.step)
+        if self._hello_message.direct and any(len(frame) for frame in frames):
+            # The plane found that storage is well and this process is not: it must not ask for the same again.
+            self._hello_message = msgspec.structs.replace(self._hello_message, direct=False)
         return [Arrived(message, frames)]
 
     def _on_sent(self, message: Sent, now: float) -> list[Event]:

@@ -22,12 +22,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from penstock.send.effects import Effect, Reported, Send, StepCommitted, StepReceived
+from penstock.send.effects import Effect, Reported, Send, StepCommitted, StepReceived, Suspect
 from penstock.send.members import Members, Place
 from penstock.send.messages import (
     BEHIND,
     Commit,
     Committed,
+    Damaged,
     Deliver,
     Frames,
     Noted,
@@ -49,9 +50,15 @@ class Staged:
 
     step: int
     plans: list[bytes]
-    payloads: list[Frames]
-    """Each rank's samples."""
+    payloads: list[Frames | None]
+    """Each rank's samples; None for a rank that reads them from storage itself."""
     digests: list[str]
+    picks: list[bytes] = field(default_factory=list)
+    """Per rank, which samples of which stored groups these are; empty: it is not said."""
+
+    def serves(self, inline: Iterable[int]) -> bool:
+        """Whether it has the samples of these ranks."""
+        return all(self.payloads[rank] is not None for rank in inline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,9 @@ class Steps:
 
     def is_staged(self, step: int) -> bool:
         found = self._steps.get(step)
-        return found is not None and found.digests is not None
+        if found is None or found.digests is None:
+            return False
+        return found.staged is None or found.staged.serves(self._members.inline_ranks)
 
     def late_words(self) -> str:
         """Who has not received the first step that others have, in words; empty if there is no such step."""
@@ -180,9 +189,12 @@ class Steps:
             return []
         if place not in progress.wanted or place in progress.received:
             return []
+        rank, staged = place[0], progress.staged
+        payload = BEHIND if member.direct else staged.payloads[rank]
+        if payload is None:
+            return []  # it is being made
         member.sent.setdefault(step, now)
         member.copies[step] = member.copies.get(step, 0) + 1
-        rank, staged = place[0], progress.staged
         message = Deliver(
             run=self._session.run,
             epoch=self._session.epoch,
@@ -192,8 +204,17 @@ class Steps:
             world=self._session.ranks,
             digest=staged.digests[rank],
             plan=staged.plans[rank],
+            picks=staged.picks[rank] if staged.picks else b"",
         )
-        return [Send(member.peer, message, staged.payloads[rank])]
+        return [Send(member.peer, message, payload)]
+
+    def on_damaged(self, place: Place, message: Damaged, now: float) -> list[Effect]:
+        """A process cannot read a group of a step that it was sent. Nothing for a step that it has or committed."""
+        progress = self._steps.get(message.step)
+        if progress is None or place in progress.received or message.step < self._session.next_step:
+            return []
+        self._members[place].sent[message.step] = now  # it is not late: the plane looks at the group
+        return [Suspect(self._session.number, place, message.step, message.group, message.reason)]
 
     # -------------------------------------------------------------- received, released
 

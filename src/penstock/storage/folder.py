@@ -69,6 +69,14 @@ class FolderStorage:
         with self.opened(at.segment) as file:
             return [_pread(file, self.path(at.segment), at, one) for one in ranges or [(0, at.size)]]
 
+    def read_into(self, at: Location, wanted: Sequence[tuple[int, memoryview]]) -> None:
+        """Read bytes of one frame into memory that is there: (offset in the segment, where to) each."""
+        with self.opened(at.segment) as file:
+            for offset, view in wanted:
+                if not at.offset <= offset <= offset + len(view) <= at.end:
+                    raise Gone(f"{self.path(at.segment)}: bytes at {offset} are not of the frame at {at.offset}")
+                _pread_into(file, self.path(at.segment), offset, view)
+
     @contextmanager
     def opened(self, segment: str) -> Iterator[int]:
         """A descriptor to read a segment with. Opened for each use: network filesystems check a file's size then."""
@@ -188,6 +196,20 @@ def _pread(file: int, path: Path, at: Location, wanted: Range) -> bytes:
             raise Gone(f"{path}: {error.strerror}") from None
         raise Away(f"{path}: {error.strerror}") from None
     return found
+
+
+def _pread_into(file: int, path: Path, offset: int, view: memoryview) -> None:
+    got = 0
+    try:
+        while got < len(view):
+            count = os.preadv(file, [view[got:]], offset + got)
+            if not count:
+                raise Gone(f"{path}: ends {len(view) - got} bytes before the bytes at {offset} do")
+            got += count
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            raise Gone(f"{path}: {error.strerror}") from None
+        raise Away(f"{path}: {error.strerror}") from None
 
 
 def _write(file: int, pieces: Pieces) -> int:

@@ -110,6 +110,7 @@ def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
             continue
         made = engine.stage_again(number) if number <= engine.last_step else engine.plan_step(number)
         assert not isinstance(made, str), made
+        assert made.payloads[0] is not None
         say(f"step {number} {made.digests[0]} {' '.join(_ids(made.payloads[0][0]))}")
         engine.received(number)
         engine.commit(number, number)

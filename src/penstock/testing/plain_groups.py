@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import xxhash
@@ -93,7 +93,7 @@ class PlainBuilder:
     def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:  # noqa: ARG002 - all of them can be dealt
         return {}
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:  # noqa: ARG002
         frames = [self._storage.read(place.location)[0] for place in groups]
         return Staged(
             step=step,

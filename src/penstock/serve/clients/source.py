@@ -14,17 +14,20 @@ from typing import Self
 from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.arrays.versions import MAX_VERSION
-from penstock.encode import Limits, decode
+from penstock.encode import decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import RankPlan, fill
 from penstock.send.carrier import ClientCarrier
-from penstock.send.messages import Frames, FromPlane
+from penstock.send.messages import Attached, Frames, FromPlane
+from penstock.send.picks import StepPicks
 from penstock.send.rank_session import Arrived, Event, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.serve.clients.client_loop import ClientLoop
+from penstock.serve.clients.direct import reachable
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.clients.source_step import SourceStep as SourceStep
+from penstock.serve.clients.storage_reader import ANY_SIZE, StorageReader, Unreadable
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
@@ -33,8 +36,6 @@ _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
 _LEAVE_S = 2.0
 """How long a rank that failed at once waits for the plane to hear of it."""
-ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
-"""A step is as large as the plane was told to make it; its size was checked group by group."""
 
 
 class Source:
@@ -53,7 +54,9 @@ class Source:
         self._first = self._next
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._session = settings.new_session()
+        self._reader: StorageReader | None = None
+        """Reads samples from storage; None: they come with each step."""
+        self._session = settings.new_session(self._can_read)
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
@@ -256,13 +259,21 @@ class Source:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
-            samples: Samples | None = _samples(arrived.frames)
+            samples, picks = self._samples(arrived)
+            found = sample_digests(samples)
+            wrong = next((k for k, (a, b) in enumerate(zip(found, picks.digests, strict=False)) if a != b), None)
+            if wrong is not None and self._reads(arrived):
+                raise Unreadable(picks.group_of(wrong), "the bytes in storage are not those that were put")
+            is_whole = wrong is None and step_digest(message.plan, found) == message.digest
+        except Unreadable as error:
+            self._damaged(message.step, error)
+            return
         except CorruptFrame:
-            samples = None
+            is_whole = False
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
-        if samples is None or step_digest(message.plan, sample_digests(samples)) != message.digest:
+        if not is_whole:
             logger.warning("step %d: not what was sent; asking again", message.step)
             with self._lock:
                 self._handle(self._session.altered(message.step, time.monotonic()))
@@ -276,6 +287,29 @@ class Source:
         with self._lock:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
+
+    def _reads(self, arrived: Arrived) -> bool:
+        """Whether a step came without its samples: they are read from storage here."""
+        return self._reader is not None and not any(len(frame) for frame in arrived.frames)
+
+    def _samples(self, arrived: Arrived) -> tuple[Samples, StepPicks]:
+        """The samples of a step, and what they must be."""
+        picks = StepPicks.from_bytes(arrived.deliver.picks) if arrived.deliver.picks else StepPicks(groups=())
+        if self._reader is not None and self._reads(arrived):
+            return self._reader.samples(picks), picks
+        return _samples(arrived.frames), picks
+
+    def _damaged(self, step: int, error: Unreadable) -> None:
+        """Tell the plane, which looks at the group itself and then sends the samples, or plans without the group."""
+        logger.warning("step %d: %s", step, error)
+        with self._lock:
+            self._handle(self._session.damaged(step, error.group, error.reason, time.monotonic()))
+
+    def _can_read(self, attached: Attached) -> bool:
+        """Whether this process sees the plane's storage."""
+        storage = reachable(attached)
+        self._reader = None if storage is None else StorageReader(storage)
+        return storage is not None
 
     def _fail(self, step: int, reason: str) -> None:
         with self._lock:

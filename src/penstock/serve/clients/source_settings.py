@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.errors import InvalidInput
+from penstock.send.messages import Attached
 from penstock.send.rank_session import RankSession
 from penstock.send.timeouts import Timeouts
 
@@ -46,7 +48,7 @@ class SourceSettings:
         """How often a source looks at the clock."""
         return min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5)
 
-    def new_session(self) -> RankSession:
+    def new_session(self, can_read: Callable[[Attached], bool]) -> RankSession:
         """What a process says that has just started."""
         return RankSession(
             run=self.run,
@@ -57,4 +59,5 @@ class SourceSettings:
             replica=self.replica,
             replicas=self.replicas,
             timeouts=self.timeouts,
+            can_read=can_read,
         )

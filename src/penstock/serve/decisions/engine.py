@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -256,7 +256,8 @@ class Engine:
         """A step that was planned before, and where its groups are."""
         manifest = self.state.steps[step]
         plan = PlannedStep(rank_plans=manifest.rank_plans, needs=manifest.needs, digests=manifest.digests)
-        return plan, self._places(manifest.groups)
+        places = zip(self._places(manifest.groups), self._facts(manifest.groups), strict=True)
+        return plan, tuple(replace(place, metadata=metadata) for place, metadata in places)
 
     def is_planned(self, step: int, planned: PlannedStep) -> bool:
         """Whether a step is still planned as it was."""

@@ -6,7 +6,7 @@ plan and digests, in any process, at any time; the same frames give the same sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
 from penstock.pack import Packing, plan
 from penstock.send.messages import Buffer, Frames
+from penstock.send.picks import PickedGroup, StepPicks
 from penstock.send.steps import Staged
 from penstock.storage import Pick, Storage, gather_picks
 
@@ -34,6 +35,8 @@ class Place:
     group: str
     location: str
     num_samples: int
+    metadata: bytes = b""
+    """As the log has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +61,8 @@ class Builder(Protocol):
     def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
         """Which of these cannot be planned even alone, with the reason."""
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
-        """Gather the payloads of a planned step."""
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+        """Say where the samples of a planned step are, and gather those of ranks that cannot read them there."""
 
 
 @dataclass(slots=True)
@@ -96,15 +99,32 @@ class StepBuilder:
                 found[i] = f"{type(error).__name__}: {error}"
         return found
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place]) -> Staged:
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
-        payloads = gather_picks(self.storage, requests, self.allocate)
+        known = {place.location: GroupFacts.from_bytes(place.metadata) for place in groups}
+        gathered = gather_picks(self.storage, [requests[rank] for rank in inline], self.allocate)
+        payloads: list[Frames | None] = [None] * len(requests)
+        for rank, payload in zip(inline, gathered, strict=True):
+            payloads[rank] = pieces_of(payload)
         return Staged(
             step=step,
             plans=list(planned.rank_plans),
-            payloads=[pieces_of(payload) for payload in payloads],
+            payloads=payloads,
             digests=list(planned.digests),
+            picks=[_step_picks(request, known).to_bytes() for request in requests],
         )
+
+
+def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupFacts]) -> StepPicks:
+    """What one rank reads, with what it must find."""
+    groups = []
+    for pick in request:
+        facts = known[pick.location]
+        digests = tuple(facts.digests[row] for row in pick.rows)
+        groups.append(
+            PickedGroup(group=pick.group, location=pick.location, rows=pick.rows, front=facts.front, digests=digests)
+        )
+    return StepPicks(groups=tuple(groups))
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:

@@ -19,10 +19,12 @@ from penstock.send.effects import (
     Send,
     StepCommitted,
     StepReceived,
+    Suspect,
 )
 from penstock.send.messages import Frames, FromPlane
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.remembered import left_name
+from penstock.serve.process.damage import Damage
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.run_story import RunStory
 
@@ -39,7 +41,9 @@ class EffectRunner:
         pipeline: Pipeline,
         story: RunStory,
         send: Callable[[Peer, FromPlane, Frames], None],
+        damage: Damage,
     ) -> None:
+        self._damage = damage
         self._engine, self._coordinator, self._pipeline, self._story = engine, coordinator, pipeline, story
         self._send = send
         self._deferred: deque[Effect] = deque()
@@ -82,6 +86,8 @@ class EffectRunner:
             self._resume(effect)
         elif isinstance(effect, StepReceived):
             self._engine.received(effect.step)
+        elif isinstance(effect, Suspect):
+            self._damage.on_suspect(effect)
         elif isinstance(effect, StepCommitted):
             self._engine.commit(effect.step, effect.policy_version)
             self.carry_out(self._coordinator.committed(effect.session, effect.step))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class Pipeline:
         self._to_record: tuple[Drawn, PlannedStep] | None = None
         """Planned and not written down yet: there may be no room for it now."""
         self._staged: dict[int, Staged] = {}
+        self._inline: frozenset[int] = frozenset()
+        """Ranks whose samples are sent with a step."""
         self._failure: Exception | None = None
         """What the session that asks next is told."""
         self._session = self._asked_by = 0
@@ -194,13 +197,16 @@ class Pipeline:
         self._session += 1
         self._failure = None
 
-    def step(self, step: int) -> Staged | str:
-        """A step, once it is built; until then, in words, what it waits for.
+    def step(self, step: int, inline: Collection[int] | None = None) -> Staged | str:
+        """A step, once it is built; until then, in words, what it waits for. `inline` are the ranks whose samples are
+        sent with it; None: all.
 
         Raises DiskFull while it cannot be written down, and whatever makes it impossible to plan or build."""
+        self._inline = frozenset(range(self._engine.settings.packing.ranks) if inline is None else inline)
         self._record()
-        if step in self._staged:
-            return self._staged[step]
+        staged = self._staged.get(step)
+        if staged is not None and staged.serves(self._inline):
+            return staged
         self._raise_failure()
         if self._busy:
             return f"step {self._engine.last_step} to be built"
@@ -287,7 +293,12 @@ class Pipeline:
             if self._engine.is_planned(step, planned):
                 self._built(step, found)
 
-        self._submit(lambda: self._builder.build(step, planned, groups), built)
+        inline = sorted(self._inline)
+        self._submit(lambda: self._builder.build(step, planned, groups, inline), built)
+
+    def unplanned(self, first: int) -> None:
+        """Steps from this one on are planned again."""
+        self._staged = {step: staged for step, staged in self._staged.items() if step < first}
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):

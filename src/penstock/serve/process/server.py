@@ -49,6 +49,7 @@ from penstock.serve.decisions.journal import run_at_once
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.process.archiver import Archiving
+from penstock.serve.process.damage import Damage
 from penstock.serve.process.effect_runner import EffectRunner
 from penstock.serve.process.pipeline import (
     AlteredOnTheWay,
@@ -100,7 +101,8 @@ class Server:
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
         self._stopping = threading.Event()
-        self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send)
+        self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers)
+        self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -176,6 +178,7 @@ class Server:
         self._check_owner(outcomes, now)
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
+        self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
         self.story.look()
@@ -287,7 +290,7 @@ class Server:
             if coordinator.is_staged(step):
                 continue
             try:
-                staged = self._pipeline.step(step)
+                staged = self._pipeline.step(step, coordinator.inline_ranks)
             except DiskFull as error:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False

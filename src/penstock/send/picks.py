@@ -1,0 +1,60 @@
+"""Which samples of which stored groups a rank trains in a step, and how it knows that it read the right ones.
+
+About 1 kB for each group: the front of its frame says where in it the samples lie, the digests what they must be.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import CorruptFrame
+
+
+class PickedGroup(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Some samples of one group."""
+
+    group: str
+    location: str
+    """Of its frame in storage."""
+    rows: tuple[int, ...]
+    """Which samples of the frame, ascending."""
+    front: bytes
+    """The first bytes of the frame: which columns it has, and where."""
+    digests: tuple[bytes, ...]
+    """Of these samples, 16 bytes each."""
+
+
+class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """All that one rank trains, in the order in which its plan counts samples."""
+
+    groups: tuple[PickedGroup, ...]
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @property
+    def digests(self) -> list[bytes]:
+        return [digest for picked in self.groups for digest in picked.digests]
+
+    def group_of(self, sample: int) -> str:
+        """The group that a sample of the step belongs to."""
+        for picked in self.groups:
+            if sample < len(picked.rows):
+                return picked.group
+            sample -= len(picked.rows)
+        raise IndexError(sample)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> StepPicks:
+        """Raises CorruptFrame."""
+        try:
+            found = msgspec.msgpack.decode(data, type=StepPicks)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptFrame(f"picks of a step: {error}") from None
+        for picked in found.groups:
+            if not picked.rows or len(picked.rows) != len(picked.digests):
+                raise CorruptFrame(
+                    f"picks of a step: group {picked.group[:80]!r}: {len(picked.rows)} samples, "
+                    f"{len(picked.digests)} digests; there must be one for each"
+                )
+        return found

@@ -1,0 +1,93 @@
+"""A rank's samples, read from storage by byte ranges into memory that is reused from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.arrays import Samples
+from penstock.encode import Limits, Pieces, RangedFrame, StepMemory, assemble
+from penstock.encode.parts import Range
+from penstock.errors import CorruptFrame, PenstockError
+from penstock.send.picks import PickedGroup, StepPicks
+from penstock.storage import FolderStorage, parse_location
+
+ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
+"""A step is as large as the plane was told to make it; its size was checked group by group."""
+
+
+class Unreadable(CorruptFrame):
+    """A group that cannot be read from storage."""
+
+    def __init__(self, group: str, reason: str) -> None:
+        super().__init__(f"group {group!r}: {reason}")
+        self.group, self.reason = group, reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    picked: PickedGroup
+    frame: RangedFrame
+    ranges: list[Range]
+
+    @property
+    def size(self) -> int:
+        return sum(b - a for a, b in self.ranges)
+
+
+class StorageReader:
+    """Used by one thread. The samples of a step are overwritten when the next one is read: fill them first."""
+
+    def __init__(self, storage: FolderStorage) -> None:
+        self._storage, self._memory = storage, StepMemory()
+        self.bytes_read = 0
+        """In all."""
+
+    def samples(self, picks: StepPicks) -> Samples:
+        """The samples that a rank trains, in the order of its plan; raises Unreadable."""
+        if not picks.groups:
+            return Samples.of([])
+        reads = [self._planned(picked) for picked in picks.groups]
+        total = sum(read.size for read in reads)
+        buffer, at = self._memory.take("", total).data, 0
+        found = []
+        for read in reads:
+            views = []
+            for a, b in read.ranges:
+                views.append(buffer[at : at + b - a])
+                at += b - a
+            self._fetch(read, views)
+            found.append((read.frame, read.picked.rows, Pieces(read.ranges, views)))
+        self.bytes_read += total
+        try:
+            return assemble(found, memory=self._memory)
+        except PenstockError as error:  # a body that does not fit its front; which one is found out one by one
+            raise self._blamed(found, reads, error) from None
+
+    def _planned(self, picked: PickedGroup) -> _Read:
+        try:
+            frame = RangedFrame(picked.front, limits=ANY_SIZE)
+            return _Read(picked, frame, frame.plan(picked.rows))
+        except CorruptFrame as error:
+            raise Unreadable(picked.group, str(error)) from None
+
+    def _fetch(self, read: _Read, views: Sequence[memoryview]) -> None:
+        location = parse_location(read.picked.location)
+        wanted = [(location.offset + a, view) for (a, _), view in zip(read.ranges, views, strict=True)]
+        try:
+            self._storage.read_into(location, wanted)
+        except PenstockError as error:
+            raise Unreadable(read.picked.group, str(error)) from None
+
+    def _blamed(
+        self,
+        found: Sequence[tuple[RangedFrame, tuple[int, ...], Pieces]],
+        reads: Sequence[_Read],
+        error: PenstockError,
+    ) -> PenstockError:
+        for one, read in zip(found, reads, strict=True):
+            try:
+                assemble([one])
+            except PenstockError as own:
+                return Unreadable(read.picked.group, str(own))
+        return error  # each is well: they do not go together
