@@ -20,7 +20,7 @@ from penstock.bench.programs import Program, Wanted, WayFailed, started
 from penstock.bench.report import Row, faster, skipped
 
 FIRST_VERSION = "a2d3474"
-CARRIERS = ("tcp", "shm")
+CARRIERS = ("direct", "tcp", "shm")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 
 Rounds: TypeAlias = list[dict[str, float]]
@@ -55,7 +55,7 @@ class Way:
 OURS = {carrier: Way(name=f"ours, {carrier}", program="ours", way="plane", carrier=carrier) for carrier in CARRIERS}
 FIRST = {
     carrier: Way(name=f"first version, {carrier}", program="first", way="plane", carrier=carrier)
-    for carrier in CARRIERS
+    for carrier in ("tcp", "shm")
 }
 QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
 REFS = Way(name="bare Ray refs", program="rivals", way="refs")
@@ -167,7 +167,7 @@ def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str], *, fu
         name = f"{setting.label}, {setting.ranks} ranks, {carrier}"
         rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.queue_target), (REFS, None)]
         rivals += [(LISTS, None)] if setting.case != "router" else []
-        rivals += [(FIRST[carrier], setting.first_target)] if full else []
+        rivals += [(FIRST["tcp" if carrier == "direct" else carrier], setting.first_target)] if full else []
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
         if setting.case == "router":
             rows.append(_memory(f"{name}: memory of the plane over the step's bytes", ours, found, why))

@@ -81,9 +81,11 @@ class _Way:
 
     def _start(self, name: str, ranks: int, carrier: str, groups: int) -> _Served:
         home = self._folder / name
-        listen = "tcp://127.0.0.1:*" if carrier == "tcp" else f"shm+ipc://{self._sockets / name}"
+        listen = f"shm+ipc://{self._sockets / name}" if carrier == "shm" else "tcp://127.0.0.1:*"
         words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
         words += [f"--listen={listen}", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
+        if carrier != "direct" and _knows_direct():
+            words.append("--set=direct=false")
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli", "serve", str(home), *words], stdout=subprocess.PIPE
         )
@@ -105,6 +107,13 @@ class _Way:
             plane.process.wait(PATIENCE_S)
             shutil.rmtree(self._folder / plane.name)
             del self._planes[plane.name]
+
+
+def _knows_direct() -> bool:
+    """Whether this version's clients go straight to storage unless told otherwise."""
+    from penstock.serve.settings import PlaneSettings
+
+    return "direct" in PlaneSettings.__dataclass_fields__
 
 
 def producer(number: int, pipe: Connection) -> None:
