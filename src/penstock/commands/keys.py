@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--writer {both[0]!r}: a client has that name; give each its own")
     has_plane = (args.folder / "plane.secret").exists()
     if has_plane and not clients and not writers:
-        raise ConfigError(f"{args.folder}: has keys already; name those to add with --client NAME or --writer NAME")
+        how = "name the clients to add with --client NAME, writers with --writer NAME"
+        raise ConfigError(f"{args.folder}: has keys already; {how}")
     if not has_plane:
         clients = clients or ("client",)
     try:
