@@ -167,6 +167,7 @@ def test_rates_are_differences_over_time_and_none_across_a_restart() -> None:
         ({"missing": [[r, 0] for r in range(9)]}, "rank 7 replica 0 ..."),
         ({"waiting_for": "the trainer"}, "producers and plane for the trainer"),
         ({"waiting_for": "generation: 1 of 4 groups"}, "ranks for generation: 1 of 4 groups"),
+        ({"producers_waiting": 1200, "oldest_wait_s": 3.4}, "; 1,200 puts for room, the first for 3 s"),
     ],
 )
 def test_it_says_who_waits_for_whom(change: dict[str, object], text: str) -> None:

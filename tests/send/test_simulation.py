@@ -74,6 +74,14 @@ def test_every_promise_holds_with_real_samples_and_packing(part: int) -> None:
         Simulation(seed, pipeline=real_pipeline, digests=real_digests).run()
 
 
+def test_simulated_producers_wait_for_room_and_leave() -> None:
+    runs = [Simulation(seed) for seed in range(40)]
+    for run in runs:
+        run.run()
+    assert sum(run.oracle.waited > 0 for run in runs) > 10
+    assert sum(run.oracle.num_left > 0 for run in runs) > 10
+
+
 # Seeds that once failed, with what they found.
 @pytest.mark.parametrize(
     "seed",

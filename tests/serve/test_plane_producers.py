@@ -17,7 +17,7 @@ from penstock.encode import encode
 from penstock.errors import Fenced, InvalidInput, Overloaded, PeerError
 from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.message_header import read_from_client
-from penstock.send.messages import Frames, Put
+from penstock.send.messages import AskRoom, Frames, Put
 from penstock.serve.clients.plane import Plane
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
@@ -29,11 +29,13 @@ class CountingClient:
     def __init__(self, inner: ClientCarrier) -> None:
         self._inner = inner
         self.wake, self.close = inner.wake, inner.close
-        self.puts = self.messages = self.payload_bytes = 0
+        self.puts = self.asks = self.messages = self.payload_bytes = 0
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self.messages += 1
-        if isinstance(read_from_client(header), Put):
+        message = read_from_client(header)
+        self.asks += isinstance(message, AskRoom)
+        if isinstance(message, Put):
             self.puts += 1
             self.payload_bytes += sum(map(len, frames))
         self._inner.send(header, frames)
@@ -55,6 +57,16 @@ def train(plane: ps.Plane, steps: int, policy_version: int | None = None) -> Non
 
 
 # ------------------------------------------------------------------ room
+
+
+def test_a_plane_with_plenty_of_room_is_sent_groups_without_a_question(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    producer, line = counted_line(plane)
+    assert plane.put(named_group("other"))
+    for number in range(20):
+        assert producer.put(named_group(f"g{number}"))
+    assert (line.puts, line.asks) == (20, 0)
+    producer.close()
 
 
 def test_a_producer_that_waits_for_room_sends_its_group_once_and_again_when_there_is_room(

@@ -36,7 +36,7 @@ MOST_PLACES, MOST_OF_ONE = 1 << 16, 1024
 """Tickets with a place or a reservation: of all clients together, and of one."""
 MOST_CREDIT = (64, 64 << 20)
 """Groups and bytes that one client may send without asking."""
-_REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 14
 _TOO_MANY = "too many puts wait for room"
 
 

@@ -36,6 +36,8 @@ class Oracle:
         self._sent: dict[tuple[object, int], int] = {}
         """By producer and ticket, how many times a group was sent; and how many times the plane asked for it."""
         self._asked: dict[tuple[object, int], int] = {}
+        self.waited = 0
+        """Turns in which a put waited for room, of all puts together."""
         self._left: dict[tuple[object, int | None], float] = {}
         """Puts that were cancelled, and producers that died (without a ticket): when."""
 
@@ -73,6 +75,11 @@ class Oracle:
             ticket = message.put if isinstance(message, Missing) else message.ticket
             self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
 
+    @property
+    def num_left(self) -> int:
+        """Puts that were cancelled, and producers that died."""
+        return len(self._left)
+
     def left(self, peer: object, ticket: int | None = None) -> None:
         """A put was cancelled, or a producer died with all it had."""
         self._left[peer, ticket] = self._world.clock.now
@@ -80,6 +87,7 @@ class Oracle:
     def waiting(self, tickets: Iterable[tuple[object, int]]) -> None:
         """Who has a place in line, or room: somebody who is there, or was there until a moment ago."""
         for peer, ticket in tickets:
+            self.waited += 1
             assert isinstance(peer, tuple)  # a carrier and a name
             for key in ((peer[1], ticket), (peer[1], None)):
                 silent_s = self._world.clock.now - self._left.get(key, self._world.clock.now)
