@@ -39,6 +39,7 @@ PROCESS = {
     "serve/test_plane_fork.py",
     "serve/test_process.py",
     "serve/test_processes.py",
+    "serve/test_waiting_line.py",
     "serve/test_watchdog.py",
     "test_cli.py",
     "test_command_errors.py",

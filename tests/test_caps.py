@@ -1,4 +1,4 @@
-"""The caps of the house style, for the package and its scripts: no module above 400 lines, no function above 50."""
+"""The caps of the house style, for the package and its scripts: no module above 450 lines, no function above 50."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODULE_LINES, FUNCTION_LINES = 400, 50
+MODULE_LINES, FUNCTION_LINES = 450, 50
 ALLOWED: dict[str, str] = {}
 """`path` or `path::function` -> why it may be longer. Splitting is almost always better."""
 REPEATING = ("commands", "bench", "demo", "testing", "config")

@@ -27,9 +27,14 @@ _HOP = re.compile(r"(?m)^\|.*\| `(penstock[\w.]+):([\w.]+)` \|(?: ([^|]+) \|)?$"
 _CALLS = re.compile(r"(?:(\d+)(?: \+ |$))?(?:(\d+) per (rank|rollout))?")
 
 
-def hops() -> dict[str, str]:
+THROUGH = "## Through the plane"
+DIRECT_PART, _, _rest = PAGE.partition(THROUGH)
+THROUGH_PART, _, _ = _rest.partition("\n## ")
+
+
+def hops(text: str = PAGE) -> dict[str, str]:
     """`module:function` of every hop on the page -> how often it says that it happens; empty where it does not say."""
-    return {f"{module}:{name}": calls for module, name, calls in _HOP.findall(PAGE)}
+    return {f"{module}:{name}": calls for module, name, calls in _HOP.findall(text)}
 
 
 def promised(calls: str) -> int:
@@ -64,7 +69,9 @@ def counting(hops: list[str]) -> Iterator[Callable[[], dict[str, int]]]:
         threading.setprofile(None)
 
 
-def trained(hops: list[str], *, also: Callable[[SourceStep], object] = lambda _step: None) -> dict[str, int]:
+def trained(
+    hops: list[str], where: Path | str = "memory:", *, also: Callable[[SourceStep], object] = lambda _step: None
+) -> dict[str, int]:
     """How often each hop happens for one group that is put, drawn, trained and committed."""
 
     def train(source: Source) -> None:
@@ -75,7 +82,7 @@ def trained(hops: list[str], *, also: Callable[[SourceStep], object] = lambda _s
         source.flush()
 
     with counting(hops) as counts:
-        with ps.open("memory:", ranks=RANKS, seq_len=64, groups_per_step=1) as plane:
+        with ps.open(where, ranks=RANKS, seq_len=64, groups_per_step=1) as plane:
             with plane.group("prompt") as group:
                 for i in range(ROLLOUTS):
                     turns = [Turn(range(40)), Turn([50 + i] * 20, logprobs=[-0.5] * 20)]
@@ -88,16 +95,33 @@ def trained(hops: list[str], *, also: Callable[[SourceStep], object] = lambda _s
         return counts()
 
 
-def test_a_group_takes_the_way_that_the_page_describes() -> None:
-    counted = {hop: promised(calls) for hop, calls in hops().items() if calls}
+def test_a_group_takes_the_way_that_the_page_describes(tmp_path: Path) -> None:
+    counted = {hop: promised(calls) for hop, calls in hops(DIRECT_PART).items() if calls}
     assert len(counted) > 15
+    assert trained(list(counted), tmp_path / "run") == counted
+
+
+def test_a_group_takes_the_other_way_through_the_plane() -> None:
+    counted = {hop: promised(calls) for hop, calls in hops(THROUGH_PART).items() if calls}
+    assert len(counted) > 5
     assert trained(list(counted)) == counted
 
 
-def test_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
+def test_straight_to_storage_no_frame_is_joined_decoded_or_gathered(tmp_path: Path) -> None:
+    never = [
+        "penstock.serve.clients.encoded_group:EncodedGroup.frame",
+        "penstock.encode.reading:decode",
+        "penstock.encode.reading:describe",
+        "penstock.encode.gathering:gather",
+        "penstock.encode.gathering:open_frame",
+    ]
+    assert trained(never, tmp_path / "run") == {}
+
+
+def test_through_the_plane_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
     assert trained(
         [
-            "penstock.encode.writing:encode_to_send",
+            "penstock.encode.writing:encode_group",
             "penstock.keep.facts:check_group",
             "penstock.encode.gathering:gather",
             "penstock.encode.reading:decode",
@@ -106,7 +130,7 @@ def test_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
             "penstock.encode.writing:frame_pieces",
         ]
     ) == {
-        "penstock.encode.writing:encode_to_send": 1,
+        "penstock.encode.writing:encode_group": 1,
         "penstock.keep.facts:check_group": 1,
         "penstock.encode.gathering:gather": RANKS,
         "penstock.encode.reading:decode": RANKS,

@@ -5,7 +5,8 @@
   penstock serve runs/demo --keys runs/keys --listen tcp://0.0.0.0:7440 ...
 
 On a folder that has the plane's pair already, only those named are added. Existing keys are never replaced.
-A writer's key may do what a client's may, and is told apart by the plane.
+With a writer's key a trusted worker writes frames to storage itself and vouches for their metadata. With a client's key
+a process sends its frames to the plane, which checks them: give that to workers that run generated code.
 To revoke a client, remove its file from allowed/ and start the plane again; for a writer, from writers/.
 """
 

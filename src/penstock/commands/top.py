@@ -130,6 +130,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"ledger     {ledger_line(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
     ]
+    if now.get("storage"):
+        lines.append(f"storage    {_storage(now)}")
     if now.get("archive"):
         lines.append(f"archive    {_archive(now['archive'])}")
     if now.get("runs"):
@@ -156,6 +158,22 @@ def _waiting(now: dict[str, Any]) -> str:
     if now.get("producers_waiting"):
         words += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
     return words
+
+
+def _storage(now: dict[str, Any]) -> str:
+    """What storage holds, who reads and writes it, and what an operator must look at."""
+    found = now["storage"]
+    parts = [f"{size(found['live_bytes'])} in use, {size(found['dead_bytes'])} dead", f"{found['writers']} writers"]
+    if found["to_delete"]:
+        parts.append(f"{found['to_delete']:,} deletions pending")
+    if found["missing"]:
+        parts.append(f"{len(found['missing'])} segments MISSING")
+    if found["unregistered"]:
+        parts.append(f"{len(found['unregistered'])} UNKNOWN segments, nothing is deleted: see `penstock storage check`")
+    inline = now.get("inline_ranks") or {}
+    if inline:
+        parts.append(f"cannot read it: {', '.join(sorted(inline)[:8])}")
+    return ", ".join(parts)
 
 
 def _archive(now: dict[str, Any]) -> str:

@@ -4,13 +4,13 @@
     read      byte ranges of a frame; `Gone` and `Away` are different errors
     delete    frames and segments by name, through `Custody`, which moves the marker first
 
-Engines know nothing of groups, tables or steps. `memory.py` is the one to read first.
+Engines know nothing of groups, tables or steps. `in_memory.py` is the one to read first.
 """
 
 from penstock.storage.custody import Custody, Marker, check_log, read_marker
-from penstock.storage.engine import Away, Gone, Location, SegmentFile, Storage, parse_location
 from penstock.storage.folder import FolderStorage
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks
 from penstock.storage.writer import Writer
 

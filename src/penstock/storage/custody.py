@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.errors import Conflict, CorruptFile, Fenced
-from penstock.storage.engine import Storage
+from penstock.storage.interface import Storage
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from pathlib import Path
 from penstock.atomic import replacing, sync
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, DiskFull, StorageError
-from penstock.storage.engine import Away, Gone, Location, Pieces, Range, is_segment_name, parse_location
+from penstock.storage.interface import Away, Gone, Location, Pieces, Range, is_segment_name, parse_location
 
 logger = logging.getLogger("penstock.storage")
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.encode.gathering import OpenFrame, gather, open_frame
 from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame
-from penstock.storage.engine import Storage
+from penstock.storage.interface import Storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.storage.engine import Pieces, SegmentFile, Storage
+from penstock.storage.interface import Pieces, SegmentFile, Storage
 
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this is finished."""

@@ -17,7 +17,7 @@ from penstock.arrays import Sample, Samples
 from penstock.encode import decode, encode
 from penstock.errors import Conflict, CorruptFrame
 from penstock.storage import DamagedFrame, Gone, Pick, Storage, gather_picks, parse_location
-from penstock.storage.engine import new_segment_name
+from penstock.storage.interface import new_segment_name
 
 
 def stored_group(name: str, *, samples: int = 3, tokens: int = 40) -> list[Sample]:

@@ -15,7 +15,7 @@ from penstock.send.producer import Answer
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.producer_line import Written
 from penstock.storage import FolderStorage, Writer, read_marker
-from penstock.storage.engine import Pieces
+from penstock.storage.interface import Pieces
 
 logger = logging.getLogger("penstock.storage")
 _BATCH_BYTES = 32 << 20

@@ -76,6 +76,12 @@ class PlaneKeywords(TypedDict, total=False):
     locking: Literal["wal", "exclusive"]
     """How the log is locked; "exclusive" for a folder on a network filesystem: no other process may read it
     meanwhile."""
+    storage: str | Path | None
+    """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
+    run's folder."""
+    direct: bool
+    """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
+    plane."""
     max_disk_bytes: int | None
     """Bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has."""
     disk_reserve_bytes: int

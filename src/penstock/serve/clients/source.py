@@ -259,12 +259,8 @@ class Source:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
-            samples, picks = self._samples(arrived)
-            found = sample_digests(samples)
-            wrong = next((k for k, (a, b) in enumerate(zip(found, picks.digests, strict=False)) if a != b), None)
-            if wrong is not None and self._reads(arrived):
-                raise Unreadable(picks.group_of(wrong), "the bytes in storage are not those that were put")
-            is_whole = wrong is None and step_digest(message.plan, found) == message.digest
+            samples, digests = self._samples(arrived)
+            is_whole = step_digest(message.plan, digests) == message.digest
         except Unreadable as error:
             self._damaged(message.step, error)
             return
@@ -288,16 +284,18 @@ class Source:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
 
-    def _reads(self, arrived: Arrived) -> bool:
-        """Whether a step came without its samples: they are read from storage here."""
-        return self._reader is not None and not any(len(frame) for frame in arrived.frames)
-
-    def _samples(self, arrived: Arrived) -> tuple[Samples, StepPicks]:
-        """The samples of a step, and what they must be."""
-        picks = StepPicks.from_bytes(arrived.deliver.picks) if arrived.deliver.picks else StepPicks(groups=())
-        if self._reader is not None and self._reads(arrived):
-            return self._reader.samples(picks), picks
-        return _samples(arrived.frames), picks
+    def _samples(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
+        """The samples of a step and their digests: its payload, or what storage holds. Raises Unreadable."""
+        if self._reader is None or any(len(frame) for frame in arrived.frames):
+            samples = _samples(arrived.frames)
+            return samples, sample_digests(samples)
+        picks = StepPicks.from_bytes(arrived.deliver.picks)
+        samples = self._reader.samples(picks)
+        digests = sample_digests(samples)
+        for k, (found, wanted) in enumerate(zip(digests, picks.digests, strict=True)):
+            if found != wanted:
+                raise Unreadable(picks.group_of(k), "the bytes in storage are not those that were put")
+        return samples, digests
 
     def _damaged(self, step: int, error: Unreadable) -> None:
         """Tell the plane, which looks at the group itself and then sends the samples, or plans without the group."""

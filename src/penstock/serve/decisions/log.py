@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.errors import CorruptFile, DiskFull, Fenced, StorageError
+from penstock.errors import CorruptFile, DiskFull, Fenced
 from penstock.serve.decisions import fork
 from penstock.serve.decisions.decision_records import Record, pack_record, read_record
 from penstock.serve.decisions.disk import Disk, own, typed_errors
@@ -29,14 +29,10 @@ from penstock.serve.decisions.log_rows import GROUP_COLUMNS, SELECT_GROUPS, STAT
 from penstock.serve.decisions.log_rows import GroupRow as GroupRow
 from penstock.serve.decisions.log_rows import State as State
 from penstock.serve.decisions.wal_checkpointer import TIDY_BYTES, WalCheckpointer
-from penstock.serve.decisions.witness import Witness, read_witness
+from penstock.serve.decisions.witness import Witness, check_log_is_there, check_witness
 
 FORMAT = 5
 _PAGE = 16384
-_PUT_BACK = (
-    "put the newest copy of the whole folder back, or rebuild the log from the frames with `penstock storage recover`; "
-    "nothing was changed"
-)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
@@ -88,7 +84,6 @@ class Log:
         self._exclusive, self._guard = exclusive, guard
         self._witness: Witness | None = None
         self._commits = 0
-        self._inode: tuple[int, int] | None = None
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
         try:
             try:
@@ -107,8 +102,8 @@ class Log:
             self._checkpointer = WalCheckpointer(self._path, self._wal_bytes)
 
     def _open(self) -> None:
-        if self.folder is not None and read_witness(self.folder) is not None and not Path(self._path).exists():
-            raise CorruptFile(f"{self._path}: missing, and the run began before; {_PUT_BACK}")
+        if self.folder is not None:
+            check_log_is_there(self.folder)
         with typed_errors(self._path):
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
             self._db.execute(f"PRAGMA page_size={_PAGE}")
@@ -121,7 +116,9 @@ class Log:
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(_SCHEMA)
-            self._check_witness()
+            self._commits = self.meta("commits", 0)
+            if self.folder is not None:
+                check_witness(self.folder, self.text("run_id"), self._commits)
             # What an earlier process could not sync may be readable and still not be on disk: carrying the
             # write-ahead log over writes and syncs all of it again.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -135,29 +132,6 @@ class Log:
             raise CorruptFile(
                 f"{self._path}: format {found}; this version reads format {FORMAT}; finish the run with the version of "
                 "Penstock that began it, or begin a new folder"
-            )
-
-    def _check_witness(self) -> None:
-        """Raise CorruptFile if transactions that were committed are missing."""
-        self._commits = self.meta("commits", 0)
-        if self.folder is None:
-            return
-        seen = read_witness(self.folder)
-        run_id = self.text("run_id")
-        if seen is None and self._commits > 1:  # killed right after the first commit: no witness yet
-            raise CorruptFile(
-                f"{self.folder / 'log.witness'}: missing or damaged, so nobody can say whether "
-                f"{self._path} is complete; {_PUT_BACK}"
-            )
-        if seen is not None and seen.run_id != run_id:
-            raise CorruptFile(
-                f"{self._path}: {f'of run {run_id[:12]}' if run_id else 'holds no run (is its -wal file missing?)'}, "
-                f"and this folder is of run {seen.run_id[:12]}; {_PUT_BACK}"
-            )
-        if seen is not None and seen.commits > self._commits:
-            raise CorruptFile(
-                f"{self._path}: ends at transaction {self._commits}, and {seen.commits} were committed: the log or its "
-                f"-wal file was damaged, cut short, or restored from an older copy; {_PUT_BACK}"
             )
 
     def take_over(self) -> None:
@@ -182,21 +156,8 @@ class Log:
     def _committed(self) -> None:
         """A transaction is on disk: the witness says so. Raises if the file is not the one that others will open."""
         self._commits += 1
-        if self._witness is None:
-            return
-        self._check_name()
-        self._witness.write(self.run_id, self._commits)
-
-    def _check_name(self) -> None:
-        """A database file that was removed still takes commits, and no later plane will ever read them."""
-        try:
-            found = Path(self._path).stat()
-        except FileNotFoundError:
-            found = None
-        inode = None if found is None else (found.st_ino, found.st_dev)
-        self._inode = self._inode or inode
-        if inode is None or inode != self._inode:
-            raise StorageError(f"{self._path}: removed or replaced under the running plane; stop it, {_PUT_BACK}")
+        if self._witness is not None:
+            self._witness.write(self.run_id, self._commits)
 
     @property
     def used_bytes(self) -> int:

@@ -19,12 +19,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.log_rows import SegmentRow
 from penstock.storage import Custody, Location, Storage, parse_location
-from penstock.storage.engine import new_segment_name
+from penstock.storage.interface import new_segment_name
 from penstock.storage.writer import SEGMENT_AGE_S
 
 logger = logging.getLogger("penstock.storage")
@@ -34,6 +35,7 @@ KEEP_UNACCEPTED_S = 24 * 3600.0
 _SPARE = 4
 """Own segments that are registered ahead, so that a thread beside the loop never waits for the log."""
 _SPARE_S = 30.0
+_MOST_NAMED = 20
 _MAX_OPEN = 4096
 """Unsealed segments of one writer."""
 
@@ -126,6 +128,19 @@ class Segments:
     def num_bytes(self) -> int:
         """What the run takes in storage, dead bytes included."""
         return self.live_bytes + self.dead_bytes
+
+    def status(self) -> dict[str, Any]:
+        """What `penstock top` shows."""
+        return {
+            "url": self._storage.url,
+            "live_bytes": self.live_bytes,
+            "dead_bytes": self.dead_bytes,
+            "segments": len(self._all),
+            "writers": sum(1 for count in self._open.values() if count),
+            "to_delete": len(self._frees) + len(self._under_way),
+            "unregistered": self.unregistered[:_MOST_NAMED],
+            "missing": self.missing[:_MOST_NAMED],
+        }
 
     # -------------------------------------------------------------- registering
 

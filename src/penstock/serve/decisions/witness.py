@@ -16,8 +16,14 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.errors import CorruptFile, StorageError
+
 logger = logging.getLogger("penstock.log")
-NAME = "log.witness"
+NAME, LOG = "log.witness", "log.sqlite"
+_PUT_BACK = (
+    "put the newest copy of the whole folder back, or rebuild the log from the frames with `penstock storage recover`; "
+    "nothing was changed"
+)
 _KIND = "penstock-log 1"
 
 
@@ -33,11 +39,19 @@ class Witness:
     """The file, kept open and overwritten in place."""
 
     def __init__(self, folder: Path) -> None:
+        self._log = folder / LOG
+        self._inode = _inode_of(self._log)
         self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._failed = False
 
     def write(self, run_id: str, commits: int) -> None:
-        """Remember a commit. A failure is logged once: the log itself is safe, only its check is not."""
+        """Remember a commit. A failure is logged once: the log itself is safe, only its check is not.
+
+        Raises StorageError if the log was removed or replaced: such a file still takes commits, and no later plane will
+        ever read them.
+        """
+        if _inode_of(self._log) != self._inode:
+            raise StorageError(f"{self._log}: removed or replaced under the running plane; stop it, {_PUT_BACK}")
         try:
             os.pwrite(self._file, _line(run_id, commits), 0)
         except OSError as error:
@@ -61,6 +75,37 @@ def read_witness(folder: Path) -> Seen | None:
     if len(words) != 5 or _line(words[2], _number(words[3])) != line:
         return None
     return Seen(words[2], _number(words[3]))
+
+
+def check_log_is_there(folder: Path) -> None:
+    """Raise CorruptFile if a run began in this folder and its log is gone."""
+    if read_witness(folder) is not None and not (folder / LOG).exists():
+        raise CorruptFile(f"{folder / LOG}: missing, and the run began before; {_PUT_BACK}")
+
+
+def check_witness(folder: Path, run_id: str, commits: int) -> None:
+    """Raise CorruptFile if transactions that were committed are missing from a log."""
+    seen, path = read_witness(folder), folder / LOG
+    if seen is None and commits > 1:  # killed right after the first commit: no witness yet
+        raise CorruptFile(
+            f"{folder / NAME}: missing or damaged, so nobody can say whether {path} is complete; {_PUT_BACK}"
+        )
+    if seen is not None and seen.run_id != run_id:
+        what = f"of run {run_id[:12]}" if run_id else "holds no run (is its -wal file missing?)"
+        raise CorruptFile(f"{path}: {what}, and this folder is of run {seen.run_id[:12]}; {_PUT_BACK}")
+    if seen is not None and seen.commits > commits:
+        raise CorruptFile(
+            f"{path}: ends at transaction {commits}, and {seen.commits} were committed: the log or its -wal file was "
+            f"damaged, cut short, or restored from an older copy; {_PUT_BACK}"
+        )
+
+
+def _inode_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_dev
 
 
 def _number(text: str) -> int:

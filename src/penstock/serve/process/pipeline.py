@@ -139,6 +139,7 @@ class Pipeline:
             raise result
         if isinstance(result, Arrived):
             self._engine.segments.verified(result.location)
+            self._engine.counts["groups_direct"] += 1
             self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
             return
         self._engine.segments.reject(result.location)

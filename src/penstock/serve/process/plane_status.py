@@ -40,4 +40,5 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "metrics": engine.run_tables.metrics() | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
         "runs": engine.runs(),
+        "storage": engine.segments.status(),
     }

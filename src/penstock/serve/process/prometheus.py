@@ -145,6 +145,10 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     yield "penstock_plane_missing_processes", "gauge", {}, len(status["missing"])
     for name in ("epoch", "session", "next_step", "last_step", "policy_version", "uptime_s", "max_held_bytes"):
         yield f"penstock_plane_{name}", "gauge", {}, status[name]
+    for name in ("live_bytes", "dead_bytes", "segments", "writers", "to_delete"):
+        yield f"penstock_storage_{name}", "gauge", {}, status["storage"][name]
+    for name in ("unregistered", "missing"):
+        yield f"penstock_storage_{name}_segments", "gauge", {}, len(status["storage"][name])
     yield "penstock_plane_held_bytes", "gauge", {}, status["held_bytes"]
     yield "penstock_plane_held_groups", "gauge", {}, status["held_groups"]
 

@@ -311,7 +311,11 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
-        more = {"archive": self.archiving.status(), "uptime_s": time.monotonic() - self._started}
+        more = {
+            "archive": self.archiving.status(),
+            "uptime_s": time.monotonic() - self._started,
+            "inline_ranks": dict(self.damage.inline),
+        }
         return status_of(self.engine, self.coordinator, self.admission) | more
 
 

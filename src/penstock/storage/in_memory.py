@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict
-from penstock.storage.engine import Gone, Pieces, Range, is_segment_name, parse_location
+from penstock.storage.interface import Gone, Pieces, Range, is_segment_name, parse_location
 
 
 class MemoryStorage:
