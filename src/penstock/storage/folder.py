@@ -23,9 +23,13 @@ from pathlib import Path
 from penstock.atomic import replacing, sync
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, DiskFull, StorageError
+from penstock.storage.filesystem import is_shared
 from penstock.storage.interface import Away, Gone, Location, Pieces, Range, is_segment_name, parse_location
 
 logger = logging.getLogger("penstock.storage")
+SEGMENT_BYTES = 64 << 20
+SHARED_SEGMENT_BYTES = 8 << 20
+"""On a filesystem that many hosts write to: one live frame must not pin 64 MiB for each of them."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -41,6 +45,7 @@ class FolderStorage:
         """`create`: make the folder if it is missing. Readers and writers elsewhere leave that to the plane."""
         self.folder = Path(folder)
         self.url = f"file://{self.folder}"
+        self.segment_bytes = SHARED_SEGMENT_BYTES if is_shared(self.folder) else SEGMENT_BYTES
         self._segments = self.folder / "segments"
         if create:
             with _typed(self.folder):

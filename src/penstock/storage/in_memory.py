@@ -13,6 +13,7 @@ class MemoryStorage:
     """Segments in a dictionary. Nothing outlives the process."""
 
     url = "memory:"
+    segment_bytes = 64 << 20
 
     def __init__(self) -> None:
         self._frames: dict[str, dict[int, bytes]] = {}

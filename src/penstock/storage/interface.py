@@ -91,6 +91,8 @@ class Storage(Protocol):
 
     url: str
     """Where it is, as other processes open it."""
+    segment_bytes: int
+    """A segment that has grown to this is finished."""
 
     def create(self, segment: str) -> SegmentFile:
         """Begin a segment. Raises Conflict when one of that name exists."""

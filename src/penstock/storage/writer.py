@@ -12,10 +12,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.storage.interface import Pieces, SegmentFile, Storage
 
-SEGMENT_BYTES = 64 << 20
-"""A segment that has grown to this is finished."""
-SHARED_SEGMENT_BYTES = 8 << 20
-"""The same on a filesystem that many hosts write to: one live frame must not pin 64 MiB for each of them."""
 SEGMENT_AGE_S = 300.0
 """A segment this old is finished. The plane seals it after twice this time, by its own clock."""
 
@@ -29,13 +25,13 @@ class Writer:
         next_segment: Callable[[], str],
         finished: Callable[[str, int], None] = lambda _segment, _end: None,
         *,
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`next_segment` returns a registered name; `finished` is called with a segment that gets no more frames, and
         with its size."""
         self.storage, self._next, self._finished = storage, next_segment, finished
-        self._segment_bytes, self._clock = segment_bytes, clock
+        self._segment_bytes, self._clock = segment_bytes or storage.segment_bytes, clock
         self._open: SegmentFile | None = None
         self._opened_at = 0.0
 
