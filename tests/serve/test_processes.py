@@ -32,7 +32,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from penstock.testing.torture import Run
-run = Run(Path(sys.argv[1]), "ipc", seed=0)
+run = Run(Path(sys.argv[1]), "direct", seed=0)
 for name in run._names:
     run.start(name)
 print(*(process.pid for process in run._processes.values()), flush=True)
@@ -52,7 +52,7 @@ def test_processes_of_a_run_end_with_whoever_started_them(tmp_path: Path) -> Non
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, "ipc", seed=0)
+    made = Run(tmp_path, "direct", seed=0)
     yield made
     for process in made._processes.values():
         process.send_signal(signal.SIGCONT)

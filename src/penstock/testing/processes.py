@@ -23,7 +23,7 @@ from penstock.errors import PenstockError
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.api import plane_carrier
-from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.server import Server
 from penstock.serve.process.watchdog import die_with_parent
 from penstock.serve.settings import PlaneSettings, Target
@@ -37,14 +37,15 @@ def timeouts_at(url: str) -> Timeouts:
     return replace(TIMEOUTS, plane_s=240.0) if url.startswith("ray://") else TIMEOUTS
 
 
-def settings(ranks: int) -> PlaneSettings:
-    """Of every such run."""
+def settings(ranks: int, *, direct: bool = True) -> PlaneSettings:
+    """Of every such run. Few steps are kept, so that frames and segments are freed all the time."""
     return PlaneSettings(
         packing=Packing(ranks=ranks, seq_len=64),
         target=Target(groups=2),
         run="torture",
         max_held_bytes=120_000,
-        retain_steps=1 << 30,
+        retain_steps=16,
+        direct=direct,
         timeouts=TIMEOUTS,
     )
 
@@ -73,8 +74,9 @@ class Notes:
         return [line.split(" ", 2) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_plane(folder: Path, url: str, ranks: int) -> None:
-    server = Server(settings(ranks), Log(folder / "run"), [plane_carrier(url)])
+def run_plane(folder: Path, url: str, ranks: int, *, direct: bool) -> None:
+    asked = settings(ranks, direct=direct)
+    server = Server(asked, open_log(folder / "run", asked), [plane_carrier(url)])
     server.run()
 
 
@@ -143,11 +145,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("of", type=int)
     parser.add_argument("--parent", type=int, help="the process that starts this one: it is killed when that ends")
+    parser.add_argument("--inline", action="store_true", help="all bytes pass the plane")
     asked = parser.parse_args(argv)
     if asked.parent and not die_with_parent(asked.parent, signal.SIGKILL):
         return 1
     if asked.kind == "plane":
-        run_plane(asked.folder, asked.url, asked.of)
+        run_plane(asked.folder, asked.url, asked.of, direct=not asked.inline)
     elif asked.kind == "producer":
         run_producer(asked.folder, asked.url, asked.number, asked.of)
     else:

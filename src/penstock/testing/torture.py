@@ -30,7 +30,8 @@ from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import Notes, evaluation_of, group_of, settings
 
-CARRIERS = ("tcp", "ipc", "shm", "file")
+CARRIERS = ("direct", "tcp", "shm", "file")
+"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane."""
 RANKS, PRODUCERS = 4, 2
 
 
@@ -62,11 +63,11 @@ class Result:
 
 
 def address(carrier: str, folder: Path) -> str:
-    if carrier == "tcp":
+    if carrier in ("direct", "tcp"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    names = {"ipc": f"ipc://{folder}/s", "shm": f"shm+ipc://{folder}/s", "file": f"file://{folder}/carrier"}
+    names = {"shm": f"shm+ipc://{folder}/s", "file": f"file://{folder}/carrier"}
     return names.get(carrier, f"{carrier}://torture")
 
 
@@ -96,6 +97,7 @@ class Run:
             number,
             str(of),
             f"--parent={os.getpid()}",
+            *([] if self.result.carrier in ("direct", "ray") else ["--inline"]),
         ]
         with (self.folder / f"{name}.err").open("ab") as errors:
             self._processes[name] = subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
