@@ -104,7 +104,7 @@ source = plane.source(0)
 for i in range(4):
     plane.put(named_group(f"g{i}", tokens=20_000))
 source.step(timeout=20)
-size = max(path.stat().st_size for path in Path(sys.argv[1], "frames").iterdir())
+size = max(path.stat().st_size for path in Path(sys.argv[1], "storage", "segments").iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))
 refused = ""
 for i in range(4, 60):
