@@ -17,6 +17,7 @@ import msgspec
 
 from penstock import errors
 from penstock.arrays import Sample
+from penstock.arrays.counts import check_count
 from penstock.arrays.own_columns import Own, own_of
 from penstock.convert import Group, grpo, unique_id
 from penstock.convert.advantages import Advantage
@@ -249,13 +250,15 @@ class Plane:
 
     def discard(self, reason: str, samples: int, *, key: str = "") -> None:
         """Count samples that were generated and filtered out before they became a group; what has a key, once."""
-        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+        count = check_count(samples, f"discard of {reason!r}")
+        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
 
     async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
         """`discard` for asyncio."""
         self._raise_ended()
+        count = check_count(samples, f"discard of {reason!r}")
         answer = await self._line.aask(
-            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
         )
         if isinstance(answer, Rejected):
             raise _error_of(answer)

@@ -19,7 +19,7 @@ from functools import partial
 import xxhash
 
 from penstock.encode.layout import Allocate
-from penstock.errors import CorruptFrame, DiskFull, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, StorageError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.keep.keeper import DamagedFrame
@@ -29,6 +29,7 @@ from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
+from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Vouched
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remote_frames import RemoteFrames
@@ -130,7 +131,12 @@ class Pipeline:
                 continue
             batch.append(incoming)
             size += len(incoming.frame)
-        return refused + self._intake.take(batch)
+        try:
+            return refused + self._intake.take(batch)
+        except Exception as error:
+            logger.exception("%d groups could not be kept", len(batch))
+            words = f"{failure_in_words(error)}; the plane could not keep it"
+            return refused + [Refused(one.group, StorageError(f"group {one.group!r}: {words}")) for one in batch]
 
     def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
         if isinstance(results, Exception):
@@ -201,7 +207,13 @@ class Pipeline:
 
         def done(result: object) -> None:
             self._busy = False
-            then(result)
+            try:
+                then(result)
+            except Exception as error:
+                if ends_plane(error):
+                    raise
+                logger.exception("step %d: what became of its plan could not be decided", self._engine.last_step)
+                self._fail(error)
 
         self._workers.submit("steps", job, done)
 
@@ -243,7 +255,16 @@ class Pipeline:
     def _record(self) -> None:
         if self._to_record is not None:
             drawn, planned = self._to_record
-            self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+            try:
+                self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+            except Exception as error:
+                if isinstance(error, DiskFull) or ends_plane(error):
+                    raise
+                self._to_record = None
+                logger.exception("step %d cannot be recorded", drawn.step)
+                self._engine.undo_draw(drawn, {})
+                self._fail(error)
+                return
             self._to_record = None
             self._build(drawn.step)
 
@@ -251,7 +272,9 @@ class Pipeline:
         """Begin to; or say in words whom it has to wait for."""
         try:
             planned, groups = self._engine.planned(step)
-        except CorruptFrame as error:
+        except Exception as error:  # a damaged frame, or whatever its row provokes
+            if ends_plane(error):
+                raise
             self._asked_by = self._session
             self._built(step, error)
             return ""
@@ -278,7 +301,11 @@ class Pipeline:
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step
-        if not (isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))):
+        try:
+            again = isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))
+        except DiskFull as error:  # of two decisions the second may be missing: then the group is found damaged again
+            found, again = error, self._engine.last_step < step
+        if not again:
             self._fail(found)
         elif step < last:  # ranks of any session may have those behind it, which are no more
             self._staged.clear()
@@ -300,10 +327,6 @@ class _Outgrown(Exception):
     def __init__(self, position: int, words: str) -> None:
         super().__init__(words)
         self.position = position
-
-
-def failure_in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
 def keeper_of(log: Log) -> Keeper:
