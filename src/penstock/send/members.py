@@ -66,6 +66,8 @@ class Members:
         self._every = [(rank, replica) for rank in range(ranks) for replica in range(replicas)]
         self._members: dict[Place, Member] = {}
         self._places: dict[Peer, Place] = {}
+        self.awaited: set[Place] = set()
+        """All places are taken, and these processes were not heard since: they may be dead."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -112,10 +114,29 @@ class Members:
     def leave(self, place: Place) -> Member:
         member = self._members.pop(place)
         self._places.pop(member.peer, None)
+        self.awaited.clear()  # a place is free again
         return member
 
     def clear(self) -> None:
-        self._members, self._places = {}, {}
+        self._members, self._places, self.awaited = {}, {}, set()
+
+    # -------------------------------------------------------------- before the session runs
+
+    def await_silent(self, now: float) -> set[Place]:
+        """Await a sign of life of every process that was not heard just now."""
+        self.awaited = set(self.silent_since(now))
+        return self.awaited
+
+    def was_last_awaited(self, place: Place) -> bool:
+        """A process was heard; return whether it is the last of those awaited."""
+        if place not in self.awaited:
+            return False
+        self.awaited.discard(place)
+        return not self.awaited
+
+    def starts(self) -> dict[int, Place]:
+        """The steps that processes want to begin at, in order of joining, each with one that wants to."""
+        return {member.start: place for place, member in self._members.items() if member.start}
 
     # -------------------------------------------------------------- liveness
 
