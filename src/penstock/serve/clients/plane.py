@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -41,6 +42,7 @@ from penstock.send.messages import (
 from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.async_puts import AsyncPuts
+from penstock.serve.clients.closing import close_when_collected, end
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
 from penstock.serve.clients.handles import Handle, nowhere
@@ -91,6 +93,9 @@ class Plane:
         self._keepers: KeeperPuts | None = None
         """Through whom groups are put, where the plane has keepers."""
         self._knows_keepers = False
+        self._collected: weakref.finalize[..., object] | None = None
+        if server is not None:
+            self._collected = close_when_collected(self, partial(end, self._line, self._async, server, thread))
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """For frameworks that ship objects between processes: it arrives as a line to this plane."""
@@ -314,7 +319,9 @@ class Plane:
             node=self._node,
             timeouts=self.timeouts,
         )
-        return Source(self._connect(), settings, handle=self._handle, keys=self._keys)
+        source = Source(self._connect(), settings, handle=self._handle, keys=self._keys)
+        source.plane = self if self._server is not None else None
+        return source
 
     # -------------------------------------------------------------- onlookers
 
@@ -348,11 +355,9 @@ class Plane:
             return  # in a forked process there is nothing to close
         if self._keepers is not None:
             self._keepers.close()
-        self._line.close()
-        self._async.close()
-        if self._server is not None and self._thread is not None:
-            self._server.stop()
-            self._thread.join(10)
+        if self._collected is not None:
+            self._collected.detach()
+        end(self._line, self._async, self._server, self._thread)
 
     def kill(self) -> None:
         """End a plane of a Ray cluster, for everybody; other planes end with their process."""

@@ -56,6 +56,8 @@ class Source:
         """`handle` is how another process reaches the plane; `keys` are for lines to keepers, where the line to the
         plane has none."""
         self.settings, self._handle_of_plane = settings, handle
+        self.plane: object = None
+        """The plane in this process that it takes steps from: open as long as this source is."""
         self.rank, self.timeouts = settings.rank, settings.timeouts
         self._next = settings.resume_step or 0
         """The step to give out next; 0 until the plane has said where it is."""
