@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from penstock.atomic import folder_errors
 from penstock.config import build, nested, signature_of
 from penstock.errors import ConfigError, PenstockError
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
@@ -95,7 +96,8 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     log = open_log(None if where == "memory:" else where, settings)
     try:
         others = [plane_carrier(url, settings.keys) for url in settings.listen]
-        server = Server(settings, log, [memory, *others])
+        with folder_errors(where):
+            server = Server(settings, log, [memory, *others])
         memory.last_words = server.last_words
     except BaseException:
         log.close()
