@@ -183,6 +183,10 @@ def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:
 # ------------------------------------------------------------------ killed while the session forms
 
 
+def phase(world: World) -> Phase:
+    return world.plane.phase
+
+
 def forming(ranks: int, joined: int, *, step: int = 1) -> World:
     """Some ranks of a trainer have joined; then all of it is killed."""
     world = World(ranks)
@@ -208,7 +212,7 @@ def test_a_trainer_that_restarts_while_its_session_forms_never_meets_its_dead_se
             world.settle()
         world.pass_time(TIMES.heartbeat_s * 2)
         assert [str(member.error) for member in world.members if member.error] == []
-        assert world.plane.phase is Phase.RUNNING
+        assert phase(world) is Phase.RUNNING
         world.take(1)
         assert all(member.released == [1] for member in world.members)
 
@@ -217,12 +221,12 @@ def test_a_slow_restart_does_not_fail_because_of_the_dead() -> None:
     world = forming(2, 1)
     world.members = [Rank(world, 1, life="b")]  # both places are taken, one of them by a dead process
     world.settle()
-    assert world.plane.phase is Phase.FORMING
+    assert phase(world) is Phase.FORMING
     world.pass_time(TIMES.peer_s * 3)
     assert world.members[0].error is None
     world.members.append(Rank(world, 0, life="b"))
     world.settle()
-    assert world.plane.phase is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING
 
 
 def test_the_dead_do_not_decide_where_a_restarted_trainer_resumes() -> None:
@@ -232,7 +236,7 @@ def test_the_dead_do_not_decide_where_a_restarted_trainer_resumes() -> None:
         world.settle()
     world.pass_time(TIMES.heartbeat_s * 2)
     assert [member.error for member in world.members] == [None, None]
-    assert world.plane.phase is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING
 
 
 def test_a_process_whose_place_was_taken_is_told() -> None:

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.send.carrier import Peer
 from penstock.send.effects import Detach, Effect, MemberLeft, Note, Resume, Send
-from penstock.send.members import Member, Members, Place
+from penstock.send.members import Member, Members, Place, another
 from penstock.send.messages import (
     MAX_REASON,
     Aborted,
@@ -232,13 +232,13 @@ class Coordinator:
 
     def _drop_silent(self, now: float) -> list[Effect]:
         """Who falls silent before the session runs has taken no part: its place is free again."""
-        notes: list[Effect] = []
-        for place in self._members.silent_since(now - self.timeouts.peer_s):
+        silent = self._members.silent_since(now - self.timeouts.peer_s)
+        for place in silent:
             self._session.on(Happened.SILENCE)
             self._members.leave(place)
             self._steps.forget(place)
-            notes.append(Note(f"session {self.session}: {self._members.name(place)} went silent before all had joined"))
-        return notes
+        gone = ", ".join(map(self._members.name, silent))
+        return [Note(f"session {self.session}: {gone} went silent before all had joined")] if silent else []
 
     def _notice_silence(self, now: float) -> list[Effect]:
         if self.phase is Phase.REJOINING:
@@ -247,8 +247,7 @@ class Coordinator:
                 return []
             reason = f"did not come back within {waited:.1f} s"
             return self._abort(Happened.NOT_BACK, self.next_step, next(self.missing)[0], reason)
-        late = self._members.overdue(self.timeouts, now)
-        if late is None:
+        if (late := self._members.overdue(self.timeouts, now)) is None:
             return []
         return self._abort(Happened.SILENCE, late.step or self.next_step, late.place[0], late.reason)
 
@@ -271,8 +270,8 @@ class Coordinator:
         """A process that just started joins the session that is forming; if there is none, it begins one."""
         effects: list[Effect] = []
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
-            reason = "restarted while the session was running"
-            effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, reason)
+            why = f"{another(hello.process)} joined as this rank: it restarted, or two trainers run"
+            effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
         self._join(peer, place, hello, now)
@@ -297,7 +296,8 @@ class Coordinator:
 
     def _join(self, peer: Peer, place: Place, hello: Hello, now: float) -> None:
         if self._members.get(place) is not None:  # an earlier incarnation of it, before all had joined
-            self._tombstones.replaced(self._members.leave(place).incarnation, self._members.name(place))
+            by = f"{another(hello.process)} has joined as {self._members.name(place)} since"
+            self._tombstones.replaced(self._members.leave(place).incarnation, by)
             self._steps.forget(place)
         self._members.join(place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now))
 

@@ -172,7 +172,7 @@ class Members:
 
     def mismatch(self, hello: Hello) -> str:
         """Why a process cannot take part, with both values; empty if it can."""
-        for name, text in (("run", hello.run), ("incarnation", hello.incarnation)):
+        for name, text in (("run", hello.run), ("incarnation", hello.incarnation), ("process", hello.process)):
             if len(text) > MAX_NAME:
                 return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
         pairs = (
@@ -199,3 +199,12 @@ class Members:
 
     def name(self, place: Place) -> str:
         return f"rank {place[0]}" + (f" replica {place[1]}" if self._replicas > 1 else "")
+
+
+def another(process: str) -> str:
+    """Name a process that is not the one that is told of it.
+
+    >>> another("pid 7 on node-1"), another("")
+    ('another process (pid 7 on node-1)', 'another process')
+    """
+    return f"another process ({process})" if process else "another process"

@@ -48,6 +48,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     step: int
     """The first step it wants; 0 for the first that is not committed."""
     schema: int = SCHEMA
+    process: str = ""
+    """Its pid and host, for messages to people."""
 
 
 class Request(_Message, frozen=True, tag="request"):

@@ -64,6 +64,8 @@ class Terms:
         A step without a trained token has counts of 0; its loss is 0, not NaN. A loss over no token at all is an
         error where the step has some: it would train nothing, and say so to nobody.
         """
+        if not isinstance(denominators, Denominators):
+            raise InvalidInput(f"mean of {type(denominators).__name__} {denominators!r}; pass step.denominators")
         if denominators.loss_tokens and self.loss.numel() == 0:
             raise InvalidInput(
                 f"terms.loss: shape {list(self.loss.shape)}, no token, of a step that trains "

@@ -149,6 +149,7 @@ class TokenExporter:
         if number % self.every:
             return
         self._check()
+        _check_parts(batch, terms)
         micro_step = self._micro_steps.get(number, 0)
         self._micro_steps[number] = micro_step + 1
         packed = _describe(batch, number, micro_step)
@@ -303,6 +304,12 @@ class TokenExporter:
     def _promote(self, folder: Path) -> None:
         if all_done(folder, self._attempt, self.world):
             promote(folder)
+
+
+def _check_parts(batch: object, terms: object) -> None:
+    if not isinstance(batch, MicroBatch) or not hasattr(terms, "loss"):
+        wrong = f"{type(batch).__name__}, {type(terms).__name__}"
+        raise InvalidInput(f"write({wrong}); pass a micro-batch of the step and the Terms that the loss returned")
 
 
 def _describe(batch: MicroBatch, step: int, micro_step: int) -> PackedBatch:

@@ -43,7 +43,7 @@ from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.async_puts import AsyncPuts
 from penstock.serve.clients.closing import close_when_collected, end
-from penstock.serve.clients.encoded_group import EncodedGroup
+from penstock.serve.clients.encoded_group import EncodedGroup, samples_of
 from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.keeper_puts import KeeperPuts
@@ -185,7 +185,7 @@ class Plane:
         Up to 64 groups of a run are under way, the other tasks wait for their turn. A task that is cancelled leaves
         nothing waiting; its group may be at the plane or not, and putting it again says which.
         """
-        samples = group.samples if isinstance(group, Group) else group
+        samples = samples_of(group)
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
             encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
             return await self._aput(await self.acompute(encode), left)
