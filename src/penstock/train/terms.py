@@ -55,6 +55,9 @@ class Terms:
     """Those of them that the lower threshold took out."""
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The summands of `loss` by term (rl, ce, ref_kl), where each is divided by its own count of tokens."""
+    trained: torch.Tensor | None = None
+    """The loss mask that the loss was given; None: that of the micro-batch. It differs where a sample was taken out, as
+    one without its image is (`mask_segments`)."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """The masking rule by training mode, or under "" where one rule holds for all."""
 
