@@ -39,7 +39,7 @@ from penstock.train.model import build_model, check_packing, check_vocabulary, r
 from penstock.train.modes import ByMode
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
-from penstock.train.step_metrics import Sums
+from penstock.train.step_metrics import Sums, packed
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
 from penstock.train.vision import Vision, check_placeholders
@@ -251,11 +251,11 @@ class Trainer:
                 "perf/wait_s": waited,
                 "perf/tokens": total.tokens,
                 "perf/tokens_per_s": total.tokens / max(seconds, 1e-9),
-                "perf/micro_batches": len(step),
                 "perf/padding_tokens": total.padding_tokens,
                 "perf/shared_tokens": total.shared_tokens,
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
+                **packed(step.accounting, self.rank),
                 **images,
                 **memory(),
             },
