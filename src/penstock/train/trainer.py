@@ -32,6 +32,7 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
+from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.memory_metrics import memory
 from penstock.train.metrics_sinks import Journal
@@ -131,7 +132,10 @@ class Trainer:
         self._wrapped = torch.nn.parallel.DistributedDataParallel(self.model) if ddp else self.model
         self._vision = None
         if hasattr(self.model.config, "vision_config"):
-            self._vision = Vision(self.model, config.model, AssetStore(self.folder / "assets"))
+            images = config.images
+            store = AssetStore(images.folder or self.folder / "assets", run=images.run)
+            policy = None if images.max_masked is None else MaskSample(max_fraction=images.max_masked)
+            self._vision = Vision(self.model, config.model, store, policy)
         self._loss = loss_of(config.loss)
         self._weights = Weights(self.folder / "weights")
         self._journal = None
