@@ -77,13 +77,16 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 # ------------------------------------------------------------------ files and folders
 
 
+IN_THE_WAY = "a file is where a folder should be, or the reverse; move it away"
+
+
 def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     file.touch()
     serve = ("serve", str(file), *SMALL, "--listen=tcp://127.0.0.1:*")
-    assert said(capsys, *serve) == f"folder '{file}': File exists; give a folder that can be made and written"
+    assert said(capsys, *serve) == f"{file}: File exists; {IN_THE_WAY}"
     assert said(capsys, "keys", str(file)) == f"{file}: Not a directory; give a folder that can be made and written"
     assert "/proc/x" in said(capsys, "serve", "/proc/x", *SMALL, "--listen=tcp://127.0.0.1:*")
 

@@ -6,11 +6,45 @@ rename that was never synced may be undone by a crash although the caller was to
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from penstock.errors import PenstockError, StorageError
+
+REMEDIES = {
+    errno.EROFS: "choose a folder on a volume that is not read-only",
+    errno.ENOSPC: "free the volume, or choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a folder that this user may write"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "a file is where a folder should be, or the reverse; move it away"
+    ),
+}
+
+
+@contextmanager
+def folder_errors(where: str | Path) -> Iterator[None]:
+    """Turn what the operating system says about a folder into StorageError with a remedy.
+
+    >>> with folder_errors("run"):
+    ...     raise OSError(errno.EROFS, "Read-only file system", "run/frames")
+    Traceback (most recent call last):
+    ...
+    penstock.errors.StorageError: run/frames: Read-only file system; choose a folder on a volume that is not read-only
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except OSError as error:
+        remedy = REMEDIES.get(error.errno or 0, "choose a folder that can be made and written")
+        raise StorageError(f"{error.filename or where}: {error.strerror or error}; {remedy}") from None
+    except ValueError as error:  # a path with NUL
+        raise StorageError(f"{str(where)!r}: {error}; choose another path") from None
 
 
 @contextmanager

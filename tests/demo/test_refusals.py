@@ -147,3 +147,11 @@ def test_a_reader_that_went_away_is_no_error(body: str) -> None:
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_vision_model_without_a_layout_is_found_before_anything_starts(tmp_path: Path) -> None:
+    model = ModelConfig(family="qwen2_vl", config={"vision_config": {"depth": 1}})
+    with pytest.raises(ConfigError, match=r"model\.image_processor: not given"):
+        check_surroundings(TrainConfig(folder=str(tmp_path), model=model))
+    given = ModelConfig(family="qwen2_vl", config={"vision_config": {}}, image_processor={"patch_size": 14})
+    check_surroundings(TrainConfig(folder=str(tmp_path), model=given))

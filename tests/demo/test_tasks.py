@@ -105,7 +105,7 @@ def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) 
 
 def test_numbers_that_are_none_are_dashes_on_the_page_and_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """A loss that diverged is null in metrics.jsonl; that is when people look."""
-    names = ("train/entropy", "train/mismatch_kl", "train/masked", "buffer/staleness", "perf/waste", "train/reward")
+    names = ("train/entropy", "train/mismatch_kl", "train/masked", "train/staleness", "perf/waste", "train/reward")
     rows: Any = [{"step": 20, "perf/tokens_per_s": 5.0, **dict.fromkeys(names)}]
     progress = Progress(rows=rows, status={}, kills={}, seconds=1.0)
     assert "entropy -   mismatch KL -   clipped -" in str(page(progress).renderable.columns[1]._cells)
@@ -130,7 +130,7 @@ def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
 def test_the_page_fits_terminals_of_every_width_with_nothing_cut_off(width: int) -> None:
     ledger = dict.fromkeys(("accepted", "held", "scheduled", "delivered", "committed"), 45960)
     status = {"ledger": ledger | {"dropped": {"stale": 5_368}, "balanced": True}, "waiting_for": "generation: 3 of 32"}
-    names = ("train/entropy", "train/mismatch_kl", "train/masked", "buffer/staleness", "perf/waste", "train/reward")
+    names = ("train/entropy", "train/mismatch_kl", "train/masked", "train/staleness", "perf/waste", "train/reward")
     rows: Any = [{"step": step, "perf/tokens_per_s": 12_804.0, **dict.fromkeys(names, 0.3)} for step in range(1, 300)]
     progress = Progress(rows=rows, status=status, kills={"plane": 3, "rank": 6, "worker": 7}, seconds=82.0)
     console = Console(width=width, file=io.StringIO(), force_terminal=False)

@@ -21,10 +21,10 @@ TIMES = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resen
 class Rank:
     """A rank session, and what came of it."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.name = world, f"rank{rank}"
+    def __init__(self, world: World, rank: int, *, life: str = "", step: int = 1) -> None:
+        self.world, self.name = world, f"rank{rank}{life}"
         self.rank_session = RankSession(
-            run="r", rank=rank, world=world.ranks, step=1, incarnation=self.name, timeouts=TIMES
+            run="r", rank=rank, world=world.ranks, step=step, incarnation=self.name, timeouts=TIMES
         )
         self.arrived: list[int] = []
         self.fills = True

@@ -52,7 +52,7 @@ RARE: list[tuple[int, list[FromRank | float]]] = [
     (0, [NEW[0], 2.0]),
     (0, [NEW[0], BYE]),
     (0, [NEW[0], FAIL]),
-    (0, [NEW[0], _hello(1, 0, step=2)]),
+    (0, [NEW[0], _hello(1, 0, step=2), NEW[2]]),
     (0, [NEW[0], NEW[1], BYE]),
     (0, [*NEW, FAR]),
     (4, [OLD[0], FAIL]),

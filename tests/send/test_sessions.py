@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+from penstock.send.session import Phase
 from tests.send.session_world import TIMES, Rank, World
 
 
@@ -175,3 +178,77 @@ def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:
     world.hand_over(*world.held[0])
     world.settle()
     assert [member.released for member in world.members] == [[1], [1]]
+
+
+# ------------------------------------------------------------------ killed while the session forms
+
+
+def phase(world: World) -> Phase:
+    return world.plane.phase
+
+
+def forming(ranks: int, joined: int, *, step: int = 1) -> World:
+    """Some ranks of a trainer have joined; then all of it is killed."""
+    world = World(ranks)
+    world.session = 0
+    world.start_plane()
+    world.members = [Rank(world, rank, step=step) for rank in range(joined)]
+    world.settle()
+    world.cut |= {member.name for member in world.members}
+    world.members = []
+    world.now += 0.05
+    return world
+
+
+@pytest.mark.parametrize(("ranks", "joined"), [(2, 1), (8, 4), (64, 63)])
+def test_a_trainer_that_restarts_while_its_session_forms_never_meets_its_dead_self(ranks: int, joined: int) -> None:
+    for seed in range(50):
+        rng, world = Random(seed), forming(ranks, joined)
+        order = list(range(ranks))
+        rng.shuffle(order)
+        for rank in order:  # within `peer_s`: those of the first life still count as joined
+            world.now += rng.random() * TIMES.peer_s / ranks / 2
+            world.members.append(Rank(world, rank, life="b"))
+            world.settle()
+        world.pass_time(TIMES.heartbeat_s * 2)
+        assert [str(member.error) for member in world.members if member.error] == []
+        assert phase(world) is Phase.RUNNING
+        world.take(1)
+        assert all(member.released == [1] for member in world.members)
+
+
+def test_a_slow_restart_does_not_fail_because_of_the_dead() -> None:
+    world = forming(2, 1)
+    world.members = [Rank(world, 1, life="b")]  # both places are taken, one of them by a dead process
+    world.settle()
+    assert phase(world) is Phase.FORMING
+    world.pass_time(TIMES.peer_s * 3)
+    assert world.members[0].error is None
+    world.members.append(Rank(world, 0, life="b"))
+    world.settle()
+    assert phase(world) is Phase.RUNNING
+
+
+def test_the_dead_do_not_decide_where_a_restarted_trainer_resumes() -> None:
+    world = forming(2, 1, step=5)
+    for rank in (1, 0):
+        world.members.append(Rank(world, rank, life="b", step=1))
+        world.settle()
+    world.pass_time(TIMES.heartbeat_s * 2)
+    assert [member.error for member in world.members] == [None, None]
+    assert phase(world) is Phase.RUNNING
+
+
+def test_a_process_whose_place_was_taken_is_told() -> None:
+    world = World(2)
+    world.session = 0
+    world.start_plane()
+    first = Rank(world, 0)
+    world.members = [first]
+    world.settle()
+    second = Rank(world, 0, life="b")
+    world.members.append(second)
+    world.settle()
+    world.pass_time(TIMES.heartbeat_s * 2)
+    assert "another process has joined as rank 0" in str(first.error)
+    assert second.error is None

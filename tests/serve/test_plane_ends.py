@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from penstock.errors import Closed, PenstockError, StepAborted, StorageError
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.errors import Closed, Conflict, PenstockError, StepAborted, StorageError
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.testing.groups import named_group
+from penstock.testing.pace import pace
 from tests.serve.conftest import FAST, OpenPlane
 from tests.serve.test_plane import close, put, sources, together
 from tests.serve.test_plane_failures import NonsenseClient
@@ -78,3 +86,34 @@ def test_a_rank_that_fails_while_it_fills_gives_all_the_same_words(open_plane: O
         found = together(*(lambda source=source: str(raised(lambda: take(source))) for source in (good, bad)))
         assert len(set(found)) == 1, found
         assert "step 1: rank 1: CorruptFrame" in str(found[0])
+
+
+# ------------------------------------------------------------------ a handle that is dropped without close
+
+
+def test_a_plane_that_is_only_deleted_frees_its_folder(tmp_path: Path) -> None:
+    for life in range(3):
+        plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+        assert plane.put(named_group(f"g{life}"))
+        assert plane.ledger.accepted == 2 * (life + 1)
+        del plane
+        gc.collect()
+
+
+def test_a_plane_lives_as_long_as_its_source(tmp_path: Path) -> None:
+    plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+    plane.put(named_group("a"))
+    source = plane.source(0)
+    del plane
+    gc.collect()
+    assert source.step(timeout=30 * pace()).number == 1
+    source.close()
+    del source
+    gc.collect()
+    ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1).close()
+
+
+def test_a_folder_open_in_this_process_says_what_to_do(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
+    with ps.open(tmp_path, **settings), pytest.raises(Conflict, match=r"this process has it open already; call close"):
+        ps.open(tmp_path, **settings)

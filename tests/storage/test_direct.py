@@ -124,7 +124,7 @@ def test_the_steps_are_the_same_whichever_way_bytes_go(open_plane: OpenPlane, tm
     assert found[0] == found[2]
     for ours, theirs in zip(found[1], found[3], strict=True):
         for name, values in ours.items():  # type: ignore[attr-defined]
-            assert np.array_equal(values, theirs[name], equal_nan=values.dtype.kind == "f")  # type: ignore[index]
+            assert np.array_equal(values, theirs[name], equal_nan=values.dtype.kind == "f")
 
 
 def test_memory_that_is_reused_is_never_part_of_a_step_that_was_given_out(

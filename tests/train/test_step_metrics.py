@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock import Sample, pack, to_torch  # noqa: E402
+from penstock.testing.groups import named_group  # noqa: E402
 from penstock.train.modes import ByMode  # noqa: E402
-from penstock.train.step_metrics import Sums  # noqa: E402
+from penstock.train.step_metrics import Sums, packed  # noqa: E402
 
 
 def sums_of(*modes: str) -> dict[str, float]:
@@ -44,3 +45,19 @@ def test_supervised_tokens_do_not_thin_the_mismatch_with_the_sampler() -> None:
 
 def test_where_nothing_was_sampled_there_is_no_mismatch() -> None:
     assert math.isnan(sums_of("sft")["train/mismatch_kl"]) and math.isnan(sums_of("sft")["train/masked"])
+
+
+def test_what_was_packed_is_named_by_rank_and_in_total() -> None:
+    step = pack([one for name in "abcdefgh" for one in named_group(name, tokens=6)], ranks=2, seq_len=12)
+    accounting = step.accounting
+    found = [packed(accounting, rank) for rank in (0, 1)]
+    for name in ("tokens", "loss_tokens", "samples", "micro_batches"):
+        assert found[0][f"pack/local_{name}"] + found[1][f"pack/local_{name}"] == found[0][f"pack/total_{name}"]
+    assert found[0]["pack/total_micro_batches"] == sum(len(batches) for batches in step.ranks)
+    assert found[0]["pack/total_samples"] == 16
+    assert found[0]["pack/max_micro_batch_tokens"] <= found[0]["pack/micro_batch_max_tokens"] == 12
+
+
+def test_staleness_of_trained_samples_is_not_called_the_buffers() -> None:
+    assert not [name for name in Sums().metrics() if name.startswith("buffer/")]
+    assert {"train/staleness", "train/max_staleness"} <= Sums().metrics().keys()

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from penstock.arrays import ImageSpan, Sample
+from penstock.assets import AssetStore
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
 from penstock.demo.color import MODEL
 from penstock.demo.tasks import model_of
-from penstock.errors import InvalidInput
+from penstock.errors import IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.pack import MicroBatch, Packing, pack
 from penstock.pack.forest import grow
-from penstock.train.run_config import TrainConfig
+from penstock.testing.reference_images import draw_screenshot
+from penstock.train.run_config import ImagesConfig, TrainConfig
 from penstock.train.trainer import Trainer
 from penstock.train.vision import samples_through
 
@@ -70,3 +72,31 @@ def test_a_lost_image_masks_every_sample_on_whose_path_it_is() -> None:
     assert samples_through(forest, [1]) == (0, 1)
     assert samples_through(forest, [0]) == (0, 1, 2)
     assert samples_through(forest, [3, 4]) == (1, 2)
+
+
+def with_image(digest: str) -> MicroBatch:
+    span = ImageSpan(hash=digest, grid=(1, 4, 4), offset=1, length=4)
+    ids, mask = [1, *([IMAGE] * 4), 8, 9], [0, 0, 0, 0, 0, 1, 1]
+    return batch_of(Sample(id="i", token_ids=ids, loss_mask=mask, images=[span]))
+
+
+def test_a_setting_names_the_asset_store_and_its_run(tmp_path: Path) -> None:
+    store = AssetStore(tmp_path / "pictures", run="mine")
+    found = store.put(draw_screenshot(seed=1))
+    images = ImagesConfig(folder=str(tmp_path / "pictures"), run="mine")
+    config = TrainConfig(folder=str(tmp_path / "run"), packing=ONE_RANK, model=model_of("color"), images=images)
+    with closing(Trainer(config, rank=0)) as sees:
+        assert sees._vision is not None
+        with pytest.raises(IncompatibleAsset):  # it is found there, and is of another size than the span says
+            sees._prepare(with_image(found.hash))
+        with pytest.raises(MissingAsset):
+            sees._prepare(with_image("0" * 64))
+
+
+def test_a_setting_masks_samples_whose_image_is_lost(tmp_path: Path) -> None:
+    images = ImagesConfig(max_masked=0.5)
+    config = TrainConfig(folder=str(tmp_path), packing=ONE_RANK, model=model_of("color"), images=images)
+    with closing(Trainer(config, rank=0)) as tolerant:
+        tolerant._prepare(with_image("0" * 64))
+        assert tolerant._vision is not None
+        assert tolerant._vision.metrics()["train/image_masked_samples"] == 1

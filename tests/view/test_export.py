@@ -46,7 +46,19 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
         "policy_version": 5,
         "staleness": 2,
         "rule": None,
-        "images": [{"hash": "ab" * 32, "offset": 2, "length": 4, "media_type": "", "width": 64, "height": 64}],
+        "images": [
+            {
+                "hash": "ab" * 32,
+                "grid": [1, 4, 4],
+                "merge": 2,
+                "offset": 2,
+                "length": 4,
+                "media_type": "",
+                "width": 64,
+                "height": 64,
+                "num_bytes": 0,
+            }
+        ],
         "columns": None,
     }
     assert list(line)[18:] == [

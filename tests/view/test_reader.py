@@ -148,7 +148,7 @@ def test_tokens_command_reads_all_steps_and_says_what_it_skipped(
     make_export(tmp_path, steps=2)
     path = tmp_path / "token_exports/step_2/rank_1.jsonl"
     path.write_bytes(path.read_bytes() + b"junk\n")
-    assert main(["tokens", str(tmp_path)]) == 0
+    assert main(["tokens", str(tmp_path)]) == 1  # a damaged file; its whole records are shown
     out = capsys.readouterr()
     assert [line.split()[0] for line in out.out.splitlines()[1:]] == ["1", "2"]
     assert "step 2: 1 malformed line skipped" in out.err and "rank_1.jsonl is not what its rank wrote" in out.err

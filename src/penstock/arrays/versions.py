@@ -24,7 +24,7 @@ def check_version(value: object, where: str) -> int | None:
         return None
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or not 0 <= int(value) <= MAX_VERSION:  # type: ignore[call-overload]
-        raise InvalidInput(f"{where}: {str(value)[:40]}; must be a whole number from 0 to 2**53, or None if not known")
+        raise InvalidInput(f"{where}: {repr(value)[:40]}; must be a whole number from 0 to 2**53, or None if not known")
     return int(value)  # type: ignore[call-overload,no-any-return]
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(folder), "steps": reports}, indent=1) if args.json else _table(reports))
-    return 0
+    return 1 if any(report["malformed_lines"] or report["altered_files"] for report in reports) else 0
 
 
 def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:

@@ -17,7 +17,7 @@ from penstock.extras import require
 from penstock.serve.process.bearer import parse_address
 from penstock.serve.process.metrics_page import metrics_token
 from penstock.train.metrics_sinks import check_installed
-from penstock.train.run_config import TrainConfig
+from penstock.train.run_config import TrainConfig, image_processor, is_vision
 
 
 def check_surroundings(config: TrainConfig) -> None:
@@ -25,6 +25,8 @@ def check_surroundings(config: TrainConfig) -> None:
     check_installed(list(config.metrics))
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; give the folder of a saved model")
+    if is_vision(config.model):
+        image_processor(config.model)
     for url in config.listen:
         _check_listen(url)
     if config.prometheus:

@@ -63,7 +63,7 @@ class _Lines:
         self._next = int(row["step"]) // 20 * 20 + 20
         print(
             f"step {row['step']:>4.0f}  reward {_recent(progress, 'train/reward'):.3f}"
-            f"  staleness {_shown(row, 'buffer/staleness', '.1f')}  {_shown(row, 'perf/tokens_per_s', ',.0f')} tokens/s"
+            f"  staleness {_shown(row, 'train/staleness', '.1f')}  {_shown(row, 'perf/tokens_per_s', ',.0f')} tokens/s"
             f"  padding {_shown(row, 'perf/waste', '.1%')}  {progress.seconds:.0f} s",
             flush=True,
         )
@@ -124,7 +124,7 @@ def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -
     )
     table.add_row(
         "buffer",
-        f"{status.get('held_groups', 0)} groups held   staleness {_shown(last, 'buffer/staleness', '.1f')} versions   "
+        f"{status.get('held_groups', 0)} groups held   staleness {_shown(last, 'train/staleness', '.1f')} versions   "
         f"padding {_shown(last, 'perf/waste', '.1%')}",
     )
     table.add_row("waits for", progress.doing or str(status.get("waiting_for", "the plane")))

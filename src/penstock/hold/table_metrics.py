@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.counts import bounded_sum
 from penstock.hold.slots import FREE, TIMES, TOKENS, VERSION, Slots
 
 Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]
@@ -70,7 +71,8 @@ class Counters:
         self._noted.clear()
         self._num_noted = 0
         staleness = np.maximum(now - rows[:, VERSION], 0)
-        self.staleness_sum += int(staleness.sum())
+        # As floats: 1,024 times the highest version is beyond 64 bits. Exact up to 2**53.
+        self.staleness_sum = bounded_sum(self.staleness_sum + int(staleness.sum(dtype=np.float64)))
         self.staleness_max = max(self.staleness_max, int(staleness.max()))
         self.sampled_tokens += int(rows[:, TOKENS].sum())
         self.first_uses += int(np.count_nonzero(rows[:, TIMES] == 0))

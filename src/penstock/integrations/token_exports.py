@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.arrays.columns import TOKEN_COLUMNS, Cells
@@ -33,7 +34,7 @@ def read_export(place: Place, lost: Lost) -> Iterator[Sample]:
         _check(skipped)
         try:
             yield _sample(record, lost)
-        except (InvalidInput, TypeError) as error:
+        except (InvalidInput, TypeError, msgspec.ValidationError) as error:
             raise InvalidInput(f"{place.name} record {number}: {error}") from None
     _check(skipped)
 
@@ -54,10 +55,16 @@ def _sample(record: Record, lost: Lost) -> Sample:
     }
     facts = {column.name: record.facts.get(name) for name, column in OF_SAMPLE.items()}
     given: dict[str, Any] = {name: value for name, value in facts.items() if value not in (None, "")}
-    images = [ImageSpan(**{**image, "grid": tuple(image["grid"])}) for image in record.facts.get("images") or ()]
+    images = [_span(image) for image in record.facts.get("images") or ()]
     return Sample(
         **given, images=images, columns={name: columns.pop(name) for name in own if name in columns}, **columns
     )
+
+
+def _span(image: dict[str, Any]) -> ImageSpan:
+    if "grid" not in image:
+        raise InvalidInput("an image without grid and merge; exported by an earlier version, which left them out")
+    return msgspec.convert([image.get(name) for name in ImageSpan.__struct_fields__], ImageSpan)
 
 
 def _once(name: str, cells: Cells) -> Cells:

@@ -4,11 +4,13 @@ Every process of a session gets the same steps, or all of them get the same erro
 and time with `on_tick`; it answers with effects. `session.py` has the phases and the table that moves between them,
 `members.py` who takes part, `steps.py` how a step reaches all of them; this is about joining, failing and leaving.
 
-**Joining.** A process that just started says hello with session 0. The session runs when every place is taken, and
-then begins at the step that all of them named.
+**Joining.** A process that just started says hello with session 0. When every place is taken, those who joined earlier
+must say that they live; then the session runs, from the step that all of them named. A trainer that was killed and
+restarted meanwhile takes the places of its dead processes one by one, and never runs with one of them.
 
     FORMING   rank 0: hello(session 0)  -> welcome(session 4, not ready)
-              rank 1: hello(session 0)  -> welcome(session 4, ready), to both
+              rank 1: hello(session 0)  -> welcome(session 4, not ready), to both
+              rank 0: beat              -> welcome(session 4, ready), to both
     RUNNING
 
 **Rejoining.** A connection that breaks, or a plane that restarts, ends nothing. A process that took part says hello
@@ -32,7 +34,7 @@ from collections.abc import Iterator, Mapping
 
 from penstock.send.carrier import Peer
 from penstock.send.effects import Detach, Effect, MemberLeft, Note, Resume, Send
-from penstock.send.members import Member, Members, Place
+from penstock.send.members import Member, Members, Place, another
 from penstock.send.messages import (
     MAX_REASON,
     Aborted,
@@ -90,8 +92,6 @@ class Coordinator:
         """What else ranks should know while they wait."""
         self.policy_version: int | None = None
         """The version of the weights that was published last."""
-        self._start = 0
-        """The step that those who join want to begin at; 0 for wherever the plane is."""
         self._rejoining_since = 0.0
         self._ticked: float | None = None
         self._members = Members(run, ranks, replicas)
@@ -121,11 +121,6 @@ class Coordinator:
     def next_step(self) -> int:
         """The first step that is not committed."""
         return self._session.next_step
-
-    @property
-    def last_step(self) -> int:
-        """The last step that was planned, possibly before the plane restarted."""
-        return self._session.last_step
 
     @property
     def wanted(self) -> int:
@@ -185,6 +180,8 @@ class Coordinator:
 
     def _find_words(self) -> str:
         if self.phase in (Phase.FORMING, Phase.REJOINING):
+            if self._members.awaited:
+                return f"{self._members.names(self._members.awaited)} to answer"
             return f"{self._members.names(self.missing)} to {'join' if self.phase is Phase.FORMING else 'come back'}"
         if self._failure is not None:
             return "a new session"
@@ -207,7 +204,7 @@ class Coordinator:
         if place is None or session != self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
         self._members[place].heard = now
-        return self._on_word(place, message, now)
+        return [*self._on_word(place, message, now), *self._answered(place, now)]
 
     def _on_word(self, place: Place, message: FromRank, now: float) -> list[Effect]:
         """A process that takes part says something."""
@@ -250,14 +247,13 @@ class Coordinator:
 
     def _drop_silent(self, now: float) -> list[Effect]:
         """Who falls silent before the session runs has taken no part: its place is free again."""
-        notes: list[Effect] = []
-        for place in self._members.silent_since(now - self.timeouts.peer_s):
+        silent = self._members.silent_since(now - self.timeouts.peer_s)
+        for place in silent:
             self._session.on(Happened.SILENCE)
             self._members.leave(place)
             self._steps.forget(place)
-            notes.append(Note(f"session {self.session}: {self._members.name(place)} went silent before all had joined"))
-        self._find_start()
-        return notes
+        gone = ", ".join(map(self._members.name, silent))
+        return [Note(f"session {self.session}: {gone} went silent before all had joined")] if silent else []
 
     def _notice_silence(self, now: float) -> list[Effect]:
         if self.phase is Phase.REJOINING:
@@ -266,8 +262,7 @@ class Coordinator:
                 return []
             reason = f"did not come back within {waited:.1f} s"
             return self._abort(Happened.NOT_BACK, self.next_step, next(self.missing)[0], reason)
-        late = self._members.overdue(self.timeouts, now)
-        if late is None:
+        if (late := self._members.overdue(self.timeouts, now)) is None:
             return []
         return self._abort(Happened.SILENCE, late.step or self.next_step, late.place[0], late.reason)
 
@@ -283,23 +278,18 @@ class Coordinator:
             return self._rejoin(peer, place, hello, now)
         known = self._members.get(place)
         if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
-            return self._come_back(place, peer, now)
+            return [*self._come_back(place, peer, now), *self._answered(place, now)]
         return self._join_fresh(peer, place, hello, now)
 
     def _join_fresh(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
         """A process that just started joins the session that is forming; if there is none, it begins one."""
         effects: list[Effect] = []
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
-            reason = "restarted while the session was running"
-            effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, reason)
+            why = f"{another(hello.process)} joined as this rank: it restarted, or two trainers run"
+            effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
         self._join(peer, place, hello, now)
-        start = self._start or hello.step
-        if hello.step and hello.step != start:
-            reason = f"wants to resume at step {hello.step}, others at {start}; resume all from one checkpoint"
-            return [*effects, *self._abort(Happened.MISMATCH, hello.step, hello.rank, reason)]
-        self._start = start
         return [*effects, *self._admit(place, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
@@ -320,17 +310,13 @@ class Coordinator:
         return self._admit(place, now)
 
     def _join(self, peer: Peer, place: Place, hello: Hello, now: float) -> None:
-        if self._members.get(place) is not None:  # another incarnation of it, before all had joined
-            self._members.leave(place)
+        if self._members.get(place) is not None:  # an earlier incarnation of it, before all had joined
+            by = f"{another(hello.process)} has joined as {self._members.name(place)} since"
+            self._tombstones.replaced(self._members.leave(place).incarnation, by)
             self._steps.forget(place)
-            self._find_start()
         self._members.join(
             place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now, direct=hello.direct)
         )
-
-    def _find_start(self) -> None:
-        """The step at which those who are here want to begin; 0 while none of them has named one."""
-        self._start = next((member.start for member in self._members.members if member.start), 0)
 
     def _come_back(self, place: Place, peer: Peer, now: float) -> list[Effect]:
         self._session.on(Happened.HELLO)
@@ -338,20 +324,34 @@ class Coordinator:
         return [Send(peer, self._welcome())]
 
     def _admit(self, place: Place, now: float) -> list[Effect]:
-        """Begin when everybody is there."""
+        """Begin when all are there and, in a new session, alive."""
         here, all_ = len(self._members) + len(self._steps.left), self._members.num_places
         back = "joined" if self.phase is Phase.FORMING else "came back"
         note = Note(f"session {self.session}: {self._members.name(place)} {back}, {here} of {all_}")
         if here < all_:
             self._session.on(Happened.HELLO)
             return [note, Send(self._members[place].peer, self._welcome())]
-        return [note, *self._begin(now)]
+        awaited = self._members.await_silent(now) if self.phase is Phase.FORMING else set()
+        if not awaited:
+            return [note, *self._begin(now)]
+        self._session.on(Happened.HELLO)
+        welcome = self._welcome()  # a process that is not ready answers it with a beat, at once
+        return [note, *(Send(self._members[one].peer, welcome) for one in (place, *awaited))]
+
+    def _answered(self, place: Place, now: float) -> list[Effect]:
+        """A process was heard: begin if it is the last one that was awaited."""
+        last = self._members.was_last_awaited(place) and self.phase is Phase.FORMING
+        return self._begin(now) if last else []
 
     def _begin(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if self.phase is Phase.FORMING:
-            start = self._start or self.next_step
-            effects.append(Resume(self.session, start, named=bool(self._start)))
+            named = self._members.starts()
+            start, *others = named or [self.next_step]
+            if others:
+                reason = f"wants to resume at step {others[-1]}, others at {start}; resume all from one checkpoint"
+                return self._abort(Happened.MISMATCH, others[-1], named[others[-1]][0], reason)
+            effects.append(Resume(self.session, start, named=bool(named)))
             self._steps.begin_at(start)
         self._session.on(Happened.LAST_HELLO)
         effects.append(Note(f"session {self.session} runs: {len(self._members)} processes, at step {self.next_step}"))
@@ -361,7 +361,7 @@ class Coordinator:
 
     def _begin_session(self, happened: Happened) -> None:
         self._session.on(happened)
-        self._failure, self._start = None, 0
+        self._failure = None
         self._members.clear()
         self._steps.new_session()
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import xxhash
 
+from penstock.atomic import folder_errors
 from penstock.send.carrier import Envelope, Peer
 from penstock.send.messages import Buffer, Frames
 
@@ -111,10 +112,11 @@ class FilePlane:
     """The plane's end."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._root = Path(folder).resolve()
-        self._inbox = self._root / "plane"
-        for name in ("plane", "clients"):
-            (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        with folder_errors(folder):
+            self._root = Path(folder).resolve()
+            self._inbox = self._root / "plane"
+            for name in ("plane", "clients"):
+                (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._idle_s = _FAST_S
         self._sweep()
 
@@ -178,9 +180,10 @@ class FileClient:
 
     def __init__(self, folder: str | Path) -> None:
         self._name = "c" + secrets.token_hex(8)
-        root = Path(folder).resolve()
-        self._outbox, self._inbox = root / "plane", root / "clients" / self._name
-        self._make_folders()
+        with folder_errors(folder):
+            root = Path(folder).resolve()
+            self._outbox, self._inbox = root / "plane", root / "clients" / self._name
+            self._make_folders()
         self._number = 0
         self._ready: list[Envelope] = []
         self._woken = threading.Event()

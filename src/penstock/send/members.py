@@ -70,6 +70,8 @@ class Members:
         self._places: dict[Peer, Place] = {}
         self._inline: frozenset[int] | None = None
         """Ranks with a process that is sent its samples; None: to be found out."""
+        self.awaited: set[Place] = set()
+        """All places are taken, and these processes were not heard since: they may be dead."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -128,10 +130,29 @@ class Members:
         member = self._members.pop(place)
         self._places.pop(member.peer, None)
         self._inline = None
+        self.awaited.clear()  # a place is free again
         return member
 
     def clear(self) -> None:
-        self._members, self._places, self._inline = {}, {}, None
+        self._members, self._places, self._inline, self.awaited = {}, {}, None, set()
+
+    # -------------------------------------------------------------- before the session runs
+
+    def await_silent(self, now: float) -> set[Place]:
+        """Await a sign of life of every process that was not heard just now."""
+        self.awaited = set(self.silent_since(now))
+        return self.awaited
+
+    def was_last_awaited(self, place: Place) -> bool:
+        """A process was heard; return whether it is the last of those awaited."""
+        if place not in self.awaited:
+            return False
+        self.awaited.discard(place)
+        return not self.awaited
+
+    def starts(self) -> dict[int, Place]:
+        """The steps that processes want to begin at, in order of joining, each with one that wants to."""
+        return {member.start: place for place, member in self._members.items() if member.start}
 
     # -------------------------------------------------------------- liveness
 
@@ -167,7 +188,7 @@ class Members:
 
     def mismatch(self, hello: Hello) -> str:
         """Why a process cannot take part, with both values; empty if it can."""
-        for name, text in (("run", hello.run), ("incarnation", hello.incarnation)):
+        for name, text in (("run", hello.run), ("incarnation", hello.incarnation), ("process", hello.process)):
             if len(text) > MAX_NAME:
                 return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
         pairs = (
@@ -194,3 +215,12 @@ class Members:
 
     def name(self, place: Place) -> str:
         return f"rank {place[0]}" + (f" replica {place[1]}" if self._replicas > 1 else "")
+
+
+def another(process: str) -> str:
+    """Name a process that is not the one that is told of it.
+
+    >>> another("pid 7 on node-1"), another("")
+    ('another process (pid 7 on node-1)', 'another process')
+    """
+    return f"another process ({process})" if process else "another process"

@@ -49,6 +49,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     schema: int = SCHEMA
     direct: bool = False
     """Whether it reads samples from storage itself; else they come with each step."""
+    process: str = ""
+    """Its pid and host, for messages to people."""
 
 
 class Request(_Message, frozen=True, tag="request"):

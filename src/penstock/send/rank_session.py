@@ -111,6 +111,7 @@ class RankSession:
         replicas: int = 1,
         timeouts: Timeouts | None = None,
         can_read: Callable[[Attached], bool] = lambda _attached: False,
+        process: str = "",
     ) -> None:
         """`step` is the first one it wants; None for the first that is not committed. `can_read` finds out whether
         this process sees the plane's storage."""
@@ -118,10 +119,8 @@ class RankSession:
         self.timeouts = timeouts or Timeouts()
         self.run_id = NO_RUN
         """Of the run this process belongs to; everything it says carries it."""
-        self.standing = Standing.JOINING
-        self.waiting_for = "the plane to answer"
-        self.session = 0
-        self.epoch = 0
+        self.standing, self.waiting_for = Standing.JOINING, "the plane to answer"
+        self.session = self.epoch = 0
         self.done = (step or 1) - 1
         """The last step known to be committed."""
         self.left = -1
@@ -135,6 +134,7 @@ class RankSession:
             incarnation=incarnation,
             session=0,
             step=step or 0,
+            process=process,
         )
         self.was_ready = False
         """Whether it took part in a session, to which it would return."""

@@ -122,6 +122,8 @@ class Tombstones:
         self._sessions: dict[int, Aborted] = {}
         self._processes: dict[str, int] = {}
         """Incarnation -> the session that ended for it; 0 if it left."""
+        self._replaced: dict[str, str] = {}
+        """Incarnation -> who took its place before the session ran."""
         self.num_bytes = 0
         """Of what is remembered, about."""
 
@@ -138,11 +140,21 @@ class Tombstones:
         self._bury(incarnation, 0)
         self._trim()
 
+    def replaced(self, incarnation: str, reason: str) -> None:
+        """Another process took its place; a hello of it that comes now is an old one, or of a second trainer."""
+        self._replaced[incarnation] = reason
+        self.num_bytes += len(reason)
+        self._bury(incarnation, 0)
+        self._trim()
+
     def knows(self, incarnation: str) -> bool:
         return incarnation in self._processes
 
     def of_process(self, incarnation: str, current: int) -> FromPlane | None:
         """What to tell a process whose session is over; None if it left."""
+        if incarnation in self._replaced:
+            reason = f"{self._replaced[incarnation]}; stop one of the two trainers"
+            return Refused(epoch=self._epoch, reason=reason)
         session = self._processes[incarnation]
         return self.of_session(session, current) if session else None
 
@@ -163,4 +175,5 @@ class Tombstones:
         while self.num_bytes > _REMEMBERED_BYTES and len(self._processes) > 1:
             incarnation = next(iter(self._processes))
             self._processes.pop(incarnation)
+            self.num_bytes -= len(self._replaced.pop(incarnation, ""))
             self.num_bytes -= len(incarnation) + _ENTRY_BYTES

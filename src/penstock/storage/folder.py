@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from penstock.atomic import replacing, sync
+from penstock.atomic import REMEDIES, replacing, sync
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, DiskFull, StorageError
 from penstock.storage.filesystem import is_shared
@@ -255,6 +255,5 @@ def _typed(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise DiskFull(f"{path}: {error.strerror}; nothing was kept; make room, or raise max_disk_bytes") from None
-        if error.errno == errno.EROFS:
-            raise StorageError(f"{path}: the volume is read-only; mount it writable, or use another folder") from None
-        raise StorageError(f"{path}: {error.strerror}") from None
+        remedy = REMEDIES.get(error.errno or 0, "look at the volume")
+        raise StorageError(f"{error.filename or path}: {error.strerror}; {remedy}") from None

@@ -182,6 +182,7 @@ class _Session:
             ledger = self.server.engine.ledger
             assert ledger.balanced, ledger
             msgspec.json.encode(self.server.status())
+            assert not self.server.engine.counts["messages_failed"]  # handled, and not only survived
         finally:
             self.server.engine.log.close()
         return self.taken

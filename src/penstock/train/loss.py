@@ -112,7 +112,9 @@ class Dppo:
         signal = need(columns, "advantages", "Dppo")
         masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=self.high, low=self.low)
         loss = _push(columns, trainer_logprobs, self.adv_tau * signal, masks.masked, self.kl_tau)
-        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "dppo", "high": self.high, "low": self.low})
+        return _terms(
+            columns, loss, trainer_logprobs, entropy, gap, masks, {"kind": "dppo", "high": self.high, "low": self.low}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,9 @@ class Ipo:
         masks = Masks(masked=high | low, masked_high=high, masked_low=low)
         signal = self.adv_tau * need(columns, "advantages", "Ipo")
         loss = _push(columns, trainer_logprobs, signal, masks.masked, self.kl_tau)
-        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "ipo", "threshold": self.threshold})
+        return _terms(
+            columns, loss, trainer_logprobs, entropy, gap, masks, {"kind": "ipo", "threshold": self.threshold}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,7 @@ class Opd:
         masks = trust_region(columns["loss_mask"], signal, gap.prob_delta, high=OPD_THRESHOLD, low=OPD_THRESHOLD)
         loss = _push(columns, trainer_logprobs, signal, masks.masked, self.kl_tau)
         rule: Rule = {"kind": "opd", "high": OPD_THRESHOLD, "low": OPD_THRESHOLD}
-        return _terms(loss, trainer_logprobs, entropy, gap, masks, rule)
+        return _terms(columns, loss, trainer_logprobs, entropy, gap, masks, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ class RefKl:
         masks = Masks(masked=below, masked_high=torch.zeros_like(below), masked_low=below)
         signal = need(columns, "teacher_logprobs", "RefKl") - trainer_logprobs.detach()
         loss = _push(columns, trainer_logprobs, signal, below, self.kl_tau)
-        return _terms(loss, trainer_logprobs, entropy, gap, masks, {"kind": "ref_kl", "low": self.low})
+        return _terms(columns, loss, trainer_logprobs, entropy, gap, masks, {"kind": "ref_kl", "low": self.low})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +202,7 @@ class PpoClip:
             away = torch.where(mask, away, 0.0)
             loss = loss + self.beta * (away.expm1() - away)
         rule: Rule = {"kind": "ppo", "high": self.high, "low": self.low}
-        return _terms(loss, trainer_logprobs, entropy, gap, masks, rule)
+        return _terms(columns, loss, trainer_logprobs, entropy, gap, masks, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +214,12 @@ class Sft:
     ) -> Terms:
         _check_shape(columns, trainer_logprobs, "Sft")
         loss = -torch.where(columns["loss_mask"], trainer_logprobs, 0.0)
-        return Terms(loss=loss, trainer_logprobs=trainer_logprobs.detach(), entropy=_detached(entropy))
+        return Terms(
+            loss=loss,
+            trainer_logprobs=trainer_logprobs.detach(),
+            entropy=_detached(entropy),
+            trained=columns["loss_mask"],
+        )
 
 
 def _gap(columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, who: str) -> Gap:
@@ -259,6 +268,7 @@ def _push(
 
 
 def _terms(
+    columns: Mapping[str, torch.Tensor],
     loss: torch.Tensor,
     trainer_logprobs: torch.Tensor,
     entropy: torch.Tensor | None,
@@ -277,6 +287,7 @@ def _terms(
         masked=masks.masked,
         masked_high=masks.masked_high,
         masked_low=masks.masked_low,
+        trained=columns["loss_mask"],
         rules={"": rule},
     )
 

@@ -68,7 +68,8 @@ def _weights(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | N
 def _joined(found: Mapping[str, Terms], columns: Mapping[str, torch.Tensor]) -> Terms:
     parts = {name: terms.loss for name, terms in found.items()}
     first = next(iter(found.values()))
-    joined = replace(first, loss=sum(list(parts.values())[1:], start=first.loss), parts=parts, rules={})
+    loss = sum(list(parts.values())[1:], start=first.loss)
+    joined = replace(first, loss=loss, parts=parts, trained=columns["loss_mask"], rules={})
     rules = {_MODES[name]: rule for name, terms in found.items() for rule in terms.rules.values()}
     compared = [(name, terms) for name, terms in found.items() if terms.log_ratio is not None]
     if not compared:

@@ -6,6 +6,7 @@ reads it; both come from the records below, so the file cannot lack a setting or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,38 @@ class ModelConfig(Checked):
     sharding: Annotated[
         Literal["ddp", "fsdp"], Meta(description="ddp: every rank holds all weights; fsdp: each holds a part (FSDP2)")
     ] = "ddp"
+
+
+def image_processor(config: ModelConfig) -> dict[str, Any]:
+    """Return the patch layout that images of a vision model need; raise ConfigError if there is none."""
+    path = Path(config.path) / "preprocessor_config.json"
+    found = config.image_processor or (json.loads(path.read_text()) if config.path and path.is_file() else {})
+    if not found:
+        raise ConfigError("model.image_processor: not given, and no preprocessor_config.json; images need a layout")
+    return dict(found)
+
+
+def is_vision(config: ModelConfig) -> bool:
+    """Return whether a configuration is that of a vision model, without building it."""
+    path = Path(config.path) / "config.json"
+    found = json.loads(path.read_text()) if config.path and path.is_file() else config.config
+    return "vision_config" in found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesConfig(Checked):
+    """Where a vision model's images are, and what happens to samples whose image is lost."""
+
+    folder: Annotated[str, Meta(description="folder of the asset store; empty: `assets` in the run's folder")] = ""
+    run: Annotated[str, Meta(description="run under which producers store images: `AssetStore(folder, run=...)`")] = (
+        "local"
+    )
+    max_masked: Annotated[
+        float | None,
+        Meta(
+            ge=0.01, lt=1, description="share of samples that may lose their image and are masked; none: the step fails"
+        ),
+    ] = None
 
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
@@ -152,6 +185,9 @@ class TrainConfig(PlaneSettings):
     ] = ""
     model: Annotated[ModelConfig, Meta(description="the policy: a Hugging Face causal language model")] = field(
         default_factory=ModelConfig
+    )
+    images: Annotated[ImagesConfig, Meta(description="vision: where images are, and what to do without one")] = field(
+        default_factory=ImagesConfig
     )
     optimizer: Annotated[OptimizerConfig, Meta(description="AdamW")] = field(default_factory=OptimizerConfig)
     loss: Annotated[

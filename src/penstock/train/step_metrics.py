@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from penstock.errors import InvalidInput
-from penstock.pack import MicroBatch
+from penstock.pack import Accounting, MicroBatch
 from penstock.train.terms import Terms
 
 _SUMMED = (
@@ -117,6 +117,20 @@ class Sums:
             "train/max_log_ratio": self.max_log_ratio,
             "train/on_policy_gap": math.nan if self.on_policy_gap < 0 else self.on_policy_gap,
             "train/grad_norm": self.grad_norm,
-            "buffer/staleness": self.staleness / self.versioned if self.versioned else math.nan,
-            "buffer/max_staleness": self.max_staleness if self.versioned else math.nan,
+            "train/staleness": self.staleness / self.versioned if self.versioned else math.nan,
+            "train/max_staleness": self.max_staleness if self.versioned else math.nan,
         }
+
+
+def packed(accounting: Accounting, rank: int) -> dict[str, float]:
+    """What was packed, of one rank (`local`) and of all of them (`total`)."""
+    found: dict[str, float] = {}
+    for scope, counts in (("local", accounting.ranks[rank]), ("total", accounting.total)):
+        for name in ("tokens", "loss_tokens", "samples", "micro_batches"):
+            found[f"pack/{scope}_{name}"] = getattr(counts, name)
+    return found | {
+        "pack/max_micro_batch_tokens": accounting.total.max_micro_batch_tokens,
+        "pack/micro_batch_max_tokens": accounting.micro_batch_max_tokens,
+        "pack/over_cap": accounting.over_cap,
+        "pack/truncated_tokens": accounting.truncated_tokens,
+    }

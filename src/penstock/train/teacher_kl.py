@@ -229,4 +229,5 @@ class TeacherKl:
             loss=torch.where(mask, divergence, 0.0),
             trainer_logprobs=trainer_logprobs.detach(),
             entropy=None if entropy is None else entropy.detach(),
+            trained=mask,
         )

@@ -55,6 +55,9 @@ class Terms:
     """Those of them that the lower threshold took out."""
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The summands of `loss` by term (rl, ce, ref_kl), where each is divided by its own count of tokens."""
+    trained: torch.Tensor | None = None
+    """The loss mask that the loss was given; None: that of the micro-batch. It differs where a sample was taken out, as
+    one without its image is (`mask_segments`)."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """The masking rule by training mode, or under "" where one rule holds for all."""
 
@@ -64,6 +67,8 @@ class Terms:
         A step without a trained token has counts of 0; its loss is 0, not NaN. A loss over no token at all is an
         error where the step has some: it would train nothing, and say so to nobody.
         """
+        if not isinstance(denominators, Denominators):
+            raise InvalidInput(f"mean of {type(denominators).__name__} {denominators!r}; pass step.denominators")
         if denominators.loss_tokens and self.loss.numel() == 0:
             raise InvalidInput(
                 f"terms.loss: shape {list(self.loss.shape)}, no token, of a step that trains "

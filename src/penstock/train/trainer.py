@@ -32,6 +32,7 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
+from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.memory_metrics import memory
 from penstock.train.metrics_sinks import Journal
@@ -39,7 +40,7 @@ from penstock.train.model import build_model, check_packing, check_vocabulary, r
 from penstock.train.modes import ByMode
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
-from penstock.train.step_metrics import Sums
+from penstock.train.step_metrics import Sums, packed
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
 from penstock.train.vision import Vision, check_placeholders
@@ -131,7 +132,10 @@ class Trainer:
         self._wrapped = torch.nn.parallel.DistributedDataParallel(self.model) if ddp else self.model
         self._vision = None
         if hasattr(self.model.config, "vision_config"):
-            self._vision = Vision(self.model, config.model, AssetStore(self.folder / "assets"))
+            images = config.images
+            store = AssetStore(images.folder or self.folder / "assets", run=images.run)
+            policy = None if images.max_masked is None else MaskSample(max_fraction=images.max_masked)
+            self._vision = Vision(self.model, config.model, store, policy)
         self._loss = loss_of(config.loss)
         self._weights = Weights(self.folder / "weights")
         self._journal = None
@@ -251,11 +255,11 @@ class Trainer:
                 "perf/wait_s": waited,
                 "perf/tokens": total.tokens,
                 "perf/tokens_per_s": total.tokens / max(seconds, 1e-9),
-                "perf/micro_batches": len(step),
                 "perf/padding_tokens": total.padding_tokens,
                 "perf/shared_tokens": total.shared_tokens,
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
+                **packed(step.accounting, self.rank),
                 **images,
                 **memory(),
             },

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,13 @@ from torch import Tensor
 from penstock.arrays.images import types_of
 from penstock.assets import AssetStore
 from penstock.assets.layouts import layout_from_config
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import InvalidInput
 from penstock.pack import MicroBatch
 from penstock.pack.forest import Forest
+from penstock.train.image_policies import Policy
 from penstock.train.materialize import Materializer, Metrics, check_image_tokens, mask_segments, sum_metrics
 from penstock.train.mrope import mrope_positions
-from penstock.train.run_config import ModelConfig
+from penstock.train.run_config import ModelConfig, image_processor
 from penstock.train.tensors import FOREST
 
 
@@ -61,16 +60,11 @@ def check_placeholders(batch: MicroBatch, config: Any) -> None:
 class Vision:
     """Materializes the images of micro-batches on this rank."""
 
-    def __init__(self, model: Any, config: ModelConfig, store: AssetStore) -> None:
-        found = config.image_processor
-        path = Path(config.path) / "preprocessor_config.json"
-        if not found and config.path and path.is_file():
-            found = json.loads(path.read_text())
-        if not found:
-            raise ConfigError("model.image_processor: not given, and no preprocessor_config.json; images need a layout")
-        self._layout = layout_from_config(model.config.model_type, found)
+    def __init__(self, model: Any, config: ModelConfig, store: AssetStore, policy: Policy | None = None) -> None:
+        """`policy` decides about samples whose image cannot be read; by default that raises."""
+        self._layout = layout_from_config(model.config.model_type, image_processor(config))
         self._image_token = int(model.config.image_token_id)
-        self._materializer = Materializer(store, self._layout)
+        self._materializer = Materializer(store, self._layout, policy=policy)
         self._since: list[Metrics] = []
 
     def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:

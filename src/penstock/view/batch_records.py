@@ -58,6 +58,9 @@ class Snapshot:
                     "give one per token of the micro-batch, padding included"
                 )
             columns[column.name] = found
+        trained = _to_host(getattr(terms, "trained", None), "bool")
+        if trained is not None and len(trained) == batch.num_tokens:
+            columns["loss_mask"] = trained & batch["loss_mask"]  # the loss may have been given less than was packed
         own = [name for name in batch.columns if name not in _OF_BATCH and name not in omit]
         columns |= {name: copied(batch.columns[name]) for name in own}
         return Snapshot(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
@@ -132,11 +135,14 @@ class Snapshot:
         return [
             {
                 "hash": image.hash,
+                "grid": list(image.grid),
+                "merge": image.merge,
                 "offset": image.offset - start,
                 "length": image.length,
                 "media_type": image.media_type,
                 "width": image.width,
                 "height": image.height,
+                "num_bytes": image.num_bytes,
             }
             for image in self.batch.images
             if start <= image.offset < start + count

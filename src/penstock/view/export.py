@@ -22,6 +22,7 @@ from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
+from penstock.view.rank_lock import RankLock
 from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
 from penstock.view.step_files import Format, StepFile
 
@@ -128,6 +129,7 @@ class TokenExporter:
         self._error: BaseException | None = None
         self._queue: queue.Queue[_Write | _Finish | None] = queue.Queue(queue_batches)
         make_folder(self.folder)
+        self._lock = RankLock(self.folder, rank)
         self._thread = threading.Thread(target=self._work, name=f"token-export-{rank}", daemon=True)
         self._thread.start()
 
@@ -149,6 +151,7 @@ class TokenExporter:
         if number % self.every:
             return
         self._check()
+        _check_parts(batch, terms)
         micro_step = self._micro_steps.get(number, 0)
         self._micro_steps[number] = micro_step + 1
         packed = _describe(batch, number, micro_step)
@@ -231,6 +234,7 @@ class TokenExporter:
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
+        self._lock.release()
         error, self._error = self._error, self._error or Closed("this exporter was closed")
         if error is not None and not isinstance(error, Closed):
             raise _as_ours(error)
@@ -303,6 +307,12 @@ class TokenExporter:
     def _promote(self, folder: Path) -> None:
         if all_done(folder, self._attempt, self.world):
             promote(folder)
+
+
+def _check_parts(batch: object, terms: object) -> None:
+    if not isinstance(batch, MicroBatch) or not hasattr(terms, "loss"):
+        wrong = f"{type(batch).__name__}, {type(terms).__name__}"
+        raise InvalidInput(f"write({wrong}); pass a micro-batch of the step and the Terms that the loss returned")
 
 
 def _describe(batch: MicroBatch, step: int, micro_step: int) -> PackedBatch:

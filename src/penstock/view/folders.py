@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.atomic import rename, replacing, sync
+from penstock.atomic import folder_errors, rename, replacing, sync
 from penstock.errors import ConfigError, CorruptFile, StorageError
 from penstock.view.tally import Count, Summary
 
@@ -87,11 +87,12 @@ def step_number(path: Path) -> int | None:
 
 def make_folder(path: Path) -> None:
     """Make it; a shared filesystem may say it exists although that was allowed."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        if not path.is_dir():
-            raise StorageError(f"{path}: exists and is not a folder; move it away") from None
+    with folder_errors(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            if not path.is_dir():
+                raise StorageError(f"{path}: exists and is not a folder; move it away") from None
 
 
 def reopen(path: Path, rank: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.assets import AssetStore
 
 _RECORDS_PER_GROUP = 64
+_IMAGES_PER_GROUP = 8 << 20
+"""Bytes of images, from which on a row group is written: 64 records of a rollout with screenshots are 267 MB."""
 _TEXT = ("rule", "images", "columns")
 """Facts with structure; kept as JSON text so that the schema never changes with what is in them."""
 
@@ -109,9 +110,7 @@ def records_to_parquet(
     """
     count, table = 0, _Table()
     try:
-        source = iter(records)
-        while group := list(islice(source, records_per_group)):
-            inline = None if images is None else [_inline(record, images, max_image_bytes) for record in group]
+        for group, inline in _row_groups(records, images, max_image_bytes, records_per_group):
             table.write(path, group, inline)
             count += len(group)
     except BaseException:
@@ -120,6 +119,25 @@ def records_to_parquet(
         raise
     table.close()
     return count
+
+
+def _row_groups(
+    records: Iterable[Record], images: AssetStore | None, max_image_bytes: int, most: int
+) -> Iterator[tuple[list[Record], list[list[bytes | None]] | None]]:
+    """Records with the bytes of their images, until there are `most` of them or `_IMAGES_PER_GROUP` bytes."""
+    group: list[Record] = []
+    inline: list[list[bytes | None]] = []
+    size = 0
+    for record in records:
+        group.append(record)
+        if images is not None:
+            inline.append(_inline(record, images, max_image_bytes))
+            size += sum(len(data) for data in inline[-1] if data is not None)
+        if len(group) >= most or size >= _IMAGES_PER_GROUP:
+            yield group, None if images is None else inline
+            group, inline, size = [], [], 0
+    if group:
+        yield group, None if images is None else inline
 
 
 def read_parquet(path: Path) -> Iterator[Record]:

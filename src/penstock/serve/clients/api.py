@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from penstock.atomic import folder_errors
 from penstock.config import build, nested, signature_of
 from penstock.errors import ConfigError, PenstockError
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
@@ -27,6 +28,7 @@ from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import SharedClient, SharedPlane
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
+from penstock.serve.clients.closing import await_closing
 from penstock.serve.clients.handles import Handle, usable_url
 from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
@@ -89,10 +91,12 @@ open.__signature__ = signature_of(open, ClusterSettings)  # type: ignore[attr-de
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """A plane in a thread of this process."""
     memory = MemoryPlane()
+    await_closing()
     log = open_log(None if where == "memory:" else where, settings)
     try:
         others = [plane_carrier(url, settings.keys) for url in settings.listen]
-        server = Server(settings, log, [memory, *others])
+        with folder_errors(where):
+            server = Server(settings, log, [memory, *others])
         memory.last_words = server.last_words
     except BaseException:
         log.close()

@@ -42,7 +42,7 @@ class EncodedGroup:
     @staticmethod
     def of(group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own]) -> EncodedGroup:
         """`columns` says which ones the plane was told of; it is asked only for samples that have such."""
-        samples: Sequence[Sample] = group.samples if isinstance(group, Group) else group
+        samples = samples_of(group)
         if not samples:
             raise InvalidInput("put: no samples; a group has at least one")
         if any(sample.own for sample in samples):
@@ -95,6 +95,20 @@ class EncodedGroup:
         for piece in self.pieces:
             state.update(piece)
         return state.digest()
+
+
+def samples_of(group: object) -> Sequence[Sample]:
+    """Return the samples of what is put; raise InvalidInput for anything else."""
+    if isinstance(group, Group):
+        return group.samples
+    if not isinstance(group, Sequence) or isinstance(group, (str, bytes)):
+        raise InvalidInput(f"put: a {type(group).__name__}; put a group's samples as a list: plane.put([sample, ...])")
+    for i, sample in enumerate(group):
+        if not isinstance(sample, Sample):
+            raise InvalidInput(
+                f"put: samples[{i}] is a {type(sample).__name__}; put samples, or trajectories with plane.group(...)"
+            )
+    return group
 
 
 def _run_of(frame: Buffer) -> str:

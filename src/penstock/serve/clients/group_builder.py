@@ -11,6 +11,7 @@ from penstock.capture import Trajectory
 from penstock.convert import Group, make_group
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
+from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
     from penstock.serve.clients.plane import Plane
@@ -32,6 +33,11 @@ class CollectedRollouts:
     rollouts: list[Trajectory] = field(default_factory=list)
 
     def add(self, trajectory: Trajectory) -> None:
+        if not isinstance(trajectory, Trajectory):
+            raise InvalidInput(
+                f"group of {self.prompt!r}: add({type(trajectory).__name__}); add a Trajectory, or put samples with "
+                "plane.put([sample, ...])"
+            )
         self.rollouts.append(trajectory)
 
     def make(self) -> Group:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -18,6 +19,7 @@ import msgspec
 
 from penstock import errors
 from penstock.arrays import Sample
+from penstock.arrays.counts import check_count
 from penstock.arrays.own_columns import Own, own_of
 from penstock.convert import Group, grpo, unique_id
 from penstock.convert.advantages import Advantage
@@ -42,8 +44,9 @@ from penstock.send.messages import (
 from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.async_puts import AsyncPuts
+from penstock.serve.clients.closing import close_when_collected, end
 from penstock.serve.clients.direct import Direct, DirectPut
-from penstock.serve.clients.encoded_group import EncodedGroup
+from penstock.serve.clients.encoded_group import EncodedGroup, samples_of
 from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.producer_line import ProducerLine, Question
@@ -81,7 +84,10 @@ class Plane:
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
         self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
-        self._direct = Direct(self._attached, self._open_segment)
+        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment))
+        self._collected: weakref.finalize[..., object] | None = None
+        if server is not None:
+            self._collected = close_when_collected(self, partial(end, self._line, self._async, server, thread))
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """For frameworks that ship objects between processes: it arrives as a line to this plane."""
@@ -171,7 +177,7 @@ class Plane:
         Up to 64 groups of a run are under way, the other tasks wait for their turn. A task that is cancelled leaves
         nothing waiting; its group may be at the plane or not, and putting it again says which.
         """
-        samples = group.samples if isinstance(group, Group) else group
+        samples = samples_of(group)
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
             encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
             return await self._aput(await self.acompute(encode), left)
@@ -257,13 +263,15 @@ class Plane:
 
     def discard(self, reason: str, samples: int, *, key: str = "") -> None:
         """Count samples that were generated and filtered out before they became a group; what has a key, once."""
-        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+        count = check_count(samples, f"discard of {reason!r}")
+        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
 
     async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
         """`discard` for asyncio."""
         self._raise_ended()
+        count = check_count(samples, f"discard of {reason!r}")
         answer = await self._line.aask(
-            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
+            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
         )
         if isinstance(answer, Rejected):
             raise _error_of(answer)
@@ -318,7 +326,9 @@ class Plane:
             run=self._line.session.run,
             timeouts=self.timeouts,
         )
-        return Source(self._connect(), settings, handle=self._handle)
+        source = Source(self._connect(), settings, handle=self._handle)
+        source.plane = self if self._server is not None else None
+        return source
 
     # -------------------------------------------------------------- onlookers
 
@@ -351,11 +361,9 @@ class Plane:
         if not self._line.is_mine:
             return  # in a forked process there is nothing to close
         self._direct.close()
-        self._line.close()
-        self._async.close()
-        if self._server is not None and self._thread is not None:
-            self._server.stop()
-            self._thread.join(10)
+        if self._collected is not None:
+            self._collected.detach()
+        end(self._line, self._async, self._server, self._thread)
 
     def kill(self) -> None:
         """End a plane of a Ray cluster, for everybody; other planes end with their process."""
@@ -386,6 +394,19 @@ class Plane:
         if self._server is not None and self._server.failure is not None and self._line.is_mine:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         self._line.check_open()
+
+
+def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+    """A method that does not keep its plane alive: one whose last reference is gone is closed."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> T:
+        bound = found()
+        if bound is None:
+            raise Closed("this plane was closed")
+        return bound()
+
+    return call
 
 
 def _error_of(answer: Rejected) -> PenstockError:

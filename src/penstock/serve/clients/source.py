@@ -32,6 +32,8 @@ from penstock.serve.clients.storage_reader import ANY_SIZE, StorageReader, Unrea
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody still listens."""
+UNCOMMITTED = 8
+"""Steps taken and not committed, beyond which a source warns."""
 _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
 _LEAVE_S = 2.0
@@ -48,6 +50,8 @@ class Source:
     def __init__(self, carrier: ClientCarrier, settings: SourceSettings, *, handle: Handle | None = None) -> None:
         """`handle` is how another process reaches the plane."""
         self.settings, self._handle_of_plane = settings, handle
+        self.plane: object = None
+        """The plane in this process that it takes steps from: open as long as this source is."""
         self.rank, self.timeouts = settings.rank, settings.timeouts
         self._next = settings.resume_step or 0
         """The step to give out next; 0 until the plane has said where it is."""
@@ -110,6 +114,12 @@ class Source:
             self._next = want + 1
             self._released.discard(want)
             got = self._arrived.pop(want)
+            if want - self._committed == UNCOMMITTED + 1:  # once: each further step is one more
+                logger.warning(
+                    "rank %d: steps %d to %d were taken and none of them committed; call source.commit(step) after "
+                    "each optimizer step, or a restart serves all of them again",
+                    *(self.rank, self._committed + 1, want - 1),
+                )
             self._ask_ahead(want + 1)
             return got
 
@@ -150,7 +160,7 @@ class Source:
         Does not wait: what is lost on the way is sent again. A checkpoint that carries the step number is the last
         word: resume with `resume_step` one above it.
         """
-        number = step if isinstance(step, int) else step.number
+        number = _number_of(step, "commit")
         if policy_version is not None and not 0 <= policy_version <= MAX_VERSION:
             raise InvalidInput(f"policy_version: {policy_version}; must be a whole number from 0 to 2**53")
         self._loop.check_process()
@@ -172,7 +182,7 @@ class Source:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
-        number = step if isinstance(step, int) else step.number
+        number = _number_of(step, "report")
         self._loop.check_process()
         with self._lock:
             self._raise_error()
@@ -357,6 +367,16 @@ class Source:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _number_of(step: object, what: str) -> int:
+    if isinstance(step, SourceStep):
+        return step.number
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise InvalidInput(
+            f"{what}: {type(step).__name__} {str(step)[:40]!r}; pass the step that source.step() returned"
+        )
+    return step
 
 
 def _samples(frames: Frames) -> Samples:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.send.messages import Attached
+from penstock.send.messages import MAX_NAME, Attached
 from penstock.send.rank_session import RankSession
 from penstock.send.timeouts import Timeouts
 
@@ -37,6 +40,8 @@ class SourceSettings:
     def __post_init__(self) -> None:
         if self.prefetch not in (0, 1, 2):
             raise InvalidInput(f"prefetch: {self.prefetch}; must be 0, 1 or 2 steps ahead")
+        _check_place("rank", self.rank, "world", self.world)
+        _check_place("replica", self.replica, "replicas", self.replicas)
         if self.resume_step is not None and not 1 <= self.resume_step <= _MAX_STEP:
             raise InvalidInput(
                 f"resume_step: {self.resume_step}; must be one above the last step of your checkpoint, counted from 1, "
@@ -60,4 +65,10 @@ class SourceSettings:
             replicas=self.replicas,
             timeouts=self.timeouts,
             can_read=can_read,
+            process=f"pid {os.getpid()} on {socket.gethostname()}"[:MAX_NAME],
         )
+
+
+def _check_place(name: str, value: Any, of: str, most: Any) -> None:
+    if isinstance(value, str) or isinstance(most, str) or not 0 <= value < most:
+        raise InvalidInput(f"{name}: {value!r}, and {of} is {most!r}; must be from 0 to {of} - 1")

@@ -241,12 +241,13 @@ class Acceptance:
         try:
             with self._journal.transaction():
                 self._journal.log.add_groups(rows)
-        except PenstockError as error:
+        except Exception as error:  # noqa: BLE001 - one that no row may provoke is an error to its producers
             # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
             # their segment is.
             for row, _ in rows:
                 self._journal.segments.settle(row.location, accepted=False)
-            return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
+            known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
+            return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, known)]
         for row, _ in rows:
             outcomes += self._accept(row)
         self._journal.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it

@@ -83,13 +83,22 @@ def own(folder: Path, what: str = "plane") -> int:
     except OSError:
         holder = os.pread(descriptor, 128, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
+        if holder == _me():
+            words = (
+                f"{folder}: this process has it open already; call close() on that {what} first, or open it in `with`"
+            )
+            raise Conflict(words) from None
         raise Conflict(
             f"{folder}: another {what} has it open (process {holder}); stop it or use another folder"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()} of {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(descriptor, f"{_me()}\n".encode(), 0)
     fork.close_in_children(descriptor)
     return descriptor
+
+
+def _me() -> str:
+    return f"{os.getpid()} of {socket.gethostname()}"
 
 
 def take_over(folder: Path, after_s: float) -> bool:

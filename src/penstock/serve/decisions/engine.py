@@ -10,6 +10,7 @@ and is done beside the loop (`intake`, `step_builder`):
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,6 @@ from penstock.errors import (
     DiskFull,
     InvalidInput,
     Overloaded,
-    PenstockError,
     UnknownKey,
     WaitTimeout,
 )
@@ -41,6 +41,7 @@ from penstock.serve.decisions.decision_records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.failures import ends_plane
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
@@ -52,6 +53,7 @@ from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
 
+logger = logging.getLogger("penstock.plane")
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Of a run's share, so that sums and quotients of them stay numbers."""
 
@@ -208,14 +210,13 @@ class Engine:
         op = self.state.op + 1
         try:
             manifest = self.state.draw(op, step, counts)
+            return Drawn(step, op, self._places(manifest.groups), self._facts(manifest.groups))
         except WaitTimeout as error:
             if len(counts) > 1:
                 self.journal.rebuild()  # others may have been drawn from
             return f"generation: {error}"
-        try:
-            return Drawn(step, op, self._places(manifest.groups), self._facts(manifest.groups))
-        except PenstockError:
-            self.journal.rebuild()
+        except Exception:
+            self.journal.rebuild()  # whatever was drawn goes back
             raise
 
     def record(self, drawn: Drawn, planned: PlannedStep) -> None:
@@ -236,9 +237,10 @@ class Engine:
         """The step that was drawn cannot be planned: it never happened, and groups that are to blame are set aside.
 
         `bad` are positions in the step, with the reason."""
-        ops = self.state.steps[drawn.step].groups
+        manifest = self.state.steps.get(drawn.step)  # none if memory was read again from the log since
+        ops = () if manifest is None else manifest.groups
         self.journal.rebuild()  # the log knows nothing of the draw
-        if bad:
+        if bad and ops:
             self._quarantine({ops[i]: reason[:500] for i, reason in bad.items()})
 
     def unplan(self, step: int, group: str, reason: str) -> bool:
@@ -364,8 +366,12 @@ class Engine:
         try:
             with self.journal.transaction():
                 self.log.set_snapshot(self.state.op, self.state.save().to_bytes())
-        except DiskFull:
+        except Exception as error:
+            if ends_plane(error):
+                raise
             self.counts["snapshots_skipped"] += 1  # a restart takes longer, that is all
+            if not isinstance(error, DiskFull):
+                logger.exception("the snapshot at decision %d could not be made", self.state.op)
 
     def report(self, priorities: dict[str, float], metrics: dict[str, float]) -> None:
         """New priorities, by group or sample id (of a group's samples the largest counts), and numbers to show."""

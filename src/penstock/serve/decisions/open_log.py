@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from penstock.atomic import folder_errors
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log
@@ -12,13 +13,14 @@ from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
     """The log in a folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it."""
-    return Log(
-        folder,
-        max_disk_bytes=settings.max_disk_bytes,
-        disk_reserve_bytes=settings.disk_reserve_bytes,
-        exclusive=settings.locking == "exclusive",
-        guard=partial(check_log, storage_of(settings, folder)),
-    )
+    with folder_errors(folder or "memory:"):
+        return Log(
+            folder,
+            max_disk_bytes=settings.max_disk_bytes,
+            disk_reserve_bytes=settings.disk_reserve_bytes,
+            exclusive=settings.locking == "exclusive",
+            guard=partial(check_log, storage_of(settings, folder)),
+        )
 
 
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import msgspec
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.settings import PlaneSettings
+
+logger = logging.getLogger("penstock.plane")
 
 
 def check_settings(settings: PlaneSettings, log: Log) -> None:
@@ -36,10 +39,24 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
         )
+    _log_changes(settings, log)
     if (began, planned) != (replay, ranks) or not log.text("ranks"):
         with log.transaction():
             log.set_meta("replay", replay)
             log.set_meta("ranks", ranks)
+
+
+def _log_changes(settings: PlaneSettings, log: Log) -> None:
+    """Log settings that may change from one start to the next and change what is trained, with both values."""
+    now = {"run": settings.run, "seq_len": str(settings.packing.seq_len), "step": str(settings.target)}
+    text = log.text("opened")
+    before = msgspec.json.decode(text, type=dict[str, str]) if text else {}
+    for name, value in now.items():
+        if before.get(name, value) != value:
+            logger.warning("%s: %s: was %s, is now %s", log.folder or "memory", name, before[name], value)
+    if now != before:
+        with log.transaction():
+            log.set_meta("opened", msgspec.json.encode(now).decode())
 
 
 def _check_capacity(capacity: int, log: Log) -> None:

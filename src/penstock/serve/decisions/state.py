@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import msgspec
 
+from penstock.arrays.counts import bounded_sum
 from penstock.hold import Key
 from penstock.serve.decisions.decision_records import (
     Advance,
@@ -155,7 +156,7 @@ class PlaneState:
             policy_version=self.policy_version,
             samples=sum(row.samples for row in rows),
             tokens=sum(row.tokens for row in rows),
-            staleness=(min(stale), sum(stale), max(stale)) if stale else (0, 0, 0),
+            staleness=(min(stale), bounded_sum(sum(stale)), max(stale)) if stale else (0, 0, 0),
             num_versions=len(stale),
         )
         self.op, self.last_step, self._drawn = max(self.op, op), step, groups
@@ -186,7 +187,8 @@ class PlaneState:
         elif isinstance(record, Quarantine):
             self._set_aside(record.groups)
         elif isinstance(record, Discard):
-            self.ledger.discarded[record.reason] += record.samples
+            # Bounded where it enters; a log of an earlier version may hold any number.
+            self.ledger.discarded[record.reason] = bounded_sum(self.ledger.discarded[record.reason] + record.samples)
         elif isinstance(record, Weigh):
             self.run_tables.admit(record.run, record.weight)
             del self.unpackable[record.run]

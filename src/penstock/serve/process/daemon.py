@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.errors import ConfigError, Fenced, PenstockError
+from penstock.errors import ConfigError, Fenced
 from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
@@ -240,13 +240,7 @@ def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
 
 
 def _open_log(config: ServerSettings) -> Log:
-    folder = None if config.folder == "memory:" else config.folder
-    try:
-        return open_log(folder, config)
-    except OSError as error:
-        if isinstance(error, PenstockError):
-            raise
-        raise ConfigError(f"folder {folder!r}: {error.strerror}; give a folder that can be made and written") from None
+    return open_log(None if config.folder == "memory:" else config.folder, config)
 
 
 def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:

@@ -23,6 +23,7 @@ from penstock.send.effects import (
 )
 from penstock.send.messages import Frames, FromPlane
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.remembered import left_name
 from penstock.serve.process.damage import Damage
 from penstock.serve.process.pipeline import Pipeline
@@ -68,7 +69,20 @@ class EffectRunner:
                 self._deferred.appendleft(effect)
                 self._coordinator.waiting_for = f"disk space: {error}"
                 return False
+            except Exception as error:
+                if ends_plane(error):
+                    raise
+                self._failed(effect, error)
         return True
+
+    def _failed(self, effect: Effect, error: Exception) -> None:
+        """End the session, with the reason: what its ranks reported could not be decided."""
+        logger.exception("%s could not be decided", effect)
+        self._engine.counts["decisions_failed"] += 1
+        self._engine.journal.rebuild()  # memory may hold half of it; what is not in the log did not happen
+        reason = f"{type(effect).__name__} could not be decided: {failure_in_words(error)}"
+        for told in self._coordinator.fail(reason):
+            self.do(told)
 
     def do(self, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -97,8 +111,13 @@ class EffectRunner:
     def _resume(self, effect: Resume) -> None:
         try:
             note = self._engine.resume(effect.session, effect.step)
-        except CallerError as error:
-            self.carry_out(self._coordinator.refuse(effect, self._engine.next_step, str(error)))
+        except Exception as error:
+            if isinstance(error, DiskFull) or ends_plane(error):
+                raise
+            if not isinstance(error, CallerError):
+                logger.exception("session %d cannot begin at step %d", effect.session, effect.step)
+                self._engine.counts["decisions_failed"] += 1
+            self.carry_out(self._coordinator.refuse(effect, self._engine.next_step, failure_in_words(error)))
             return
         self._pipeline.begin_session()
         if note:

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import xxhash
 
 from penstock.encode.layout import Allocate
-from penstock.errors import CorruptFrame, DiskFull, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, PenstockError, StorageError
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.send.messages import Buffer, Put
 from penstock.send.rooms import NOTHING
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Claim, Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
+from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Stored
 from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
@@ -164,7 +165,12 @@ class Pipeline:
                 continue
             batch.append(incoming)
             size += len(incoming.frame)
-        return refused + self._intake.take(batch)
+        try:
+            return refused + self._intake.take(batch)
+        except Exception as error:
+            logger.exception("%d groups could not be kept", len(batch))
+            words = f"{failure_in_words(error)}; the plane could not keep it"
+            return refused + [Refused(one.group, StorageError(f"group {one.group!r}: {words}")) for one in batch]
 
     def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
         if isinstance(results, Exception):
@@ -240,7 +246,13 @@ class Pipeline:
 
         def done(result: object) -> None:
             self._busy = False
-            then(result)
+            try:
+                then(result)
+            except Exception as error:
+                if ends_plane(error):
+                    raise
+                logger.exception("step %d: what became of its plan could not be decided", self._engine.last_step)
+                self._fail(error)
 
         self._workers.submit("steps", job, done)
 
@@ -277,7 +289,16 @@ class Pipeline:
     def _record(self) -> None:
         if self._to_record is not None:
             drawn, planned = self._to_record
-            self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+            try:
+                self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+            except Exception as error:
+                if isinstance(error, DiskFull) or ends_plane(error):
+                    raise
+                self._to_record = None
+                logger.exception("step %d cannot be recorded", drawn.step)
+                self._engine.undo_draw(drawn, {})
+                self._fail(error)
+                return
             self._to_record = None
             self._build(drawn.step)
 
@@ -285,7 +306,9 @@ class Pipeline:
         """Start building a planned step on a worker's thread."""
         try:
             planned, groups = self._engine.planned(step)
-        except CorruptFrame as error:
+        except Exception as error:  # a damaged frame, or whatever its row provokes
+            if ends_plane(error):
+                raise
             self._asked_by = self._session
             self._built(step, error)
             return
@@ -307,7 +330,11 @@ class Pipeline:
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step
-        if not (isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))):
+        try:
+            again = isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))
+        except DiskFull as error:  # of two decisions the second may be missing: then the group is found damaged again
+            found, again = error, self._engine.last_step < step
+        if not again:
             self._fail(found)
         elif step < last:  # ranks of any session may have those behind it, which are no more
             self._staged.clear()
@@ -317,10 +344,6 @@ class Pipeline:
 
 class AlteredOnTheWay(CorruptFrame):
     """A frame is not what was sent: it must be sent again."""
-
-
-def failure_in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
 def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:

@@ -31,6 +31,7 @@ from penstock.send.messages import (
     Buffer,
     Discard,
     Frames,
+    FromClient,
     FromPlane,
     GiveUp,
     OpenSegment,
@@ -45,6 +46,7 @@ from penstock.send.shared_memory import SharedPlane
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
@@ -54,7 +56,6 @@ from penstock.serve.process.effect_runner import EffectRunner
 from penstock.serve.process.pipeline import (
     AlteredOnTheWay,
     Pipeline,
-    failure_in_words,
     pipeline_of,
 )
 from penstock.serve.process.plane_sessions import admission_of, coordinator_of
@@ -202,7 +203,16 @@ class Server:
         except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
             self.story.count("messages_corrupt", f"dropped a message: {error}")
             return
-        run_id = run_of(header)
+        try:
+            self._act_on(peer, message, run_of(header), frames, now)
+        except Exception as error:
+            if ends_plane(error):
+                raise
+            words = f"a {type(message).__name__} could not be handled: {failure_in_words(error)}"
+            logger.debug("%s", words, exc_info=True)
+            self.story.count("messages_failed", words)
+
+    def _act_on(self, peer: Peer, message: FromClient, run_id: bytes, frames: Frames, now: float) -> None:
         if isinstance(message, Attach):
             self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
@@ -294,7 +304,9 @@ class Server:
             except DiskFull as error:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
-            except Exception as error:  # noqa: BLE001 - an error to ranks and a line in the log, not the end of the plane
+            except Exception as error:  # an error to ranks and a line in the log, not the end of the plane
+                if isinstance(error, Fenced):
+                    raise
                 self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
                 break
             if isinstance(staged, Staged):

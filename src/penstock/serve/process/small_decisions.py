@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from penstock.arrays.coerce import MAX_TEXT
-from penstock.errors import PenstockError
+from penstock.arrays.counts import check_count
+from penstock.errors import InvalidInput, PenstockError
 from penstock.send.messages import Discard, SettleGroup, SetWeight
 from penstock.serve.decisions.engine import Engine
+from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.process.run_story import RunStory
 
+logger = logging.getLogger("penstock.plane")
 MAX_KEY = 1024
 
 
@@ -16,7 +21,7 @@ def decide(engine: Engine, story: RunStory, message: Discard | SettleGroup | Set
     try:
         if isinstance(message, Discard):
             reason = story.discarded(message.reason, engine)
-            engine.discard(reason, max(message.samples, 0), message.key[:MAX_KEY])
+            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key[:MAX_KEY])
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:
@@ -25,4 +30,12 @@ def decide(engine: Engine, story: RunStory, message: Discard | SettleGroup | Set
             engine.evict(message.run, message.reason[:200])
     except PenstockError as refused:
         return refused
+    except Exception as error:
+        if ends_plane(error):
+            raise
+        # Memory may hold half of it, so it is read again from the log: what is not there was not decided.
+        logger.exception("%s could not be decided", type(message).__name__)
+        engine.counts["decisions_failed"] += 1
+        engine.journal.rebuild()
+        return InvalidInput(f"{type(message).__name__}: {failure_in_words(error)}; the plane could not decide it")
     return None

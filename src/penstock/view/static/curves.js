@@ -25,8 +25,8 @@
       "Staleness",
       "policy versions behind",
       [
-        ["mean", "buffer/staleness", "@staleness.mean"],
-        ["oldest", "buffer/max_staleness", "@staleness.max"],
+        ["mean", "train/staleness", "buffer/staleness", "@staleness.mean"],
+        ["oldest", "train/max_staleness", "buffer/max_staleness", "@staleness.max"],
       ],
     ],
     [
@@ -44,6 +44,22 @@
       [
         ["waste", "perf/waste", "@waste"],
         ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))],
+      ],
+    ],
+    [
+      "Largest micro-batch",
+      "tokens, and the configured cap",
+      [
+        ["largest", "pack/max_micro_batch_tokens"],
+        ["cap", "pack/micro_batch_max_tokens"],
+      ],
+    ],
+    [
+      "Micro-batches",
+      "of the step",
+      [
+        ["all ranks", "pack/total_micro_batches"],
+        ["rank 0", "pack/local_micro_batches", "perf/micro_batches"],
       ],
     ],
     [
@@ -75,7 +91,8 @@
     ],
     ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
   ];
-  const USED = new Set(["step", "perf/step_s", "perf/padding_tokens", "perf/tokens"]);
+  const PACKED = ["tokens", "loss_tokens", "samples"].flatMap((name) => [`pack/local_${name}`, `pack/total_${name}`]);
+  const USED = new Set(["step", "perf/step_s", "perf/padding_tokens", "perf/tokens", ...PACKED]);
 
   const numbers = (list) => list.map((value) => (value === null || value === undefined ? NaN : value));
 
