@@ -108,8 +108,10 @@ class Admission:
         promise_s: float,
         pulse: Callable[[], Pulse],
         roster: Roster | None = None,
+        max_frame: int = 0,
     ) -> None:
         """`roster` knows the keepers of a plane that has some."""
+        self._max_frame = max_frame
         self._roster = roster
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._promise_s, self._pulse = promise_s, pulse
@@ -145,6 +147,7 @@ class Admission:
                 policy_version=self.policy_version,
                 copies=0 if self._roster is None else self._roster.terms.copies,
                 keepers=() if self._roster is None else self._roster.told_to(message.node[:MAX_NAME]),
+                max_frame=self._max_frame,
             ),
         )
 

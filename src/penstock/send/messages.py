@@ -230,6 +230,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Keepers that a frame must be synced by; 0: the plane keeps frames itself."""
     keepers: tuple[KeeperAt, ...] = ()
     """Whom to put groups to, the own node's first; a few."""
+    max_frame: int = 0
+    """Bytes of the largest frame that can be put here: the connection ends with a larger one. 0: not known."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):

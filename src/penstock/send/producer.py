@@ -125,6 +125,8 @@ class ProducerSession:
         self._open: dict[int, Pending] = {}
         self._full: set[str] = set()
         """Runs (of samples) that the plane has no room for."""
+        self._max_frame = 0
+        """Bytes of the largest frame that the plane takes; 0: not known."""
         self._attach: Pending | None = None
         self._contact = Contact(self.timeouts.plane_s / 4)
 
@@ -153,12 +155,28 @@ class ProducerSession:
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
+        too_large = self._too_large(question)
+        if too_large is not None:
+            return ticket, [too_large]
         if self._asks_first or (self._full and not evaluation and run() in self._full):
             words = f"{self.where} has not answered yet" if self._asks_first else "no room"
             question.refused = Rejected(ticket=ticket, kind="Overloaded", reason=f"group {group!r}: {words}")
             question.is_unheard = True
             return ticket, self._say(Out(question.ask_room()), now)
         return ticket, self._say(Out(message, question.frames), now)
+
+    def _too_large(self, question: Pending) -> Event | None:
+        """The answer to a group that cannot be sent: the plane would end the connection, time and again."""
+        size = sum(len(frame) for frame in question.frames)
+        if not isinstance(question, _Put) or not 0 < self._max_frame < size:
+            return None
+        put = question.put
+        del self._open[put.ticket]
+        reason = (
+            f"group {put.group!r}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (max_held_bytes and "
+            "max_group_bytes bound it); put smaller groups"
+        )
+        return Answered(put.ticket, Rejected(ticket=put.ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
         """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
@@ -220,10 +238,11 @@ class ProducerSession:
         """Everything that was asked meanwhile goes out now."""
         if self.run_id != NO_RUN:
             return []
-        self.run_id, self._attach = message.run_id, None
+        self.run_id, self._attach, self._max_frame = message.run_id, None, message.max_frame
+        rejected = [event for question in list(self._open.values()) if (event := self._too_large(question))]
         for question in self._open.values():
             question.ask_anew(now, self.timeouts.resend_s)
-        return [self._first(question) for question in self._open.values()]
+        return [*rejected, *(self._first(question) for question in self._open.values())]
 
     def _first(self, question: Pending) -> Out:
         """What is said of a question at first."""

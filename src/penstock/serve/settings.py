@@ -19,7 +19,11 @@ from penstock.config.build import unknown
 from penstock.errors import ConfigError
 from penstock.hold import Replay as Replay
 from penstock.pack import Packing
+from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
+
+_BESIDE_BYTES = 1 << 20
+"""What a message has beside its largest part."""
 
 Listen = Annotated[
     tuple[str, ...],
@@ -224,6 +228,11 @@ class PlaneSettings:
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
                 "a step could never be filled; raise the capacity"
             )
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of the largest message that the plane has use for: a group that may be held, or a header."""
+        return max(min(self.max_group_bytes or 2 << 30, self.max_held_bytes), MAX_HEADER) + _BESIDE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+import zmq
+
 _MIB = 1 << 20
 
 
@@ -73,3 +75,50 @@ def silent_connections(url: str, said: bytes = b"", count: int = 1030) -> Iterat
             with contextlib.suppress(OSError):  # closed already, to make room for the others
                 silent.sendall(said)
         yield
+
+
+# ------------------------------------------------------------------ ZeroMQ
+
+
+def unfinished_message(url: str, *, mebibytes: int = 2048) -> int:
+    """Parts of 1 MiB that never end, of one ZMTP message, without keys. Returns the MiB that could be sent."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\x00" + bytes(31)
+    body = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    part = b"\x03" + _MIB.to_bytes(8, "big") + bytes(_MIB)  # long, and more follow
+    with connect(url) as line:
+        line.sendall(greeting + b"\x04" + bytes([len(body)]) + body)
+        for sent in range(mebibytes):
+            try:
+                line.sendall(part)
+            except OSError:  # cut
+                return sent
+    return mebibytes
+
+
+def large_puts(url: str, frame: bytes | bytearray, *, count: int = 6) -> None:
+    """Messages of a header and a frame, all at once, each over a connection of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ends = [context.socket(zmq.DEALER) for _ in range(count)]
+    monitors = [end.get_monitor_socket(zmq.EVENT_DISCONNECTED) for end in ends]
+    for end in ends:
+        end.setsockopt(zmq.RECONNECT_IVL, -1)  # once is enough
+        end.connect(url)
+        end.send(b"header", zmq.SNDMORE)
+        end.send(frame, copy=False)
+    for end, monitor in zip(ends, monitors, strict=True):
+        monitor.poll(5000)  # until it is cut, or taken
+        end.disable_monitor()
+        monitor.close(linger=0)
+        end.close(linger=0)
+    context.term()
+
+
+# ------------------------------------------------------------------ files
+
+
+def sparse_message(folder: Path, number: int, *, size: int = 3 << 30) -> Path:
+    """A file under a message's name that is large and has no bytes."""
+    path = folder / "plane" / f"c{'0' * 16}-{number:020d}.msg"
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path

@@ -11,7 +11,6 @@ need no token for it, would keep everybody else out. The guard adds
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
 import threading
@@ -24,7 +23,7 @@ from penstock.extras import require
 
 _END_S = 3.0
 _FULL = b'{"error":"Overloaded","message":"too many connections are being answered; send it again","retry_after_s":1.0}'
-_REJECTION = (
+REJECTION = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
 )
@@ -80,89 +79,14 @@ class Guard:
             del self.by_address[address]
 
 
-def guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """A protocol for `uvicorn.Config(http=...)`; connections that share it are limited together."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    guard = Guard(limits)
-
-    class Guarded(H11Protocol):
-        _counted = False
-        _deadline: asyncio.TimerHandle | None = None
-        _unread: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._address = self.client[0] if self.client else ""
-            self._counted = guard.admit(self._address)
-            if not self._counted:
-                transport.write(_REJECTION)
-                transport.close()
-                return
-            guard.waiting[self] = self._address
-            self._deadline = self.loop.call_later(limits.header_s, self.drop)
-
-        def data_received(self, data: bytes) -> None:
-            # Not restarted by further bytes: a header, or the rest of a body that was rejected, that drips in has the
-            # same deadline as one that does not come.
-            if self in guard.waiting and self._deadline is None:
-                self._deadline = self.loop.call_later(limits.header_s, self.drop)
-            super().data_received(data)
-            self._look()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._look()
-
-        def _look(self) -> None:
-            """Note whether the connection waits for a request, or its request is being answered."""
-            if self.cycle is None or self.cycle.response_complete:
-                if self._counted:
-                    guard.waiting.setdefault(self, self._address)
-                return
-            guard.waiting.pop(self, None)
-            self._deadline = _cancelled(self._deadline)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self._unread or self.loop.call_later(limits.send_s, self.drop)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._unread = _cancelled(self._unread)
-
-        def drop(self) -> None:
-            """Close the connection at once: a client that reads nothing would keep an orderly end waiting."""
-            self._leave()
-            self.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._leave()
-            super().connection_lost(exc)
-
-        def _leave(self) -> None:
-            guard.waiting.pop(self, None)
-            self._deadline, self._unread = _cancelled(self._deadline), _cancelled(self._unread)
-            if self._counted:
-                self._counted = False
-                guard.left(self._address)
-
-    return Guarded
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer. Returns what to put in its place."""
-    if timer is not None:
-        timer.cancel()
-    return None
-
-
 def server_config(app: Any, *, limits: Limits | None = None, **options: Any) -> Any:
     """A `uvicorn.Config` behind the guard. It logs no requests: their addresses may hold a token."""
     import uvicorn
 
+    from penstock.serve.process.http_protocol import protocol_of
+
     settled = {"ws": "none", "lifespan": "off", "access_log": False, "server_header": False, **options}
-    return uvicorn.Config(app, http=guarded_protocol(limits or Limits()), **settled)
+    return uvicorn.Config(app, http=protocol_of(limits or Limits()), **settled)
 
 
 class HttpThread:

@@ -41,4 +41,5 @@ def admission_of(settings: PlaneSettings, log: Log, roster: Roster | None, pulse
         promise_s=2 * timeouts.resend_s if roster is None else timeouts.delivery_s / 2,
         pulse=pulse,
         roster=roster,
+        max_frame=settings.max_message_bytes,
     )
