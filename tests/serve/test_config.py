@@ -171,7 +171,7 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         ps.open("memory:", ranks=1, seq_lne=8, groups_per_step=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="memory:: seq_len: missing"):
         ps.open("memory:", ranks=1)
-    with pytest.raises(ConfigError, match=r"memory:: capacity: 0; must be a whole number from 1 up"):
+    with pytest.raises(ConfigError, match=r"memory:: capacity: 0; must be a whole number from 1 to 134217728"):
         ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, capacity=0)
     with pytest.raises(ConfigError, match="tcp://x:1: ranks, seed: the plane there has its own settings"):
         ps.open("tcp://x:1", ranks=1, seed=3, run="a")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from penstock.arrays.coerce import run_name_problem
 from penstock.arrays.own_columns import table_with
 from penstock.config import Given, build, check
 from penstock.config.build import unknown
@@ -212,6 +213,9 @@ class PlaneSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
+            if problem := run_name_problem(name):
+                raise ConfigError(f"{setting}: {problem}")
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         if self.locking == "exclusive" and self.archive is not None:

@@ -24,6 +24,7 @@ from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
 from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
 from penstock.send.carrier import ClientCarrier, keys_of
+from penstock.send.decision_limits import check_decision
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import (
     Accepted,
@@ -254,9 +255,9 @@ class Plane:
     async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
         """`discard` for asyncio."""
         self._raise_ended()
-        answer = await self._line.aask(
-            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
-        )
+        message = Discard(ticket=0, reason=reason, samples=samples, key=key)
+        check_decision(message)
+        answer = await self._line.aask(self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):
             raise _error_of(answer)
 
@@ -280,7 +281,8 @@ class Plane:
         """Take a run's share away: what it has waiting is dropped and counted, its puts raise `Evicted`."""
         self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=0.0, reason=reason))
 
-    def _decide(self, make: Callable[[int], FromClient]) -> None:
+    def _decide(self, make: Callable[[int], Discard | SettleGroup | SetWeight]) -> None:
+        check_decision(make(0))
         answer = self._call(make)
         if isinstance(answer, Rejected):
             raise _error_of(answer)

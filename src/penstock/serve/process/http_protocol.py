@@ -52,7 +52,8 @@ class GuardedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self._unread or self.loop.call_later(self.guard.limits.send_s, self.drop)
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.guard.limits.send_s, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
