@@ -282,7 +282,7 @@ def test_a_unit_that_other_hosts_can_reach_hears_only_who_has_its_keys(tmp_path:
     port = unit.where[0].rpartition(":")[2]
     address = f"tcp://127.0.0.1:{port}"
     one = block([0], a=[b"x"])
-    line = Line(lambda _: (address, *unit.where[1:]), timeout_s=60)  # type: ignore[return-value]
+    line = Line(lambda _: (address, *unit.where[1:]), timeout_s=60)
     line.ask(Put(one.rows, one.columns), one.data)
     stranger = Line(lambda _: (address, unit.where[1]), timeout_s=1)
     with pytest.raises(PlaneLost):

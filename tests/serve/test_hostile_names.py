@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from penstock.send.messages import Discard, SettleGroup, SetWeight
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
 
-PLANE = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
+PLANE: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
 BAD = ["..", ".", "a/b", "../x", "a\\b", "a\0b", "a\x1b[31m", "a\u202eb", "a\nb", "x" * 201]
 LONG = "x" * 10_000_000
 
@@ -37,7 +39,7 @@ def test_names_in_any_writing_are_fine() -> None:
 
 def test_names_of_ten_megabytes_are_rejected_before_they_are_sent() -> None:
     with ps.open("memory:", shares={"a": 1.0}, **PLANE) as plane:
-        for act in (
+        acts: list[Callable[[], object]] = [
             lambda: plane.discard(LONG, 1),
             lambda: plane.discard("x", 1, key=LONG),
             lambda: plane.share(LONG, 1.0),
@@ -45,7 +47,8 @@ def test_names_of_ten_megabytes_are_rejected_before_they_are_sent() -> None:
             lambda: plane.evict("a", LONG),
             lambda: plane.settle(LONG, drop=True),
             lambda: asyncio.run(plane.adiscard(LONG, 1)),
-        ):
+        ]
+        for act in acts:
             with pytest.raises(InvalidInput, match="10,000,000 characters; give at most") as caught:
                 act()
             assert len(str(caught.value)) < 200

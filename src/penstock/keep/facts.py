@@ -2,7 +2,7 @@
 
 Decisions need facts, only ranks need bytes. Two kilobytes say of a group which samples it has, how long they are,
 what is trained in them, which columns they carry, what they share, and a digest of each. A step is planned by joining
-the facts of its groups: no frame is opened for that. They travel and are written down deflated, a quarter of that.
+the facts of its groups: no frame is opened for that. They travel and are written down deflated, a third of that.
 """
 
 from __future__ import annotations

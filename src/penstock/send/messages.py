@@ -127,7 +127,7 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     rank: int
     world: int
     digest: str
-    """xxh3-128 of plan and payload."""
+    """xxh3-128 of the rank's plan and its samples' digests (`arrays.digests.step_digest`), not of payload bytes."""
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA

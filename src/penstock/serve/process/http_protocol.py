@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from penstock.serve.process.http_server import REJECTION, Guard, Limits
 
@@ -43,7 +43,8 @@ class GuardedProtocol(H11Protocol):
 
     def _look(self) -> None:
         """Note whether the connection waits for a request, or its request is being answered."""
-        if self.cycle is None or self.cycle.response_complete:
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its type says
+        if cycle is None or cycle.response_complete:
             if self._counted:
                 self.guard.waiting.setdefault(self, self._address)
             return
