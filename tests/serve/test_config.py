@@ -211,7 +211,7 @@ def test_help_shows_every_setting_with_its_default() -> None:
 
 
 def test_a_record_is_checked_however_it_is_made() -> None:
-    with pytest.raises(ConfigError, match="replicas: 0; must be a whole number from 1 up"):
+    with pytest.raises(ConfigError, match="replicas: 0; must be a whole number from 1 to 65536"):
         PlaneSettings(packing=Packing(ranks=1, seq_len=8), target=Target(groups=1), replicas=0)
     with pytest.raises(ConfigError, match=r"sampler: .*Uniform.*; must be one of fifo"):
         ps.Table(capacity=3, sampler=Uniform)  # type: ignore[arg-type]

@@ -72,3 +72,9 @@ def test_a_plane_rejects_them_from_clients_that_do_not_look(message: Discard | S
     engine = None  # it is not asked
     refused = decide(engine, RunStory.__new__(RunStory), message)  # type: ignore[arg-type]
     assert isinstance(refused, CallerError) and len(str(refused)) < 200
+
+
+@pytest.mark.parametrize("setting", ["ranks", "replicas"])
+def test_a_world_that_no_cluster_has_is_rejected_before_memory_is_taken(setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting}: 1000000000; must be a whole number from 1 to 65536"):
+        ps.open("memory:", **(PLANE | {setting: 10**9}))

@@ -124,7 +124,11 @@ class PlaneSettings:
     ] = 0
     replicas: Annotated[
         int,
-        Meta(ge=1, description="processes per data rank (tensor or context parallel); each gets the rank's data"),
+        Meta(
+            ge=1,
+            le=65536,
+            description="processes per data rank (tensor or context parallel); each gets the rank's data",
+        ),
     ] = 1
     requires: Annotated[
         tuple[str, ...],
