@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import runpy
 from collections.abc import Iterator
@@ -122,3 +123,23 @@ def test_a_sample_above_the_cap_is_packed_alone_and_counted_as_the_readme_says()
     lengths = [list(batch.sequence_lengths) for batch in packed.ranks[0]]
     assert sorted(map(sum, lengths)) == [60, 100] and [100] in lengths
     assert packed.accounting.total.samples == 3
+
+
+def test_the_plain_reader_is_as_long_as_the_pages_say() -> None:
+    lines = len((ROOT / "src/penstock/testing/wire.py").read_text().splitlines())
+    for page in ("docs/wire-format.md", "docs/architecture.md"):
+        assert f"{lines} lines" in (ROOT / page).read_text(), page
+
+
+def test_the_steps_of_the_packer_name_functions_that_exist() -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "src/penstock/pack/rows.py").read_text())) or ""
+    named = re.findall(r"`(\w+)\.(\w+)`", text)
+    assert len(named) == 3
+    for module, function in named:
+        assert f"def {function}(" in (ROOT / f"src/penstock/pack/{module}.py").read_text()
+
+
+def test_the_digest_of_a_delivery_is_of_the_plan_and_the_samples_digests() -> None:
+    source = (ROOT / "src/penstock/send/messages.py").read_text()
+    deliver = source[source.index("class Deliver(") : source.index("class Sent(")]
+    assert "`arrays.digests.step_digest`" in deliver and "plan and payload" not in deliver

@@ -1,7 +1,8 @@
 """Penstock: the data plane for RL post-training of language and vision-language models.
 
-Everything public is here. Names are imported when they are first used, so `import penstock` stays light: it pulls in
-neither torch nor ray nor an image library, and a rollout worker that only captures never loads the server.
+What most programs need is here; the docs name the rest (`penstock.train`, `penstock.integrations`, ...). Names are
+imported when they are first used, so `import penstock` stays light: it pulls in neither torch nor ray nor an image
+library, and a rollout worker that only captures never loads the server.
 """
 
 from __future__ import annotations

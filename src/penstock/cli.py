@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `penstock tokens ... | head`: not an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"penstock {args.command}: {_sentence(error)}", file=sys.stderr)
+        print(f"penstock {args.command}: {_shown(_sentence(error))}", file=sys.stderr)
         return 1
     except ImportError as error:
         found = missing(args.command, error)
@@ -79,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _shown(text: str) -> str:
+    """The text without anything that a terminal would act on: errors quote names and ids from elsewhere.
+
+    >>> _shown("a\\x1b[31m")
+    'a\\\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _reader_is_gone() -> bool:

@@ -34,7 +34,7 @@ EXTRAS = {
     "parquet": Extra(modules=("pyarrow",), purpose="token export to Parquet"),
     "tinker": Extra(modules=("tinker",), purpose="samples as datums of the Tinker API"),
     "top": Extra(modules=("rich",), purpose="pages of top and demo that redraw in place"),
-    "metrics": Extra(modules=("prometheus_client",), purpose="pages for Prometheus"),
+    "metrics": Extra(modules=("prometheus_client", "uvicorn"), purpose="pages for Prometheus"),
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
     "ray": Extra(modules=("ray",), purpose="planes as actors of a Ray cluster"),

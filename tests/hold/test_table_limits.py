@@ -227,3 +227,8 @@ def test_released_items_are_not_kept_alive() -> None:
     keys = batch.keys
     del batch
     assert gone() is None, f"keeping the keys {keys} keeps the items"
+
+
+def test_a_capacity_that_no_machine_has_is_our_error() -> None:
+    with pytest.raises(ConfigError, match="capacity"):
+        Table(capacity=10**12)

@@ -18,7 +18,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import ConfigError, Conflict, CorruptFile, InvalidInput, UnknownKey
+from penstock.errors import ConfigError, Conflict, CorruptFile, CorruptFrame, InvalidInput, PlaneLost, UnknownKey
 from penstock.integrations.column_store import Block, Cells, ColumnStore
 from penstock.integrations.column_unit import Clear, Get, Line, Load, Put, Save, Unit
 
@@ -270,5 +270,44 @@ def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
         assert b"CorruptFrame" in stranger.recv_multipart()[1]
     line.ask(Load(str(tmp_path / "saved")))
     assert bytes(line.ask(Get((1, 0), ("a",)))[1][0]) == b"yx"
+    line.close()
+    unit.close()
+
+
+def test_a_unit_that_other_hosts_can_reach_hears_only_who_has_its_keys(tmp_path: Path) -> None:
+    unit = Unit(tmp_path, host="127.0.0.1")
+    assert len(unit.where) == 2, "loopback needs none"
+    unit.close()
+    unit = Unit(tmp_path, host="0.0.0.0")
+    port = unit.where[0].rpartition(":")[2]
+    address = f"tcp://127.0.0.1:{port}"
+    one = block([0], a=[b"x"])
+    line = Line(lambda _: (address, *unit.where[1:]), timeout_s=60)
+    line.ask(Put(one.rows, one.columns), one.data)
+    stranger = Line(lambda _: (address, unit.where[1]), timeout_s=1)
+    with pytest.raises(PlaneLost):
+        stranger.ask(Clear((0,)))
+    assert bytes(line.ask(Get((0,), ("a",)))[1][0]) == b"x"
+    stranger.close()
+    line.close()
+    unit.close()
+
+
+def test_no_request_ends_a_unit_or_empties_it_by_mistake(tmp_path: Path) -> None:
+    unit = Unit(tmp_path / "live", host="127.0.0.1")
+    line = Line(lambda _: unit.where, timeout_s=60)
+    one = block([0], a=[b"x"])
+    line.ask(Put(one.rows, one.columns), one.data)
+    with pytest.raises(UnknownKey, match="nothing was saved there"):
+        line.ask(Load(str(tmp_path / "missing")))
+    assert not (tmp_path / "missing").exists()
+    for folder in ("relative", f"{tmp_path}/a\0b", f"{tmp_path}/../up"):
+        for act in (Save(folder), Load(folder)):
+            with pytest.raises(InvalidInput, match="must be absolute"):
+                line.ask(act)
+    for request in (Put((2**63,), one.columns), Clear((2**63,)), Get((2**64 - 1,), ("a",))):
+        with pytest.raises(CorruptFrame):
+            line.ask(request, one.data)
+    assert bytes(line.ask(Get((0,), ("a",)))[1][0]) == b"x"
     line.close()
     unit.close()

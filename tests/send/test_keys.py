@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,4 +186,36 @@ def test_a_key_that_is_missing_or_short_is_named(folder: Path, name: str) -> Non
 def test_a_plane_without_any_client_key_does_not_start(folder: Path) -> None:
     (folder / "allowed" / "client.key").unlink()
     with pytest.raises(ConfigError, match="no client keys"):
+        PlaneKeys.load(folder)
+
+
+@pytest.mark.parametrize("part", ["", "allowed", "writers"])
+def test_a_key_folder_that_others_may_write_is_rejected(folder: Path, part: str) -> None:
+    for mode in (0o777, 0o720, 0o702):
+        (folder / part).chmod(mode)
+        with pytest.raises(ConfigError, match=rf"others may write there.*mode {mode:o}.*chmod 700"):
+            PlaneKeys.load(folder)
+    (folder / part).chmod(0o755)
+    assert PlaneKeys.load(folder).allowed
+
+
+def test_a_client_rejects_a_key_folder_that_others_may_write(folder: Path) -> None:
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write there"):
+        ClientKeys.load(folder)
+
+
+def test_keys_made_under_any_umask_are_taken(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_keys(tmp_path / "keys")
+    finally:
+        os.umask(before)
+    assert PlaneKeys.load(tmp_path / "keys").allowed
+
+
+@pytest.mark.parametrize("text", ["~" * 40, "\x00" * 40, "é" * 20])
+def test_a_file_in_allowed_that_is_no_key_is_named(folder: Path, text: str) -> None:
+    (folder / "allowed" / "bad.key").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"allowed/bad\.key: not a CURVE key"):
         PlaneKeys.load(folder)

@@ -23,7 +23,7 @@ from tests.serve.processes import SMALL
 
 
 def status() -> dict[str, Any]:
-    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1, run='odd "name"\\\n') as plane:
+    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1, run='odd "name"\\') as plane:
         for name in ("a", "b"):
             with plane.group(name) as group:
                 for reward in (0.0, 1.0):
@@ -100,7 +100,7 @@ def test_only_this_page_this_method_and_this_host_are_answered(plane: PlaneProce
     assert get(url, "/metrics/../etc/passwd")[0] == 404
     assert get(url, Host="evil.example:80")[0] == 403
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-        assert get(url, method=method)[0] == 501
+        assert get(url, method=method)[0] == 405
 
 
 def test_many_readers_at_once_all_get_an_answer(plane: PlaneProcess) -> None:

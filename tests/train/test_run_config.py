@@ -60,7 +60,7 @@ WRONG = [
     ("[optimizer]\nlr = nan", "optimizer.lr: nan; must be a number above 0"),
     ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas: [0.9, 1.0]; must be a list of 2, each a number from 0 up"),
     ("[packing]\nrank = 2", "packing.rank: unknown key; did you mean 'ranks'?"),
-    ("[packing]\nranks = 0", "packing.ranks: 0; must be a whole number from 1 up"),
+    ("[packing]\nranks = 0", "packing.ranks: 0; must be a whole number from 1 to 65536"),
     ("[packing]\nseq_len = 'two'", "packing.seq_len: 'two'; must be a whole number from 1 up"),
     (
         "[packing]\nmicro_batch_max_tokens = 0",

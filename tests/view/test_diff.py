@@ -155,3 +155,14 @@ def test_diff_command_says_one_sentence_and_its_exit_code_tells(
     assert (report["step"], report["token"], report["column"]) == (2, 7, "entropy") and report["values"][1] == 1.5
     assert main(["diff", str(run), str(other)]) == 1
     assert capsys.readouterr().out.startswith("The runs first differ at step 2, sample s2-g")
+
+
+def test_diff_command_escapes_what_a_terminal_would_act_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rename(lines: list[dict[str, Any]]) -> None:
+        lines[0]["sample_id"] = "\x1b]0;owned\x07\u202e"
+
+    assert main(["diff", str(changed(run, tmp_path / "b", 2, rename)), str(run)]) == 1
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07\\u202e" in shown and all(c.isprintable() or c == "\n" for c in shown)

@@ -19,8 +19,24 @@ from penstock.errors import InvalidInput
 
 Values: TypeAlias = Array | Ragged | Sequence[float] | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | float
 MAX_TEXT = 512
+MAX_RUN_NAME = 200
 MAX_EXTENT = 1 << 20
 """Bound on each dimension behind the token axis; a frame's reader holds its peers to the same."""
+
+
+def run_name_problem(name: str) -> str:
+    """Why a run cannot have this name; "" if it can. Names are shown in terminals and become names of folders.
+
+    >>> run_name_problem("exp-7 é"), run_name_problem("../x"), run_name_problem("a\\x00")
+    ('', "'../x'; a name has no / or \\\\, and is not . or ..", "'a\\\\x00'; a name has printable characters only")
+    """
+    if len(name) > MAX_RUN_NAME:
+        return f"{name[:40]!r}...: {len(name)} characters; a name has at most {MAX_RUN_NAME}"
+    if not name.isprintable():  # control characters, marks of writing direction, surrogates
+        return f"{name!a}; a name has printable characters only"
+    if name in (".", "..") or "/" in name or "\\" in name:
+        return f"{name!r}; a name has no / or \\, and is not . or .."
+    return ""
 
 
 def check_text(text: Mapping[str, object], where: str) -> None:

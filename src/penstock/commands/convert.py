@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.commands.tables import aligned, size
+from penstock.commands.tables import aligned, printable, size
 from penstock.errors import InvalidInput
 from penstock.integrations.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
 from penstock.integrations.file_or_stream import STANDARD
@@ -105,7 +105,7 @@ def text(done: Conversion, seconds: float) -> str:
             lines.append(f"{_HEADS[name]:<13}" + ", ".join(f"{what} ({count:,})" for what, count in counts.items()))
     if done.lost.left_out:
         lines.append(f"{'written':<13}{done.written:,} of {counted(done.samples, 'sample')}")
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)  # names of fields and files come from elsewhere
 
 
 def counted(number: int, what: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.tables import printable
 from penstock.commands.view import open_library, port, serve
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view.diff import Parting, compare
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     a, b = export_folder(args.a, args.keys), export_folder(args.b, args.keys)
     parting = compare(Export(a), Export(b), run=args.of_run, step=args.step)
-    print(json.dumps(asdict(parting), indent=1) if args.json else parting.sentence)
+    print(json.dumps(asdict(parting), indent=1) if args.json else printable(parting.sentence))
     if args.view:
         library = open_library({"A": a, "B": b}, args)
         library.parting = place(library, parting, args.of_run)

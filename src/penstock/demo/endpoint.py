@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.extras import require
+from penstock.serve.process.http_server import server_config
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -260,8 +261,8 @@ class Endpoint:
         self._socket = listen(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         # Closing a connection that a client is about to use again would lose its request: idle ones stay.
-        config = uvicorn.Config(
-            make_app(engine), timeout_keep_alive=3600, timeout_graceful_shutdown=1, log_level="warning", ws="none"
+        config = server_config(
+            make_app(engine), lifespan="auto", timeout_keep_alive=3600, timeout_graceful_shutdown=1, log_level="warning"
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")

@@ -31,7 +31,7 @@ def run_plane(config: TrainConfig) -> None:
     urls = [address(config), *config.listen]
     log = open_log(Path(config.folder) / "plane", config)  # first: it refuses where another run is at work there
     Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
-    carriers = [plane_carrier(url, config.keys) for url in urls]
+    carriers = [plane_carrier(url, config.keys, max_message=config.max_message_bytes) for url in urls]
     server = Server(config, log, carriers)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

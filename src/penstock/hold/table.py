@@ -61,14 +61,14 @@ class Table:
     def __init__(self, *, on_evict: OnEvict | None = None, **settings: Unpack[TableKeywords]) -> None:
         """The settings are those of `Settings`. `on_evict(key, reason)` is told of every item that leaves; it
         runs under the table's lock, so it must be quick and must not call the table."""
-        self._set_up(Store(build(Settings, settings, "Table"), on_evict))
+        self._set_up(_store(build(Settings, settings, "Table"), on_evict))
 
     @classmethod
     def from_settings(cls, settings: Replay, *, on_evict: OnEvict | None = None) -> Table:
         """A table of settings that are a record already."""
         table = cls.__new__(cls)
         values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        table._set_up(Store(Settings(**values), on_evict))
+        table._set_up(_store(Settings(**values), on_evict))
         return table
 
     def _set_up(self, store: Store) -> None:
@@ -355,3 +355,13 @@ Table.__init__.__signature__ = signature_of(Table.__init__, Settings)  # type: i
 
 def _refuse_priority(where: str, priority: float) -> None:
     raise InvalidInput(f"{where} {priority}; give a finite number from 0 to {MAX_PRIORITY:g}")
+
+
+def _store(settings: Settings, on_evict: OnEvict | None) -> Store:
+    try:
+        return Store(settings, on_evict)
+    except MemoryError:
+        raise ConfigError(
+            f"capacity: {settings.capacity}: this machine has no memory for so many; lower it, or bound the table by "
+            "capacity_bytes"
+        ) from None

@@ -14,6 +14,9 @@ from penstock.hold.limiters import Limiter, MinSize
 from penstock.hold.registry import LIMITERS, SELECTORS
 from penstock.hold.selector import Selector
 
+MAX_CAPACITY = 1 << 27
+"""Room for every item is made at once: beyond this it is a mistake, and no machine has it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
@@ -22,7 +25,9 @@ class Replay:
     Impossible combinations cannot be constructed.
     """
 
-    capacity: Annotated[int, Meta(ge=1, description="items held at most; in a plane an item is a group")] = 1 << 16
+    capacity: Annotated[
+        int, Meta(ge=1, le=MAX_CAPACITY, description="items held at most; in a plane an item is a group")
+    ] = 1 << 16
     sampler: Annotated[Selector, SELECTORS, Meta(description="chooses what is trained on next")] = field(
         default_factory=Fifo
     )

@@ -12,34 +12,39 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import zmq
 
 from penstock import errors
 from penstock.encode.layout import Buffer
-from penstock.errors import CorruptFrame, PenstockError, PlaneLost
+from penstock.errors import CorruptFrame, InvalidInput, PenstockError, PlaneLost, UnknownKey
 from penstock.integrations.column_store import Block, Cells, ColumnStore
+from penstock.send.keys import ClientKeys, Guard, PlaneKeys, guard
+from penstock.serve.process.bearer import is_loopback
 
 logger = logging.getLogger("penstock.columns")
 _LOOK_S = 0.25
-Where = tuple[str, int]
-"""(address, life of the folder): a unit that was killed comes back with another life."""
+MAX_MESSAGE = 2**31 - 1
+Where = tuple[str, int] | tuple[str, int, bytes, bytes, bytes]
+"""(address, life of the folder): a unit that was killed comes back with another life. Beyond loopback followed by keys:
+the unit's public one, the client's public and secret one. Whoever may ask for the address, over Ray, may connect."""
+Row: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    rows: tuple[int, ...]
+    rows: tuple[Row, ...]
     columns: tuple[Cells, ...]
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    rows: tuple[int, ...]
+    rows: tuple[Row, ...]
     names: tuple[str, ...]
 
 
 class Clear(msgspec.Struct, frozen=True, tag=True):
-    rows: tuple[int, ...]
+    rows: tuple[Row, ...]
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
@@ -107,8 +112,10 @@ class Unit:
             return
         with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+            handler, keys = _secured(context, socket, host)
             port = socket.bind_to_random_port(f"tcp://{host}")
-            self.where = f"tcp://{host}:{port}", store.life
+            self.where = (f"tcp://{host}:{port}", store.life, *keys)
             self._ready.set()
             try:
                 while not self._stopping:
@@ -119,6 +126,8 @@ class Unit:
                 raise
             finally:
                 store.close()
+                if handler is not None:
+                    handler.stop()
 
     def _turn(self, store: ColumnStore, socket: zmq.Socket[bytes]) -> None:
         if not socket.poll(int(_LOOK_S * 1000)):
@@ -146,7 +155,7 @@ class Unit:
             try:
                 done, found = _answer(store, request)
                 socket.send_multipart([*back, msgspec.msgpack.encode(done), *found], copy=False)
-            except (PenstockError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the fault of one request, whatever it is, and told to its sender
                 _refuse(socket, back, error)
 
     def _put(self, store: ColumnStore, socket: zmq.Socket[bytes], puts: Sequence[tuple[list[bytes], Block]]) -> None:
@@ -154,7 +163,7 @@ class Unit:
         try:
             if puts:
                 store.put([block for _, block in puts])
-        except (PenstockError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - as above
             if len(puts) == 1:
                 _refuse(socket, puts[0][0], error)
             else:
@@ -172,18 +181,40 @@ def _answer(store: ColumnStore, request: Get | Clear | Save | Load) -> tuple[Don
     if isinstance(request, Clear):
         store.clear(request.rows)
     elif isinstance(request, Save):
-        target = ColumnStore(request.folder)
+        target = ColumnStore(_folder(request))
         try:
             target.replace(store.blocks())
         finally:
             target.close()
     else:
-        source = ColumnStore(request.folder)
+        folder = _folder(request)
+        if not (folder / "blocks.sqlite").is_file():
+            raise UnknownKey(f"{folder}: nothing was saved there; what the unit has stays as it is")
+        source = ColumnStore(folder)
         try:
             store.replace(source.blocks())
         finally:
             source.close()
     return Done(), ()
+
+
+def _folder(request: Save | Load) -> Path:
+    path = Path(request.folder)
+    if not path.is_absolute() or not request.folder.isprintable() or ".." in path.parts:
+        raise InvalidInput(f"folder {request.folder[:200]!r}: must be absolute, printable and without ..")
+    return path
+
+
+_Keys: TypeAlias = tuple[()] | tuple[bytes, bytes, bytes]
+
+
+def _secured(context: zmq.Context[Any], socket: zmq.Socket[bytes], host: str) -> tuple[Guard | None, _Keys]:
+    """Keys made for this life of the unit where other hosts can reach it; none on loopback."""
+    if is_loopback(host):
+        return None, ()
+    (public, secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    handler = guard(context, socket, PlaneKeys(public=public, secret=secret, allowed=frozenset([client])))
+    return handler, (public, client, client_secret)
 
 
 def _refuse(socket: zmq.Socket[bytes], back: list[bytes], error: Exception) -> None:
@@ -221,6 +252,8 @@ class Line:
         self._where = where
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if len(where) == 5:
+            ClientKeys(public=where[3], secret=where[4], plane=where[2]).apply(self._socket)
         self._socket.connect(where[0])
         return True
 

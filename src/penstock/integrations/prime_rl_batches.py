@@ -258,6 +258,9 @@ def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
 def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
     """The samples of a micro-batch; they are called by their traces, or else `name` and a number."""
     arrays = _arrays(batch, where)
+    short = next((length for length in batch.sequence_lengths if length < 1), None)
+    if short is not None:
+        raise CorruptFile(f"{where}: a sequence of {short} tokens; it has at least one")
     edges = offsets_of(batch.sequence_lengths).tolist()
     if edges[-1] != len(batch.input_ids):
         raise CorruptFile(f"{where}: sequences of {edges[-1]} tokens for {len(batch.input_ids)} ids")

@@ -50,6 +50,8 @@ _READ = (
     *("non_generation_time", "response"),
 )
 _KEY = "penstock"
+MAX_BYTES = 16 << 30
+"""Of all tensors of a file together."""
 _FAILED = {"aborted": "aborted", "failed": "failed"}
 
 
@@ -70,7 +72,7 @@ def from_slime(
     >>> sample.id, sample.group, sample.loss_mask.tolist(), sample["logprobs"].tolist()
     ('4/9', '4', [False, True, True], [0.0, -0.5, -0.25])
     """
-    fields: Mapping[str, Any] = record if isinstance(record, Mapping) else record.to_dict()
+    fields = _fields(record)
     metadata = dict(optional_mapping(fields, "metadata", "sample"))
     kept = {name: value for name, value in optional_mapping(metadata, _KEY, "metadata").items() if name in TEXT_COLUMNS}
     metadata.pop(_KEY, None)
@@ -97,9 +99,16 @@ def from_slime(
     )
 
 
+def _fields(record: Any) -> Mapping[str, Any]:
+    fields = record.to_dict() if hasattr(record, "to_dict") else record
+    if not isinstance(fields, Mapping):
+        raise InvalidInput(f"sample: a {type(record).__name__}; must be a Sample, or what its to_dict gives")
+    return fields
+
+
 def slime_trajectory(record: Any, *, reward_key: str | None = None) -> Trajectory:
     """The rollout of a slime or miles `Sample`: failed and aborted ones have an error, and train nothing."""
-    fields: Mapping[str, Any] = record if isinstance(record, Mapping) else record.to_dict()
+    fields = _fields(record)
     status = _status(fields)
     sample = from_slime(fields, reward_key=reward_key)
     return to_trajectory(sample, id=sample.id, truncated=status == "truncated", error=_FAILED.get(status))
@@ -226,6 +235,7 @@ def _load(place: Place) -> dict[str, Any]:
 
     kinds = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("u1", "u2", "i2", "i4", "i8", "f4", "f8"))]
     rebuild = np.zeros(0).__reduce__()[0]  # miles has arrays of numpy in its files
+    _check_stored(place)
     try:
         with torch.serialization.safe_globals([rebuild, *kinds]):
             loaded = torch.load(place.path, map_location="cpu", weights_only=True)
@@ -236,7 +246,42 @@ def _load(place: Place) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict) or not isinstance(loaded.get("samples"), list):
         raise InvalidInput(f"{place.name}: no 'samples' in it; give what --save-debug-rollout-data writes")
+    _check_sizes(loaded["samples"], place.name)
     return loaded
+
+
+def _check_stored(place: Place) -> None:
+    """Raise CorruptFile where a file is compressed, which torch never writes: a few bytes could unfold to any size."""
+    if not zipfile.is_zipfile(place.path):
+        return  # the format before torch 1.6, or none: torch says so
+    try:
+        with zipfile.ZipFile(place.path) as archive:
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CorruptFile(f"{place.name}: {error}; not a file of torch.save") from None
+    if packed:
+        raise CorruptFile(f"{place.name}: has compressed entries; torch.save writes none, save it again with it")
+
+
+def _check_sizes(samples: list[Any], name: str) -> None:
+    """Raise CorruptFile where tensors unfold to more than the file holds: expanded ones cost nothing until copied."""
+    total, found = 0, list(samples)
+    while found:
+        value = found.pop()
+        if isinstance(value, (list, tuple)):
+            found.extend(one for one in value if not isinstance(one, (int, float, str)))
+        elif isinstance(value, Mapping):
+            found.extend(value.values())
+        elif hasattr(value, "untyped_storage"):
+            size = value.numel() * value.element_size()
+            total += size
+            if size > value.untyped_storage().nbytes():
+                raise CorruptFile(
+                    f"{name}: a tensor of {size:,} bytes with {value.untyped_storage().nbytes():,} behind it; save "
+                    "expanded tensors with .contiguous()"
+                )
+    if total > MAX_BYTES:
+        raise CorruptFile(f"{name}: tensors of {total:,} bytes; at most {MAX_BYTES:,} are read, split the file")
 
 
 def write_slime(samples: Iterable[Sample], place: Place, lost: Lost) -> None:

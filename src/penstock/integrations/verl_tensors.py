@@ -59,6 +59,9 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
     if lost is not None:
         rows = len(fields.get("responses", ()))
         lost.unread.update({name: rows for name in fields if name not in _READ})
+    flat = next((name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")), None)
+    if flat is not None:
+        raise InvalidInput(f"{where}: {flat} is one value; a batch has one per sample")
     missing = [name for name in ("prompts", "responses") if name not in fields]
     if missing:
         raise InvalidInput(f"{where}: no {missing[0]}; a batch has prompts and responses, it has {', '.join(fields)}")

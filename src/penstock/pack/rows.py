@@ -5,11 +5,11 @@ The step waits for the costliest micro-batch of every row, so what is minimized 
 1. How many bins does each key (samples that may share a micro-batch) need, hence how many rows? At least what the
    lengths demand; when that leaves little room, what best fit decreasing needs.
 2. Bins left over in the last row go to the keys with the costliest average bin: splitting beats dummies.
-3. Rows get levels (`levels`), and samples are spread over the bins towards them (`spread`).
+3. Rows get levels (`row_targets.level_rows`), and samples are spread over the bins towards them (`balance.spread`).
 4. A key whose caps are too tight for that keeps its best-fit bins, the costliest halved.
 5. Bins sorted by cost are cut into rows of R. For given bins no arrangement has a lower sum of maxima, because the
    k-th costliest row cannot cost less than the ((k - 1) R + 1)-th costliest bin.
-6. Where bins hold many samples, exchanges inside a row even out what is left (`polish`).
+6. Where bins hold many samples, exchanges inside a row even out what is left (`balance.polish_row`).
 7. If the rows still stand above their levels, the same with a few rows more; the cheaper plan is kept.
 """
 

@@ -95,7 +95,8 @@ class PlaneActor:
         keys = PlaneKeys(public=own["plane"], secret=own["plane_secret"], allowed=frozenset([own["public"]]))
         log = self._open_log()
         try:
-            carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys)
+            largest = self._settings.max_message_bytes
+            carrier = SocketPlane(f"tcp://{calls.my_address()}:*", keys=keys, max_message=largest)
             self._server = server = Server(self._settings, log, [carrier])
         except BaseException:
             log.close()

@@ -97,9 +97,11 @@ class Admission:
         pulse: Callable[[], Pulse],
         storage: str = "",
         seq_len: int = 0,
+        max_frame: int = 0,
         may_write: Callable[[Peer], bool] = lambda _peer: False,
     ) -> None:
         """`storage` is the folder that clients may reach themselves; `may_write` says whose metadata is believed."""
+        self._max_frame = max_frame
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._tables, self._pulse = tables, pulse
@@ -133,6 +135,7 @@ class Admission:
                 storage=self._storage,
                 may_write=bool(self._storage) and self._may_write(peer),
                 seq_len=self._seq_len,
+                max_frame=self._max_frame,
             ),
         )
 

@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -29,6 +30,7 @@ from penstock.send.messages import Buffer, Frames
 
 logger = logging.getLogger("penstock.files")
 MAX_MESSAGE = 1 << 36
+MAX_FRAMES = 1 << 16
 _FAST_S, _SLOW_S = 0.002, 0.05
 _STALE_S = 24 * 3600.0
 """What is older is not going to be read, or finished, any more."""
@@ -57,48 +59,64 @@ def write_message(folder: Path, name: str, header: bytes, frames: Frames) -> Non
         raise
 
 
-def read_message(path: Path) -> Envelope | None:
-    """The message in a file, or None when it is not whole: then it is as if it had been lost on the way."""
-    data = memoryview(_read(path))
-    if len(data) < _HEAD.size:
+def read_message(file: BinaryIO, max_message: int = MAX_MESSAGE) -> Envelope | None:
+    """The message in a file, or None when it is not whole or too large: then it is as if it had been lost on the way.
+
+    Its size is compared with what its head says before the rest is read: a sparse file costs nothing.
+    """
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size or size > max_message:
         return None
-    digest, count = _HEAD.unpack_from(data)
-    start = _HEAD.size + 8 * count
-    if count < 1 or start > len(data) or xxhash.xxh3_64_intdigest(data[_HEAD.size :]) != digest:
+    digest, count = _HEAD.unpack(head)
+    if not 1 <= count <= MAX_FRAMES:
         return None
-    sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
-    if start + sum(sizes) != len(data):
+    described = file.read(8 * count)
+    if len(described) < 8 * count:
         return None
-    parts = []
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
+    sizes = struct.unpack(f"<{count}Q", described)
+    if _HEAD.size + 8 * count + sum(sizes) != size:
+        return None
+    data = memoryview(file.read(sum(sizes)))
+    found = xxhash.xxh3_64(described)
+    found.update(data)
+    if len(data) != sum(sizes) or found.intdigest() != digest:
+        return None
+    parts, start = [], 0
+    for length in sizes:
+        parts.append(data[start : start + length])
+        start += length
     return parts[0], parts[1:]
 
 
-def _read(path: Path) -> bytes:
-    """The bytes of a plain file. Whatever else lies in the folder under such a name must not stop us."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_MESSAGE:
-            return b""
-        return file.read()
-
-
-def _take(path: Path) -> Envelope | None:
-    """Read a message and remove it."""
+def _take(path: Path, max_message: int = MAX_MESSAGE) -> Envelope | None:
+    """Remove a message and read it: in this order, so that one that ends the process is not met again."""
     try:
-        message = read_message(path)
-        path.unlink()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                path.unlink()
+                message = read_message(file, max_message)
+                if message is None:
+                    logger.warning("%s: not a whole message of at most %d bytes; removed", path, max_message)
+                return message
+        problem = "not a plain file"
     except FileNotFoundError:
         return None  # a stale listing of a network filesystem
     except OSError as error:
-        logger.warning("%s: not a message: %s", path, error)
-        return None
-    if message is None:
-        logger.warning("%s: not whole; dropped", path)
-    return message
+        problem = str(error.strerror)
+    _put_aside(path, problem)
+    return None
+
+
+def _put_aside(path: Path, problem: str) -> None:
+    """Rename what lies under a message's name and is none, so that it is met and logged once. `_sweep` removes it."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.rename(aside)
+    except OSError:
+        return  # gone by now, or in a folder that is not ours to change
+    logger.warning("%s: not a message: %s; renamed to %s", path, problem, aside.name)
 
 
 def _names(folder: Path) -> list[str]:
@@ -111,7 +129,8 @@ def _names(folder: Path) -> list[str]:
 class FilePlane:
     """The plane's end."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, max_message: int = MAX_MESSAGE) -> None:
+        self._max_message = max_message
         with folder_errors(folder):
             self._root = Path(folder).resolve()
             self._inbox = self._root / "plane"
@@ -147,18 +166,25 @@ class FilePlane:
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         got: list[tuple[Peer, Buffer, Frames]] = []
+        room = self._max_message
         for name in _names(self._inbox):
             match = _TO_PLANE.fullmatch(name)
-            message = _take(self._inbox / name) if match else None
+            message = _take(self._inbox / name, self._max_message) if match else None
             if match and message is not None:
                 got.append((match[1], *message))
+                room -= sum(map(len, message[1]))
+            if room <= 0:
+                break  # the others lie on disk until the next turn
         self._idle_s = _FAST_S if got else min(self._idle_s * 1.5, _SLOW_S)
         return got
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         # Numbered by the clock, so that what a plane writes comes after what its earlier life wrote.
+        folder = self._root / "clients" / str(peer)
         try:
-            write_message(self._root / "clients" / str(peer), f"{time.time_ns():020d}.msg", header, frames)
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                return True  # a link would have the plane write wherever it leads
+            write_message(folder, f"{time.time_ns():020d}.msg", header, frames)
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -16,6 +16,7 @@ while no handler answers. The plane proves this at start: a stranger must be tur
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ class PlaneKeys:
     @staticmethod
     def load(folder: str | Path) -> PlaneKeys:
         root = Path(folder)
+        for part in (root, root / "allowed", root / "writers"):
+            _check_folder(part)
         allowed, writers = (
             frozenset(_read(path) for path in sorted((root / name).glob("*.key"))) for name in ("allowed", "writers")
         )
@@ -73,6 +76,7 @@ class ClientKeys:
     @staticmethod
     def load(folder: str | Path, name: str = "client") -> ClientKeys:
         root = Path(folder)
+        _check_folder(root)
         return ClientKeys(
             public=_read(root / f"{name}.key"),
             secret=_read_secret(root / f"{name}.secret"),
@@ -95,9 +99,10 @@ def make_keys(
     """Make a key folder, or add clients and writers to one; existing keys are never overwritten. Returns the files
     made."""
     root = Path(folder)
-    (root / "allowed").mkdir(parents=True, exist_ok=True)
-    (root / "writers").mkdir(exist_ok=True)
-    root.chmod(0o700)
+    root.mkdir(parents=True, exist_ok=True)
+    for part in (root, root / "allowed", root / "writers"):
+        part.mkdir(exist_ok=True)
+        part.chmod(0o700)  # whatever the umask is: whoever can write there can let anybody in
     made: list[Path] = []
     for name in (*(["plane"] if plane else []), *clients, *writers):
         if (root / f"{name}.secret").exists():
@@ -122,7 +127,22 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}; make keys with `penstock keys DIR`") from None
     if len(key) != 40:
         raise ConfigError(f"{path}: {len(key)} characters; a CURVE key has 40")
+    try:
+        z85.decode(key)
+    except (KeyError, ValueError, struct.error):
+        raise ConfigError(f"{path}: not a CURVE key; make one with `penstock keys DIR`, or remove the file") from None
     return key
+
+
+def _check_folder(path: Path) -> None:
+    """Raise ConfigError if others may put keys into a folder. A read-only mount is fine, whatever its mode."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        is_fixed = os.statvfs(path).f_flag & os.ST_RDONLY
+    except OSError:
+        return  # what is missing is reported where it is read
+    if mode & 0o022 and not is_fixed:
+        raise ConfigError(f"{path}: others may write there, and so let anybody in (mode {mode:o}); run chmod 700 on it")
 
 
 def _read_secret(path: Path) -> bytes:

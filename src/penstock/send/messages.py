@@ -250,6 +250,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Whether this client may write frames itself and vouch for their metadata."""
     seq_len: int = 0
     """What metadata is made for."""
+    max_frame: int = 0
+    """Bytes of the largest frame that can be sent here: the connection ends with a larger one. 0: not known."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):

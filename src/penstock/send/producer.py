@@ -146,6 +146,8 @@ class ProducerSession:
         """What may be under way without asking, as last heard, and until when that counts."""
         self._on_credit = NOTHING
         """What is."""
+        self._max_frame = 0
+        """Bytes of the largest frame that can be sent to the plane; 0: not known."""
         self._attach: Pending | None = None
         self._contact = Contact(self.timeouts.plane_s / 4)
 
@@ -180,6 +182,9 @@ class ProducerSession:
             message, now, self.timeouts.resend_s, frames, run=run, waits=waits, size=size, is_unwritten=frame is None
         )
         self._open[ticket] = question
+        too_large = self._too_large(question)
+        if too_large is not None:
+            return ticket, [too_large]
         return ticket, self._begin(question, now)
 
     def written(self, ticket: int, location: str, metadata: bytes, shown: bytes, now: float) -> list[Event] | None:
@@ -191,6 +196,19 @@ class ProducerSession:
         question.message = msgspec.structs.replace(question.put, location=location, metadata=metadata, shown=shown)
         question.ask_anew(now, self.timeouts.resend_s)
         return [Out(question.message)]
+
+    def _too_large(self, question: Pending) -> Event | None:
+        """The answer to a group that cannot be sent: the plane would end the connection, time and again."""
+        size = sum(len(frame) for frame in question.frames)
+        if not isinstance(question, _Put) or not 0 < self._max_frame < size:
+            return None
+        put = question.put
+        self._close(put.ticket)
+        reason = (
+            f"group {put.group!r}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (max_held_bytes and "
+            "max_group_bytes bound it); put smaller groups"
+        )
+        return Answered(put.ticket, Rejected(ticket=put.ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
         """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
@@ -278,10 +296,12 @@ class ProducerSession:
         """Everything that was asked meanwhile goes out now."""
         if self.run_id != NO_RUN:
             return []
-        self.run_id, self._attach = message.run_id, None
+        self.run_id, self._attach, self._max_frame = message.run_id, None, message.max_frame
+        rejected = [event for question in list(self._open.values()) if (event := self._too_large(question))]
         for question in self._open.values():
             question.ask_anew(now, self.timeouts.resend_s)
-        return [event for question in self._open.values() for event in self._first(question, now)]
+        sent = [event for question in self._open.values() for event in self._first(question, now)]
+        return [*rejected, *sent]
 
     def _first(self, question: Pending, now: float) -> list[Event]:
         """What is said of a question at first."""

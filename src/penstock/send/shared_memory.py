@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, CorruptFrame
 from penstock.send.carrier import Envelope, Peer
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import Buffer, Frames
-from penstock.send.sockets import SocketClient, SocketPlane
+from penstock.send.sockets import MAX_MESSAGE, SocketClient, SocketPlane
 
 logger = logging.getLogger("penstock.shared")
 ROOT = Path("/dev/shm")  # noqa: S108 - this is shared memory, not a temporary file
@@ -135,11 +135,11 @@ class _Ring:
 class SharedPlane(SocketPlane):
     """The plane's end: a socket beside which payloads go through shared memory."""
 
-    def __init__(self, url: str, *, root: Path = ROOT) -> None:
+    def __init__(self, url: str, *, root: Path = ROOT, max_message: int = MAX_MESSAGE) -> None:
         if not url.startswith("ipc://"):
             raise ConfigError(f"address {url!r}: shared memory is for one host; use ipc://PATH")
         reclaim(root)
-        super().__init__(url)
+        super().__init__(url, max_message=max_message)
         self._folder, self._held = _own_folder(root)
         self._rings: dict[Peer, _Ring] = {}
         self._numbers = itertools.count(1)

@@ -9,6 +9,7 @@ CURVE keys are required: see `keys.py` and docs/security.md.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import secrets
@@ -21,10 +22,12 @@ import zmq
 from penstock.errors import ConfigError
 from penstock.send import forked_sockets
 from penstock.send.carrier import Envelope, Peer
+from penstock.send.inbound import SLACK_BYTES, Inbound, is_supported
 from penstock.send.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake
 
+logger = logging.getLogger("penstock.sockets")
 MAX_MESSAGE = 2**31 - 1
 MAX_FRAMES = 16
 MAX_PORT = 65535
@@ -67,15 +70,21 @@ class SocketPlane:
     poll_s: float | None = None
     _url = ""
 
-    def __init__(self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None) -> None:
+    def __init__(
+        self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None, max_message: int = MAX_MESSAGE
+    ) -> None:
+        """`max_message`: bytes of the largest message. A peer that sends a larger part is cut off by ZeroMQ, one that
+        sends more parts by `Inbound`."""
         self.keys = keys
         """Its own, and those of whom it lets in."""
         check_url(url, secured=keys is not None)
+        self._max_message = min(max_message, MAX_MESSAGE)
         if url.startswith("ipc://"):
             _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, payloads=True)
+        configure(self._socket, payloads=True, max_message=self._max_message)
+        self._inbound = self._watch() if url.startswith("tcp://") else None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
         self._guard = guard(self._context, self._socket, keys) if keys else None
@@ -98,6 +107,12 @@ class SocketPlane:
                 self.close()
                 raise
 
+    def _watch(self) -> Inbound | None:
+        if not is_supported():
+            logger.warning("this kernel does not say what connections received: unfinished messages are not bounded")
+            return None
+        return Inbound(self._socket, self._max_message + SLACK_BYTES)
+
     @property
     def url(self) -> str:
         return self._url
@@ -107,11 +122,15 @@ class SocketPlane:
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         got: list[tuple[Peer, Buffer, Frames]] = []
-        while len(got) < _QUEUE:
+        room = self._max_message  # of one turn: what is not taken yet waits in ZeroMQ, where `Inbound` counts it
+        while len(got) < _QUEUE and room > 0:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            room -= sum(len(part) for part in parts)
+            if self._inbound is not None:
+                self._inbound.took(parts)
             if 2 <= len(parts) <= MAX_FRAMES:
                 kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
                 got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
@@ -140,6 +159,8 @@ class SocketPlane:
 
     def close(self) -> None:
         with forked_sockets.letting_go(self._url) if self._url else nullcontext():
+            if self._inbound is not None:
+                self._inbound.close()
             if self._guard is not None:
                 self._guard.stop()
             self._socket.close(linger=200)
@@ -226,10 +247,10 @@ def _check_free(path: str) -> None:
     raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
 
 
-def configure(end: zmq.Socket[bytes], *, payloads: bool) -> None:
+def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_MESSAGE) -> None:
     end.setsockopt(zmq.SNDHWM, _QUEUE)
     end.setsockopt(zmq.RCVHWM, _QUEUE)
-    end.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    end.setsockopt(zmq.MAXMSGSIZE, max_message)
     end.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

@@ -13,13 +13,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from penstock.arrays.coerce import run_name_problem
 from penstock.arrays.own_columns import table_with
 from penstock.config import Given, build, check
 from penstock.config.build import unknown
 from penstock.errors import ConfigError
 from penstock.hold import Replay as Replay
 from penstock.pack import Packing
+from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
+
+_BESIDE_BYTES = 1 << 20
+"""What a message has beside its largest part."""
 
 Listen = Annotated[
     tuple[str, ...],
@@ -108,7 +113,11 @@ class PlaneSettings:
     ] = None
     replicas: Annotated[
         int,
-        Meta(ge=1, description="processes per data rank (tensor or context parallel); each gets the rank's data"),
+        Meta(
+            ge=1,
+            le=65536,
+            description="processes per data rank (tensor or context parallel); each gets the rank's data",
+        ),
     ] = 1
     requires: Annotated[
         tuple[str, ...],
@@ -212,6 +221,9 @@ class PlaneSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
+            if problem := run_name_problem(name):
+                raise ConfigError(f"{setting}: {problem}")
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         if self.locking == "exclusive" and self.archive is not None:
@@ -228,6 +240,11 @@ class PlaneSettings:
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
                 "a step could never be filled; raise the capacity"
             )
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of the largest message that the plane has use for: a group that may be held, or a header."""
+        return max(min(self.max_group_bytes or 2 << 30, self.max_held_bytes), MAX_HEADER) + _BESIDE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.extras import require
+from penstock.serve.process.http_server import server_config
 from penstock.view.access import Guard, new_token
 from penstock.view.library import Library
 from penstock.view.live import events, parse_read
@@ -190,12 +191,4 @@ def make_server(app: Guard) -> Any:
             app.closing.set()  # pages that listen would keep the server waiting
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_GRACE_S,
-    )
-    return Server(config)
+    return Server(server_config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S))

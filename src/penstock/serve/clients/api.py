@@ -26,7 +26,7 @@ from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
 from penstock.send.memory import MemoryPlane
 from penstock.send.shared_memory import SharedClient, SharedPlane
-from penstock.send.sockets import SocketClient, SocketPlane
+from penstock.send.sockets import MAX_MESSAGE, SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.closing import await_closing
 from penstock.serve.clients.handles import Handle, usable_url
@@ -94,7 +94,7 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     await_closing()
     log = open_log(None if where == "memory:" else where, settings)
     try:
-        others = [plane_carrier(url, settings.keys) for url in settings.listen]
+        others = [plane_carrier(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen]
         with folder_errors(where):
             server = Server(settings, log, [memory, *others])
         memory.last_words = server.last_words
@@ -192,14 +192,14 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
     raise _unknown(url, [*_REMOTE, _RAY])
 
 
-def plane_carrier(url: str, keys: str | Path | None = None) -> PlaneCarrier:
-    """The plane's end of the carrier that an address names."""
+def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneCarrier:
+    """The plane's end of the carrier that an address names. It takes no message of more than `max_message` bytes."""
     if url.startswith("shm+ipc://"):
-        return SharedPlane(url.removeprefix("shm+"))
+        return SharedPlane(url.removeprefix("shm+"), max_message=max_message)
     if url.startswith(("tcp://", "ipc://")):
-        return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys))
+        return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys), max_message=max_message)
     if url.startswith("file://"):
-        return FilePlane(url.removeprefix("file://"))
+        return FilePlane(url.removeprefix("file://"), max_message=max_message)
     raise _unknown(url, _REMOTE)
 
 

@@ -27,6 +27,7 @@ from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
 from penstock.errors import Closed, DiskFull, InvalidInput, Overloaded, PenstockError, StorageError
 from penstock.send.carrier import ClientCarrier
+from penstock.send.decision_limits import check_decision
 from penstock.send.messages import (
     Accepted,
     Ask,
@@ -269,10 +270,9 @@ class Plane:
     async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
         """`discard` for asyncio."""
         self._raise_ended()
-        count = check_count(samples, f"discard of {reason!r}")
-        answer = await self._line.aask(
-            self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
-        )
+        message = Discard(ticket=0, reason=reason, samples=check_count(samples, f"discard of {reason!r}"), key=key)
+        check_decision(message)
+        answer = await self._line.aask(self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):
             raise _error_of(answer)
 
@@ -296,7 +296,8 @@ class Plane:
         """Take a run's share away: what it has waiting is dropped and counted, its puts raise `Evicted`."""
         self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=0.0, reason=reason))
 
-    def _decide(self, make: Callable[[int], FromClient]) -> None:
+    def _decide(self, make: Callable[[int], Discard | SettleGroup | SetWeight]) -> None:
+        check_decision(make(0))
         answer = self._call(make)
         if isinstance(answer, Rejected):
             raise _error_of(answer)

@@ -207,7 +207,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
         turns.log = log
         carriers = []
         for url in config.listen:
-            carriers.append(plane_carrier(url, config.keys))
+            carriers.append(plane_carrier(url, config.keys, max_message=config.max_message_bytes))
             opened.callback(carriers[-1].close)
             stack.callback(_remove_socket, carriers[-1].url, _inode(carriers[-1].url))
         memory = MemoryPlane()

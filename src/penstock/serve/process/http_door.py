@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +32,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.serve.clients.plane import Plane
 from penstock.serve.process.bearer import has_token, is_loopback, parse_address, read_token
+from penstock.serve.process.http_server import HttpThread
 from penstock.serve.process.openapi import FRAME, describe
 
 if TYPE_CHECKING:
@@ -69,44 +68,20 @@ class HttpDoor:
 
     def __init__(self, address: str, plane: Plane, *, token: str) -> None:
         require("the HTTP door", "starlette", "uvicorn", extra="http")
-        import uvicorn
-
         host, port = parse_address(address, "http")
-        try:
-            self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
-        except OSError as error:
-            raise ConfigError(f"http: {address!r}: {error.strerror}; use another port, or 0 for a free one") from None
         self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
         app = make_app(plane, self._pool, token=token)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=1024,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="penstock-http", daemon=True)
-        self._thread.start()
+        self._server = HttpThread(app, host, port, setting="http", extra="http")
 
     @property
     def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
+        return self._server.url
 
     def close(self) -> None:
-        """No more requests; those that wait for the plane fail with it."""
-        self._server.should_exit = True
+        """Take no further requests. Requests that wait for the plane fail with it."""
+        self._server.stop()
         self._plane.close()
-        self._thread.join(3)
-        self._socket.close()
+        self._server.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -218,6 +193,12 @@ def _timeout(request: Request) -> float:
 
 
 def _length(request: Request, limit: int) -> tuple[int, Response | None]:
+    """The length that a body will have, or the answer that rejects it."""
+    if "transfer-encoding" in request.headers:
+        # Beside a content-length it would win: the body would have no limit, and a proxy that believes the length would
+        # take the rest of the body for the next request. So the connection ends with the answer.
+        said = "transfer-encoding: not taken; send a body with content-length only"
+        return 0, _problem(411, "InvalidInput", said, {"connection": "close"})
     text = request.headers.get("content-length", "")
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         return 0, _problem(411, "InvalidInput", "content-length: missing; send a body of known length")
@@ -228,18 +209,19 @@ def _length(request: Request, limit: int) -> tuple[int, Response | None]:
 
 
 async def _body(request: Request, size: int) -> bytes | None:
-    """The body; None if it is too slow. The server ends a connection whose body is longer than it said."""
+    """The body; None if it is too slow. Raises InvalidInput at the first byte beyond `size`."""
     body = bytearray()
 
     async def read() -> None:
         async for chunk in request.stream():
+            if len(body) + len(chunk) > size:
+                raise InvalidInput(f"body: more than the {size} bytes of its content-length")
             body.extend(chunk)
 
     try:
         await asyncio.wait_for(read(), _BODY_S)
     except TimeoutError:
         return None
-    assert len(body) <= size
     return bytes(body)
 
 
@@ -316,7 +298,3 @@ def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
             os.fchmod(made.fileno(), 0o600)
             made.write(secrets.token_urlsafe(32).encode() + b"\n")
     return read_token(kept, "http_token"), True
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -6,17 +6,20 @@ no place to keep one.
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from penstock.errors import ConfigError, WaitTimeout
 from penstock.extras import require
 from penstock.serve.process.bearer import has_token, is_loopback, parse_address, read_token
+from penstock.serve.process.http_server import HttpThread, Limits
 from penstock.serve.process.prometheus import CONTENT_TYPE, render
+
+App: TypeAlias = Callable[..., Awaitable[None]]
+_LIMITS = Limits(connections=64, per_address=32)
+"""Scrapers and probes are few."""
 
 
 class Health(Protocol):
@@ -54,80 +57,52 @@ class MetricsPage:
         token: str | None = None,
         health: Health | None = None,
     ) -> None:
-        require("a page for Prometheus", "prometheus_client")
+        require("a page for Prometheus", "prometheus_client", "uvicorn", extra="metrics")
         host, port = parse_address(address, "metrics")
         if token is None:
             metrics_token(address, None)
         # A page without a token answers to its loopback name only: another one is a DNS name that was rebound.
         names = {host, f"[{host}]", "localhost"} if token is None else None
-        try:
-            self._server = _Http((host, port), _handler(lambda: show(ask()), names, token, health))
-        except OSError as error:
-            raise ConfigError(
-                f"metrics: {address!r}: {error.strerror}; use another port, or 0 for a free one"
-            ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="penstock-metrics", daemon=True)
-        self._thread.start()
+        app = _app(lambda: show(ask()), names, token, health)
+        self._server = HttpThread(app, host, port, setting="metrics", extra="metrics", limits=_LIMITS)
 
     @property
     def url(self) -> str:
-        host, port = self._server.server_address[:2]
-        name = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{name}:{port}/metrics"
+        return f"{self._server.url}/metrics"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 16
+def _app(text: Callable[[], str], names: set[str] | None, token: str | None, health: Health | None) -> App:
+    """The page as an ASGI application."""
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
+    async def answer(path: str, host: str, authorization: str) -> tuple[int, str]:
+        if health is not None and path in ("/healthz", "/readyz"):
+            found = health.not_live() if path == "/healthz" else health.not_ready()
+            return (503 if found else 200), f"{found or 'ok'}\n"
+        if names is not None and (host.rpartition(":")[0] or host) not in names:
+            return 403, "this page answers to its loopback name only\n"  # a rebound DNS name
+        if path != "/metrics":
+            return 404, "the page is /metrics\n"
+        if token is not None and not has_token(authorization, token):
+            return 401, "send the header Authorization: Bearer TOKEN\n"
+        try:
+            return 200, await asyncio.to_thread(text)  # waits for the plane's loop; probes are answered meanwhile
+        except WaitTimeout as error:
+            return 503, f"{error}\n"
 
+    async def app(scope: dict[str, Any], _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] == "GET":
+            code, said = await answer(scope["path"], given.get("host", ""), given.get("authorization", ""))
+        else:
+            code, said = 405, "the page is read with GET\n"
+        body = said.encode()
+        headers = {"content-type": CONTENT_TYPE, "content-length": str(len(body)), "x-content-type-options": "nosniff"}
+        headers |= {"www-authenticate": "Bearer"} if code == 401 else {}
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": code, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
 
-def _handler(
-    text: Callable[[], str], names: set[str] | None, token: str | None, health: Health | None
-) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version = "penstock", ""
-        timeout = 5
-
-        def do_GET(self) -> None:
-            given = self.headers.get("Host", "")
-            host = given.rpartition(":")[0] or given
-            if health is not None and self.path in ("/healthz", "/readyz"):
-                found = health.not_live() if self.path == "/healthz" else health.not_ready()
-                self._answer(503 if found else 200, f"{found or 'ok'}\n")
-            elif names is not None and host not in names:
-                self._answer(403, "this page answers to its loopback name only\n")  # a rebound DNS name
-            elif self.path != "/metrics":
-                self._answer(404, "the page is /metrics\n")
-            elif token is not None and not has_token(self.headers.get("Authorization", ""), token):
-                self._answer(401, "send the header Authorization: Bearer TOKEN\n", {"WWW-Authenticate": "Bearer"})
-            else:
-                self._metrics()
-
-        def _metrics(self) -> None:
-            try:
-                self._answer(200, text())
-            except WaitTimeout as error:
-                self._answer(503, f"{error}\n")
-
-        def _answer(self, code: int, text: str, more: dict[str, str] | None = None) -> None:
-            body = text.encode()
-            self.send_response(code)
-            headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body)), **(more or {})}
-            for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002, ARG002 - the base class's words
-            return
-
-    return Handler
+    return app

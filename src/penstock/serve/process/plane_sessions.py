@@ -46,4 +46,5 @@ def admission_of(
         storage=str(storage.folder.resolve()) if isinstance(storage, FolderStorage) and settings.direct else "",
         seq_len=settings.packing.seq_len,
         may_write=may_write,
+        max_frame=settings.max_message_bytes,
     )

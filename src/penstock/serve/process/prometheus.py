@@ -27,6 +27,7 @@ _SIDES = {
     "run": "the runs that share the trainer",
     "plane": "the plane itself",
     "archive": "the archive of the run",
+    "storage": "where frames are",
     "perf": "how fast",
 }
 """What the word after `penstock_` says, for the HELP lines."""

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import logging
 
-from penstock.arrays.coerce import MAX_TEXT
 from penstock.arrays.counts import check_count
 from penstock.errors import InvalidInput, PenstockError
+from penstock.send.decision_limits import check_decision
 from penstock.send.messages import Discard, SettleGroup, SetWeight
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.process.run_story import RunStory
 
 logger = logging.getLogger("penstock.plane")
-MAX_KEY = 1024
 
 
 def decide(engine: Engine, story: RunStory, message: Discard | SettleGroup | SetWeight) -> PenstockError | None:
     """Have it decided; the error, if it is refused."""
     try:
+        check_decision(message)
         if isinstance(message, Discard):
             reason = story.discarded(message.reason, engine)
-            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key[:MAX_KEY])
+            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key)
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:
-            engine.share(message.run[:MAX_TEXT], message.weight)
+            engine.share(message.run, message.weight)
         else:
             engine.evict(message.run, message.reason[:200])
     except PenstockError as refused:
