@@ -124,12 +124,16 @@ def _inflated(data: bytes) -> bytes:
     return found
 
 
-def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None) -> GroupFacts:
-    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame."""
+def check_group(
+    frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
+) -> GroupFacts:
+    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame.
+
+    `drop`: samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated."""
     head, samples, _ = describe(frame, limits=limits or Limits())
     _check_names(group, samples)
-    table = SampleFacts.of(samples, seq_len)
-    if not table.kept.all():
+    table = SampleFacts.of(samples, seq_len, drop=drop)
+    if not drop and not table.kept.all():
         name = samples.ids[int(table.kept.argmin())]
         raise InvalidInput(
             f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len {seq_len}; "

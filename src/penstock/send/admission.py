@@ -191,13 +191,25 @@ class Admission:
     # -------------------------------------------------------------- answers
 
     def answer(
-        self, ticket: Ticket, error: PenstockError | None, *, duplicate: bool = False, stale: bool = False
+        self,
+        ticket: Ticket,
+        error: PenstockError | None,
+        *,
+        duplicate: bool = False,
+        stale: bool = False,
+        over_length: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> Send:
         """What became of an offer."""
         peer, number = ticket
         if error is None:
-            version = self.policy_version
-            return Send(peer, Accepted(ticket=number, duplicate=duplicate, policy_version=version, stale=stale))
+            answer = Accepted(
+                ticket=number,
+                duplicate=duplicate,
+                policy_version=self.policy_version,
+                stale=stale,
+                over_length=over_length,
+            )
+            return Send(peer, answer)
         wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
         reason = str(error)[:MAX_REASON]
         return Send(peer, Rejected(ticket=number, kind=type(error).__name__, reason=reason, retry_after_s=wait))

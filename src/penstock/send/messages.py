@@ -318,6 +318,8 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """The version of the weights that was published last."""
     stale: bool = False
     """It was too old for `max_staleness`: taken, counted, and dropped."""
+    over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Samples and tokens truncated, samples and tokens dropped, because samples were longer than `seq_len`."""
 
 
 class Missing(_Message, frozen=True, tag="missing"):

@@ -22,6 +22,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.errors import PenstockError
 from penstock.send.carrier import Peer
 from penstock.send.keeper_events import CheckFrame, Event, ForgetNumbers, KeepFrame, ToClient, ToPeer, ToPlane
@@ -368,9 +370,7 @@ def _rejected(kind: str, reason: str) -> Rejected:
 def _to(answer: Accepted | Rejected | Room, ticket: int) -> Accepted | Rejected | Room:
     """The same answer, under another ticket."""
     if isinstance(answer, Accepted):
-        return Accepted(
-            ticket=ticket, duplicate=answer.duplicate, policy_version=answer.policy_version, stale=answer.stale
-        )
+        return msgspec.structs.replace(answer, ticket=ticket)
     if isinstance(answer, Room):
         return Room(ticket=ticket, policy_version=answer.policy_version)
     return Rejected(ticket=ticket, kind=answer.kind, reason=answer.reason, retry_after_s=answer.retry_after_s)

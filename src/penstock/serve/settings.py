@@ -125,6 +125,13 @@ class PlaneSettings:
         tuple[str, ...],
         Meta(description="columns that every group must have, such as logprobs; a put without one is refused"),
     ] = ()
+    over_length: Annotated[
+        Literal["reject", "truncate", "drop"],
+        Meta(
+            description="what happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop "
+            "it from its group; truncated and dropped samples and tokens are counted in the ledger"
+        ),
+    ] = "reject"
     max_group_tokens: Annotated[
         int | None,
         Meta(ge=1, description="tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576"),
@@ -214,6 +221,11 @@ class PlaneSettings:
             raise ConfigError(
                 f"archive: {self.archive!r} with locking 'exclusive'; it reads the log beside the plane, which nobody "
                 "may then; leave one of the two out"
+            )
+        if self.over_length == "drop" and self.copies:
+            raise ConfigError(
+                f"over_length: 'drop' with copies {self.copies}; keepers check groups before the plane sees them and "
+                "cannot drop samples; use 'reject' or 'truncate'"
             )
         table = table_with(self.packing.own)
         for name in self.requires:

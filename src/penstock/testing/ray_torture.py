@@ -46,6 +46,7 @@ class RayTorture(Run):
             seq_len=64,
             groups_per_step=2,
             run="torture",
+            over_length="truncate",
             max_held_bytes=120_000,
             retain_steps=1 << 30,
             timeouts=timeouts_at("ray://"),

@@ -198,6 +198,10 @@ class Plane:
         return await self._async.compute(act)
 
     def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
+        return not self.deliver(group, timeout).duplicate
+
+    def deliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
+        """Put a group that is encoded, and return what the plane answered."""
         keepers = self._through()
         if keepers is not None:
             return self._taken(group, keepers.put(group, timeout))
@@ -208,9 +212,10 @@ class Plane:
         self._raise_ended()
         keepers = self._keepers if self._knows_keepers else await self._async.compute(self._through)
         if keepers is not None:
-            return self._taken(group, await keepers.aput(group, timeout))
+            return not self._taken(group, await keepers.aput(group, timeout)).duplicate
         question = group.question(self._line.session, timeout)
-        return self._taken(group, await self._line.aask(question, math.inf if timeout is None else timeout))
+        answer = await self._line.aask(question, math.inf if timeout is None else timeout)
+        return not self._taken(group, answer).duplicate
 
     def _through(self) -> KeeperPuts | None:
         """Through whom groups are put; None: to the plane itself. It is asked once."""
@@ -231,8 +236,8 @@ class Plane:
         """What a line to a keeper is opened with; a plane that moved may have handed out other keys."""
         return self._keys or keys_of(self._carrier)
 
-    def _taken(self, group: EncodedGroup, answer: Answer) -> bool:
-        """Whether the group is new there; raises what the plane refused it with."""
+    def _taken(self, group: EncodedGroup, answer: Answer) -> Accepted:
+        """Note what became of a group; raises what the plane refused it with."""
         if isinstance(answer, Rejected):
             raise _error_of(answer)
         assert isinstance(answer, Accepted)
@@ -240,7 +245,9 @@ class Plane:
             self.counts.on_stale(group.name, answer.policy_version)
         if not answer.duplicate and group.group is not None:
             self.counts.on_put(group.group)
-        return not answer.duplicate
+        if any(answer.over_length):
+            self.counts.on_over_length(group.name, answer.over_length)
+        return answer
 
     @property
     def num_stale(self) -> int:

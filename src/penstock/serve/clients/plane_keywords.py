@@ -72,6 +72,9 @@ class PlaneKeywords(TypedDict, total=False):
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
     requires: Sequence[str]
     """Columns that every group must have, such as logprobs; a put without one is refused."""
+    over_length: Literal["reject", "truncate", "drop"]
+    """What happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop it from its group;
+    truncated and dropped samples and tokens are counted in the ledger."""
     max_group_tokens: int | None
     """Tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576."""
     max_group_bytes: int | None

@@ -6,14 +6,17 @@ down, many groups with one sync, before anybody hears of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
+from penstock.serve.decisions.decision_records import Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
+from penstock.serve.decisions.over_length import NONE, OverLength
 from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.settings import PlaneSettings
 
@@ -31,6 +34,8 @@ class Outcome:
     duplicate: bool = False
     stale: bool = False
     """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
 
 
 class Acceptance:
@@ -94,9 +99,11 @@ class Acceptance:
         """What to answer for a group that was put before; None for a new one."""
         arrival = self._arrivals.get(group)
         known = arrival.digest if arrival else self._journal.log.digest_of(group)
-        if known is None:
+        if known is None and not self._journal.log.is_discarded(_dropped_key(group)):
             return None
         self._journal.counts["puts_repeated"] += 1
+        if known is None:
+            return Outcome(ticket, duplicate=True)
         if known != digest:
             raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
         before = arrival.is_evaluation if arrival else self._journal.log.is_evaluation(group)
@@ -173,10 +180,26 @@ class Acceptance:
                 counts["groups_not_archived"] += lost
         return state.evaluations.given_back > before or lost > 0
 
-    def arrive(self, group: str, facts: GroupFacts, location: str, eval_facts: EvalFacts | None = None) -> None:
+    def arrive(
+        self,
+        group: str,
+        facts: GroupFacts,
+        location: str,
+        eval_facts: EvalFacts | None = None,
+        over_length: OverLength = NONE,
+    ) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""
         arrival = self._arrivals[group]
-        arrival.kept, arrival.eval_facts = (facts, location), eval_facts
+        arrival.kept, arrival.eval_facts, arrival.over_length = (facts, location), eval_facts, over_length
+
+    def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
+        """Count a group that was offered and has no sample that fits; a repeated put is recognised."""
+        arrival = self._arrivals.pop(group)
+        try:
+            self._journal.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
+        except PenstockError as error:
+            return [Outcome(ticket, error) for ticket in arrival.tickets]
+        return _outcomes(arrival, over_length=over_length)
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
         """Whether a group is under way, and will be answered under this ticket too."""
@@ -204,16 +227,26 @@ class Acceptance:
         try:
             with self._journal.transaction():
                 self._journal.log.add_groups(rows)
+                shortened = self._shortened(rows)
+                if shortened is not None:
+                    self._journal.log.add_record(*shortened)
         except PenstockError as error:
             self._journal.forget([row.location for row, _ in rows])
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
         for row, _ in rows:
             outcomes += self._accept(row)
+        if shortened is not None:
+            self._journal.state.redo(*shortened)
         self._journal.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
         self._journal.counts["groups"] += len(rows)
         self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
         self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)
         return outcomes
+
+    def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
+        """The decision, behind those about these groups, that counts what was truncated or dropped of them."""
+        total = OverLength.total(self._arrivals[row.id].over_length for row, _ in rows)
+        return (rows[-1][0].op + 1, Shorten(**asdict(total))) if total else None
 
     def _late_refusal(self, group: str) -> list[Outcome]:
         """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
@@ -233,8 +266,21 @@ class Acceptance:
         arrival = self._arrivals.pop(row.id)
         if row.state is State.EVALUATION:
             self._journal.state.take_evaluation(row, arrival.eval_facts)
-            return [Outcome(ticket, duplicate=i > 0) for i, ticket in enumerate(arrival.tickets)]
+            return _outcomes(arrival)
         stale = not self._journal.state.take_in(row)
         self._journal.counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
-        return [Outcome(ticket, duplicate=i > 0, stale=stale) for i, ticket in enumerate(arrival.tickets)]
+        return _outcomes(arrival, stale=stale, over_length=arrival.over_length)
+
+
+def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength = NONE) -> list[Outcome]:
+    """The first ticket put the group, the others repeated it."""
+    return [
+        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else over_length)
+        for i, ticket in enumerate(arrival.tickets)
+    ]
+
+
+def _dropped_key(group: str) -> str:
+    """The name under which a group of which nothing was left is remembered."""
+    return f"over_length: {group}"

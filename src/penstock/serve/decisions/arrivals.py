@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.log import GroupRow, State
+from penstock.serve.decisions.over_length import NONE, OverLength
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class Arrival:
     """Its facts and its frame's location, once it was checked and kept."""
     eval_facts: EvalFacts | None = None
     """Of an evaluation group, once it was checked and kept."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
 
     @property
     def is_evaluation(self) -> bool:

@@ -78,7 +78,20 @@ class Lose(_Record, frozen=True, tag="lose"):
     """Group, by op -> why."""
 
 
-Record: TypeAlias = Advance | Prioritize | Quarantine | Discard | Weigh | EvictRun | ReleaseGroup | DropGroup | Lose
+class Shorten(_Record, frozen=True, tag="shorten"):
+    """Samples longer than `seq_len` were truncated or dropped."""
+
+    truncated_samples: int = 0
+    truncated_tokens: int = 0
+    dropped_samples: int = 0
+    dropped_tokens: int = 0
+    key: str = ""
+    """The group, where all of its samples were dropped and there is no row of it."""
+
+
+Record: TypeAlias = (
+    Advance | Prioritize | Quarantine | Discard | Weigh | EvictRun | ReleaseGroup | DropGroup | Lose | Shorten
+)
 
 _PACK = msgspec.msgpack.Encoder()
 _READ: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -44,6 +44,7 @@ from penstock.serve.decisions.decision_records import (
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
+from penstock.serve.decisions.over_length import note_seq_len
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState
@@ -76,6 +77,7 @@ class Engine:
             check_settings(settings, log)
             self.journal = Journal(settings, log, keeper)
             keeper.retain(log.locations())
+            note_seq_len(settings, self.journal)
         self.acceptance = Acceptance(settings, self.journal)
         self._last_delivered = self.last_step
         """The last step that all ranks had; or may have had, of those planned before this plane started."""

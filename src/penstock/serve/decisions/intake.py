@@ -18,6 +18,7 @@ from penstock.keep.keeper import Keeper
 from penstock.pack import plan
 from penstock.send.messages import Buffer
 from penstock.serve.decisions.evaluations import EvalFacts
+from penstock.serve.decisions.over_length import NONE, OverLength, check_lengths
 from penstock.serve.settings import PlaneSettings
 
 _UNCUT = 2**40
@@ -53,6 +54,16 @@ class Arrived:
     location: str
     eval_facts: EvalFacts | None = None
     """Of an evaluation group."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group of which nothing is left: every sample is longer than `seq_len`, and `over_length` is "drop"."""
+
+    group: str
+    over_length: OverLength
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +97,10 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - facts must not end the plane, whatever they provoke
             words = f"group {vouched.group!r}: {type(error).__name__}: {error}; its facts cannot be used"
             return Refused(vouched.group, InvalidInput(words))
-        return Arrived(vouched.group, vouched.facts, vouched.location, vouched.eval_facts)
+        over_length = OverLength.of(vouched.facts) if vouched.eval_facts is None else NONE
+        return Arrived(vouched.group, vouched.facts, vouched.location, vouched.eval_facts, over_length)
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
         """What became of each group, in order."""
         checked = [self._check(incoming) for incoming in batch]
         good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
@@ -98,14 +110,18 @@ class Intake:
             return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
         return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]
 
-    def _check(self, incoming: Incoming) -> Arrived | Refused:
+    def _check(self, incoming: Incoming) -> Arrived | Dropped | Refused:
         """As it will be, but for where its frame is kept."""
         group, frame = incoming.group, incoming.frame
         try:
             if incoming.evaluation:
                 facts, eval_facts = self.check_evaluation(group, frame)
                 return Arrived(group, facts, "", eval_facts)
-            return Arrived(group, self.check(group, frame), "")
+            facts = self.check(group, frame)
+            found = OverLength.of(facts)
+            if found.dropped_samples == facts.num_samples:
+                return Dropped(group, found)
+            return Arrived(group, facts, "", over_length=found)
         except PenstockError as error:
             return Refused(group, error)
         except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
@@ -114,13 +130,16 @@ class Intake:
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
         """The facts of a frame; raises what is wrong with it."""
-        facts = check_group(frame, group=group, seq_len=self._settings.packing.seq_len, limits=self.limits)
+        drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
+        facts = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
         self._check_facts(facts)
         return facts
 
     def _check_facts(self, facts: GroupFacts) -> None:
         """Raise what this plane's settings have against a group that is to be trained."""
         packing = self._settings.packing
+        if self._settings.over_length == "reject":
+            check_lengths(facts)
         self._check_own(facts)
         self._check_required(facts)
         most = self._settings.replay.max_staleness

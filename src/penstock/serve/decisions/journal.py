@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.keep.keeper import Keeper
-from penstock.serve.decisions.decision_records import Discard, Record
+from penstock.serve.decisions.decision_records import Discard, Record, Shorten
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
@@ -51,7 +51,7 @@ class Journal:
         op = self.state.op + 1
         with self.transaction():
             self.log.add_record(op, record)
-            if isinstance(record, Discard) and record.key:
+            if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
         self.state.redo(op, record)
 

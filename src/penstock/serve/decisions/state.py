@@ -37,11 +37,12 @@ from penstock.serve.decisions.decision_records import (
     Quarantine,
     Record,
     ReleaseGroup,
+    Shorten,
     Weigh,
 )
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
 from penstock.serve.decisions.given_back import Archived, GivenBack
-from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
 from penstock.serve.decisions.run_tables import RunTables
@@ -187,6 +188,8 @@ class PlaneState:
             self._set_aside(record.groups)
         elif isinstance(record, Discard):
             self.ledger.discarded[record.reason] += record.samples
+        elif isinstance(record, Shorten):
+            self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
         elif isinstance(record, Weigh):
             self.run_tables.admit(record.run, record.weight)
             del self.unpackable[record.run]

@@ -31,7 +31,10 @@ from penstock.convert.json_group import read_json_group
 from penstock.encode import read_head
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
+from penstock.send.messages import Accepted
+from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.plane import Plane
+from penstock.serve.decisions.ledger import OVER_LENGTH
 from penstock.serve.process.bearer import has_token, is_loopback, parse_address, read_token
 from penstock.serve.process.openapi import FRAME, describe
 
@@ -151,8 +154,8 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
 
 def _put_json(plane: Plane, body: bytes) -> tuple[dict[str, Any], int]:
     group, evaluation = read_json_group(body, lambda: plane.columns)
-    is_new = plane.put(group, evaluation=evaluation, timeout=0)
-    return {"group": group.id, "samples": len(group), "new": is_new}, 201 if is_new else 200
+    encoded = EncodedGroup.of(group, evaluation=evaluation, columns=lambda: plane.columns)
+    return _accepted(len(group), encoded, plane.deliver(encoded, timeout=0))
 
 
 def _put_frame(plane: Plane, body: bytes, evaluation: bool) -> tuple[dict[str, Any], int]:
@@ -160,8 +163,16 @@ def _put_frame(plane: Plane, body: bytes, evaluation: bool) -> tuple[dict[str, A
     groups = sorted(set(head.text.get("group", ())))
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
-    is_new = plane.put_frame(groups[0], body, evaluation=evaluation, timeout=0)
-    return {"group": groups[0], "samples": len(head.ids), "new": is_new}, 201 if is_new else 200
+    encoded = EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
+    return _accepted(len(head.ids), encoded, plane.deliver(encoded, timeout=0))
+
+
+def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict[str, Any], int]:
+    is_new = not answer.duplicate
+    found: dict[str, Any] = {"group": group.name, "samples": samples, "new": is_new}
+    if any(answer.over_length):
+        found["over_length"] = dict(zip(OVER_LENGTH, answer.over_length, strict=True))
+    return found, 201 if is_new else 200
 
 
 async def _beside(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ import xxhash
 from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError
 from penstock.keep import FolderKeeper, Keeper, MemoryKeeper
-from penstock.keep.facts import GroupFacts, check_group
+from penstock.keep.facts import GroupFacts
 from penstock.keep.keeper import DamagedFrame
 from penstock.send.copies import copies_of
 from penstock.send.messages import Buffer
@@ -29,8 +29,9 @@ from penstock.send.roster import Roster
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Vouched
+from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused, Vouched
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.over_length import facts_for
 from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.decisions.step_builder import Builder, PickBuilder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
@@ -117,10 +118,10 @@ class Pipeline:
             return ""
         return self._intake.run_of(frame)
 
-    def _take_in(self) -> list[Arrived | Refused]:
+    def _take_in(self) -> list[Arrived | Dropped | Refused]:
         """On a worker's thread: what has come since the last time, with one sync for all of it."""
         batch: list[Incoming] = []
-        refused: list[Arrived | Refused] = []
+        refused: list[Arrived | Dropped | Refused] = []
         size = 0
         while self._incoming and size < _BATCH_BYTES:
             digest, incoming = self._incoming.popleft()
@@ -132,12 +133,16 @@ class Pipeline:
             size += len(incoming.frame)
         return refused + self._intake.take(batch)
 
-    def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
+    def _taken_in(self, results: list[Arrived | Dropped | Refused] | Exception) -> None:
         if isinstance(results, Exception):
             raise results
         for result in results:
             if isinstance(result, Arrived):
-                self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
+                self._engine.acceptance.arrive(
+                    result.group, result.facts, result.location, result.eval_facts, result.over_length
+                )
+            elif isinstance(result, Dropped):
+                self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
             else:
                 self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 
@@ -226,7 +231,7 @@ class Pipeline:
             if not facts.fits(seq_len):
                 if self._roster is not None:
                     raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len}")
-                facts = check_group(keeper.read(at.location), group=at.group, seq_len=seq_len)
+                facts = facts_for(settings, facts, keeper.read(at.location))
             found.append(facts)
         return found
 

@@ -20,9 +20,17 @@ from penstock.archive import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.config import build
 from penstock.errors import InvalidInput, PenstockError
 from penstock.keep import GroupFacts
-from penstock.serve.decisions.decision_records import DropGroup, Lose, Quarantine, Record, ReleaseGroup, read_record
+from penstock.serve.decisions.decision_records import (
+    DropGroup,
+    Lose,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Shorten,
+    read_record,
+)
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.log import GroupRow, Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import keeper_of
@@ -161,8 +169,10 @@ class _Life:
             found = self._intake.take([Incoming(entry.id, frame)])[0]
             if isinstance(found, Refused):
                 self._refused(entry, found.error)
+            elif isinstance(found, Dropped):
+                self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
             else:
-                acceptance.arrive(found.group, found.facts, found.location)
+                acceptance.arrive(found.group, found.facts, found.location, over_length=found.over_length)
                 outcomes = list(acceptance.flush())
         for outcome in outcomes:
             if not isinstance(outcome, bool) and outcome.error is not None:
@@ -174,6 +184,8 @@ class _Life:
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
+        if isinstance(record, Shorten):
+            return  # the groups that it counts are put again, which counts it again
         self.engine.journal.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:
@@ -253,6 +265,8 @@ def settings_of(text: str) -> PlaneSettings:
     found = build(PlaneSettings, tomllib.loads(text), "the recorded settings")
     return replace(
         found,
+        # What was accepted was checked then; runs recorded before there was this setting truncated.
+        over_length="drop" if found.over_length == "drop" else "truncate",
         listen=(),
         keys=None,
         copies=0,

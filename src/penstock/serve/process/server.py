@@ -278,8 +278,14 @@ class Server:
             self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
             self._effects.do(self.admission.missing(outcome.ticket))
             return
-        self.story.put(outcome.error, stale=outcome.stale)
-        answer = self.admission.answer(outcome.ticket, outcome.error, duplicate=outcome.duplicate, stale=outcome.stale)
+        self.story.put(outcome.error, stale=outcome.stale, over_length=outcome.over_length)
+        answer = self.admission.answer(
+            outcome.ticket,
+            outcome.error,
+            duplicate=outcome.duplicate,
+            stale=outcome.stale,
+            over_length=outcome.over_length.as_tuple(),
+        )
         self._effects.do(answer)
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
