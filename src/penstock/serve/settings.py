@@ -132,6 +132,13 @@ class PlaneSettings:
             "it from its group; truncated and dropped samples and tokens are counted in the ledger"
         ),
     ] = "reject"
+    untrained_groups: Annotated[
+        Literal["reject", "accept"],
+        Meta(
+            description="what happens to a group in which no token is trained, or whose trained tokens have no "
+            "`logprobs` in a mode that needs them: reject the put, or accept the group, warn once and count it"
+        ),
+    ] = "reject"
     max_group_tokens: Annotated[
         int | None,
         Meta(ge=1, description="tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576"),

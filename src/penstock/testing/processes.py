@@ -44,6 +44,7 @@ def settings(ranks: int) -> PlaneSettings:
         target=Target(groups=2),
         run="torture",
         over_length="truncate",  # some groups are large, to travel through shared memory
+        untrained_groups="accept",
         max_held_bytes=120_000,
         retain_steps=1 << 30,
         timeouts=TIMEOUTS,

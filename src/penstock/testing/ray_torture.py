@@ -47,6 +47,7 @@ class RayTorture(Run):
             groups_per_step=2,
             run="torture",
             over_length="truncate",
+            untrained_groups="accept",
             max_held_bytes=120_000,
             retain_steps=1 << 30,
             timeouts=timeouts_at("ray://"),

@@ -15,6 +15,9 @@ from penstock.convert.filters import Filter
 if TYPE_CHECKING:
     from penstock.serve.clients.plane import Plane
 
+FAILED = "rollout failed"
+"""Reason under which the rollouts of a group are counted when each of them ended with an error."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CollectedRollouts:
@@ -48,7 +51,14 @@ class CollectedRollouts:
 
     def discards(self, group: Group) -> list[tuple[str, int, str]]:
         """(reason, samples, key) of what filters dropped; counted once by its key, however often a put is tried."""
-        return [(reason, count, f"{self.id}: {reason}") for reason, count in group.dropped.items()]
+        found = dict(group.dropped)
+        if self.has_failed(group):
+            found[FAILED] = found.get(FAILED, 0) + len(set(group.origins.tolist()))
+        return [(reason, count, f"{self.id}: {reason}") for reason, count in found.items()]
+
+    def has_failed(self, group: Group) -> bool:
+        """Whether every rollout that filters left ended with an error: nothing of the group could be trained."""
+        return not self.evaluation and len(group) > 0 and bool(group.rollouts.errored[group.origins].all())
 
 
 class GroupBuilder(CollectedRollouts):
@@ -68,7 +78,7 @@ class GroupBuilder(CollectedRollouts):
         group = self.make()
         for reason, count, key in self.discards(group):
             self.plane.discard(reason, count, key=key)
-        if len(group):
+        if len(group) and not self.has_failed(group):
             self.plane.put(group, evaluation=self.evaluation, timeout=self.timeout)
         return group
 
@@ -90,6 +100,6 @@ class AsyncGroupBuilder(CollectedRollouts):
         group = await self.plane.acompute(self.make)
         for reason, count, key in self.discards(group):
             await self.plane.adiscard(reason, count, key=key)
-        if len(group):
+        if len(group) and not self.has_failed(group):
             await self.plane.aput(group, evaluation=self.evaluation, timeout=self.timeout)
         return group

@@ -75,6 +75,9 @@ class PlaneKeywords(TypedDict, total=False):
     over_length: Literal["reject", "truncate", "drop"]
     """What happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop it from its group;
     truncated and dropped samples and tokens are counted in the ledger."""
+    untrained_groups: Literal["reject", "accept"]
+    """What happens to a group in which no token is trained, or whose trained tokens have no `logprobs` in a mode that
+    needs them: reject the put, or accept the group, warn once and count it."""
     max_group_tokens: int | None
     """Tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576."""
     max_group_bytes: int | None

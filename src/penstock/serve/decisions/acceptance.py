@@ -18,6 +18,7 @@ from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
 from penstock.serve.decisions.remote_frames import RemoteFrames
+from penstock.serve.decisions.untrained import why_untrained
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
@@ -233,6 +234,7 @@ class Acceptance:
         except PenstockError as error:
             self._journal.forget([row.location for row, _ in rows])
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
+        self._journal.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
         for row, _ in rows:
             outcomes += self._accept(row)
         if shortened is not None:
@@ -242,6 +244,10 @@ class Acceptance:
         self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
         self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)
         return outcomes
+
+    def _is_untrained(self, row: GroupRow) -> bool:
+        kept = self._arrivals[row.id].kept
+        return kept is not None and row.state is not State.EVALUATION and bool(why_untrained(kept[0]))
 
     def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
         """The decision, behind those about these groups, that counts what was truncated or dropped of them."""

@@ -19,6 +19,7 @@ from penstock.pack import plan
 from penstock.send.messages import Buffer
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.over_length import NONE, OverLength, check_lengths
+from penstock.serve.decisions.untrained import check_trained
 from penstock.serve.settings import PlaneSettings
 
 _UNCUT = 2**40
@@ -119,7 +120,7 @@ class Intake:
                 return Arrived(group, facts, "", eval_facts)
             facts = self.check(group, frame)
             found = OverLength.of(facts)
-            if found.dropped_samples == facts.num_samples:
+            if self._is_dropped(facts):
                 return Dropped(group, found)
             return Arrived(group, facts, "", over_length=found)
         except PenstockError as error:
@@ -142,6 +143,8 @@ class Intake:
             check_lengths(facts)
         self._check_own(facts)
         self._check_required(facts)
+        if self._settings.untrained_groups == "reject" and not self._is_dropped(facts):
+            check_trained(facts)
         most = self._settings.replay.max_staleness
         if facts.policy_version is None and most is not None:
             raise InvalidInput(
@@ -150,6 +153,10 @@ class Intake:
             )
         if packing.over_cap == "strict":
             plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
+
+    def _is_dropped(self, facts: GroupFacts) -> bool:
+        """Whether `over_length` leaves nothing of a group."""
+        return self._settings.over_length == "drop" and not any(facts.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
         """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's

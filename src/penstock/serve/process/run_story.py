@@ -34,6 +34,7 @@ class RunStory:
         self._counts = counts
         self._seen = {name: counts[name] for name in _WATCHED}
         self._refused: Counter[str] = Counter()
+        self._told_untrained = False
         self._shortened = 0
         """Groups of which samples were truncated or dropped."""
         self.stale_in_a_row = 0
@@ -70,6 +71,12 @@ class RunStory:
 
     def look(self) -> None:
         """Notice what the engine counted."""
+        if self._counts["groups_untrained"] and not self._told_untrained:
+            self._told_untrained = True
+            words = (
+                "a group was accepted in which no token is trained, or none has logprobs; groups_untrained counts them"
+            )
+            logger.warning("%s", words)
         for name, words in _WATCHED.items():
             new = self._counts[name] - self._seen[name]
             if new > 0:
