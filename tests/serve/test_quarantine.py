@@ -135,10 +135,25 @@ def test_a_bad_run_does_not_cost_the_good_ones_their_place(open_engine: OpenEngi
 
 def test_what_a_plane_requires_is_refused_at_put_with_an_error_to_the_sender(open_plane: OpenPlane) -> None:
     plane = open_plane(requires=("logprobs",), groups_per_step=1, ranks=1)
-    with pytest.raises(InvalidInput, match="group 'odd': no logprobs, which this plane requires"):
+    with pytest.raises(InvalidInput, match=r"group 'odd': no logprobs in sample 'odd/0'.*which this plane requires"):
         plane.put(bare("odd"))
     plane.put(named_group("good"))
     assert plane.ledger.accepted == 2 and plane.ledger.quarantined == 0
+
+
+@pytest.mark.parametrize("mode", ["rl", "sft"])
+def test_a_required_column_is_required_of_every_trained_sample_whatever_its_mode(
+    open_plane: OpenPlane, mode: str
+) -> None:
+    plane = open_plane(requires=("teacher_logprobs",), groups_per_step=1, ranks=1)
+    first, second = (sample.replace(mode=mode) for sample in named_group("g"))
+    with pytest.raises(InvalidInput, match=r"no teacher_logprobs in sample 'g/0' \(2 of 2 samples\)"):
+        plane.put([first, second])
+    scored = first.replace(teacher_logprobs=[-0.5] * first.num_tokens)
+    with pytest.raises(InvalidInput, match=r"no teacher_logprobs in sample 'g/1' \(1 of 2 samples\)"):
+        plane.put([scored, second])
+    untrained = second.replace(loss_mask=[False] * second.num_tokens)
+    assert plane.put([scored, untrained])
 
 
 def test_a_group_that_is_of_two_kinds_itself_is_refused(open_plane: OpenPlane) -> None:

@@ -123,7 +123,10 @@ class PlaneSettings:
     ] = 1
     requires: Annotated[
         tuple[str, ...],
-        Meta(description="columns that every group must have, such as logprobs; a put without one is refused"),
+        Meta(
+            description="columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever "
+            "its mode; a put without one is rejected"
+        ),
     ] = ()
     over_length: Annotated[
         Literal["reject", "truncate", "drop"],

@@ -71,7 +71,8 @@ class PlaneKeywords(TypedDict, total=False):
     replicas: int
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
     requires: Sequence[str]
-    """Columns that every group must have, such as logprobs; a put without one is refused."""
+    """Columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever its mode; a put
+    without one is rejected."""
     over_length: Literal["reject", "truncate", "drop"]
     """What happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop it from its group;
     truncated and dropped samples and tokens are counted in the ledger."""

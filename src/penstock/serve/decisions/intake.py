@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.arrays.columns import ALL_OR_NONE, Column
+import numpy as np
+
+from penstock.arrays.columns import Column
 from penstock.arrays.own_columns import words_for
 from penstock.encode import Limits, read_head
 from penstock.encode.reading import describe
 from penstock.errors import InvalidInput, PenstockError, StorageError
-from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
+from penstock.keep.facts import GroupFacts, check_group, join_facts
 from penstock.keep.keeper import Keeper
 from penstock.pack import plan
 from penstock.send.messages import Buffer
@@ -181,12 +183,25 @@ class Intake:
 
     def _check_required(self, facts: GroupFacts) -> None:
         for name in self._settings.requires:
-            lacks = facts.kinds.get(name) == WITHOUT if name in ALL_OR_NONE else name not in facts.columns
-            if lacks:
+            lacking = _lacking(facts, name)
+            if lacking:
                 raise InvalidInput(
-                    f"group {facts.group!r}: no {name}, which this plane requires of every group; record it, or open "
-                    "the plane without it in `requires`"
+                    f"group {facts.group!r}: no {name} in sample {lacking[0]!r} ({len(lacking)} of {facts.num_samples} "
+                    "samples), which this plane requires of every trained sample; record it, or open the plane without "
+                    "it in `requires`"
                 )
+
+
+def _lacking(facts: GroupFacts, name: str) -> list[str]:
+    """The trained samples without a column; of a group that trains nothing, all samples without it."""
+    trained = np.frombuffer(facts.kept_loss_tokens, "<i8") > 0
+    if not trained.any():
+        trained = np.ones(facts.num_samples, np.bool_)
+    has = np.zeros(facts.num_samples, np.bool_)
+    if name in facts.columns:
+        table = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
+        has = table[:, facts.columns.index(name)]
+    return [facts.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
 
 
 def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:
