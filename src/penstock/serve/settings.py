@@ -39,10 +39,20 @@ class Target:
         int | None, Meta(ge=1, description="groups that make a step", extra={"keyword": "groups_per_step"})
     ] = None
     samples: Annotated[
-        int | None, Meta(ge=1, description="samples that make a step", extra={"keyword": "samples_per_step"})
+        int | None,
+        Meta(
+            ge=1,
+            description="samples that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "samples_per_step"},
+        ),
     ] = None
     tokens: Annotated[
-        int | None, Meta(ge=1, description="tokens that make a step", extra={"keyword": "tokens_per_step"})
+        int | None,
+        Meta(
+            ge=1,
+            description="tokens that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "tokens_per_step"},
+        ),
     ] = None
 
     def __post_init__(self) -> None:

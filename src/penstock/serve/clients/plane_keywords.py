@@ -52,9 +52,9 @@ class PlaneKeywords(TypedDict, total=False):
     groups_per_step: int | None
     """Groups that make a step."""
     samples_per_step: int | None
-    """Samples that make a step."""
+    """Samples that make a step: whole groups are drawn until there are so many."""
     tokens_per_step: int | None
-    """Tokens that make a step."""
+    """Tokens that make a step: whole groups are drawn until there are so many."""
     run: str
     """The run's name; ranks and workers that name another are refused."""
     listen: Sequence[str]

@@ -49,7 +49,7 @@ from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
-from penstock.serve.settings import PlaneSettings
+from penstock.serve.settings import PlaneSettings, Target
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Of a run's share, so that sums and quotients of them stay numbers."""
@@ -189,7 +189,7 @@ class Engine:
         try:
             manifest = self.state.draw(op, step, counts)
         except WaitTimeout as error:
-            if len(counts) > 1:
+            if not isinstance(counts, Target) and len(counts) > 1:
                 self.journal.rebuild()  # others may have been drawn from
             return f"generation: {error}"
         try:

@@ -27,6 +27,7 @@ from dataclasses import replace
 
 import msgspec
 
+from penstock.errors import WaitTimeout
 from penstock.hold import Key
 from penstock.serve.decisions.decision_records import (
     Advance,
@@ -93,6 +94,8 @@ class PlaneState:
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
+        self._unfilled = -1
+        """The decision after which a limiter allowed too few groups for a step; nothing changes before the next."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet: the log does not hear of them before."""
 
@@ -142,23 +145,24 @@ class PlaneState:
             self._left.append((row.id, "stale"))
         return kept
 
-    def apportion(self, target: Target) -> dict[str, int] | None:
-        """How many groups of each table_name make the next step; None if they are not there."""
-        return self.run_tables.apportion(target, self.row_of) if self.held(target) >= target.amount else None
+    def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
+        """What `draw` is to take for the next step: so many groups of each table_name, or groups until a target is met;
+        None if they are not there."""
+        if self.held(target) < target.amount or self._unfilled == self.op:
+            return None
+        return self.run_tables.apportion(target, self.held(target), self.row_of)
 
-    def draw(self, op: int, step: int, counts: Mapping[str, int]) -> Manifest:
-        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`."""
-        groups = self.run_tables.draw(counts, self.row_of)
-        rows = [self.rows[group] for group in groups]
-        stale = [self.policy_version - row.policy_version for row in rows if row.policy_version is not None]
-        manifest = Manifest(
-            groups=groups,
-            policy_version=self.policy_version,
-            samples=sum(row.samples for row in rows),
-            tokens=sum(row.tokens for row in rows),
-            staleness=(min(stale), sum(stale), max(stale)) if stale else (0, 0, 0),
-            num_versions=len(stale),
-        )
+    def draw(self, op: int, step: int, what: Mapping[str, int] | Target, *, one_by_one: bool = False) -> Manifest:
+        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`.
+
+        `one_by_one`: as a target took them that took so many."""
+        try:
+            groups = self.run_tables.draw(what, self.row_of, one_by_one=one_by_one)
+        except WaitTimeout:
+            self._unfilled = self.op
+            raise
+        found = Manifest.of([self.rows[group] for group in groups], self.policy_version)
+        manifest = msgspec.structs.replace(found, one_by_one=one_by_one or isinstance(what, Target))
         self.op, self.last_step, self._drawn = max(self.op, op), step, groups
         self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
         for group in groups:
