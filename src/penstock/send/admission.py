@@ -59,6 +59,7 @@ class Offer:
     """As it was sent; empty if the sender did not say. If the frame has another one, answer with `missing`."""
     frame: Buffer
     evaluation: bool = False
+    priority: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class Admission:
         if len(frames) != 1:
             reason = f"group {message.group[:MAX_NAME]!r}: {len(frames)} frames; a group is one"
             return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))]
-        return [Offer(ticket, message.group, message.digest, frames[0], message.evaluation)]
+        return [Offer(ticket, message.group, message.digest, frames[0], message.evaluation, message.priority)]
 
     # -------------------------------------------------------------- answers
 

@@ -251,6 +251,8 @@ class Put(_Message, frozen=True, tag="put"):
     """xxh3-128 of the frame, as it was sent."""
     evaluation: bool = False
     """To be recorded and looked at: no step may use it, and it waits in no table."""
+    priority: float = 1.0
+    """For samplers that go by it, until ranks report another."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):

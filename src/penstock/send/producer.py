@@ -146,11 +146,12 @@ class ProducerSession:
         run: Callable[[], str] = str,
         waits: bool = True,
         evaluation: bool = False,
+        priority: float = 1.0,
     ) -> tuple[int, list[Event]]:
         """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`.
         `evaluation`: no table has to have room for it."""
         ticket = self._next_ticket(now)
-        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
+        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation, priority=priority)
         question = _Put(message, now, self.timeouts.resend_s, [frame], run=run, waits=waits)
         self._open[ticket] = question
         if self._asks_first or (self._full and not evaluation and run() in self._full):

@@ -17,6 +17,7 @@ from penstock.encode.writing import encode_to_send
 from penstock.errors import InvalidInput, PenstockError
 from penstock.send.producer import ProducerSession
 from penstock.serve.clients.producer_line import Question
+from penstock.serve.decisions.priorities import check_priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,14 @@ class EncodedGroup:
     run: Callable[[], str]
     """Of its samples; looked up when it matters."""
     evaluation: bool
+    priority: float = 1.0
     group: Group | None = None
     """What it was made of, where that is known."""
 
     @staticmethod
-    def of(group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own]) -> EncodedGroup:
+    def of(
+        group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own], priority: float = 1.0
+    ) -> EncodedGroup:
         """`columns` says which ones the plane was told of; it is asked only for samples that have such."""
         samples: Sequence[Sample] = group.samples if isinstance(group, Group) else group
         if not samples:
@@ -39,18 +43,21 @@ class EncodedGroup:
             samples = [sample.conformed(columns()) for sample in samples]
         run, known = samples[0].run, group if isinstance(group, Group) else None
         name, frame = samples[0].group if known is None else known.id, encode_to_send(samples)
-        return EncodedGroup(name=name, frame=frame, run=lambda: run, evaluation=evaluation, group=known)
+        return EncodedGroup(
+            name=name, frame=frame, run=lambda: run, evaluation=evaluation, priority=priority, group=known
+        )
 
     @staticmethod
-    def of_frame(name: str, frame: Buffer, *, evaluation: bool) -> EncodedGroup:
-        return EncodedGroup(name=name, frame=frame, run=partial(_run_of, frame), evaluation=evaluation)
+    def of_frame(name: str, frame: Buffer, *, evaluation: bool, priority: float = 1.0) -> EncodedGroup:
+        run = partial(_run_of, frame)
+        return EncodedGroup(name=name, frame=frame, run=run, evaluation=evaluation, priority=priority)
 
     def question(self, session: ProducerSession, timeout: float | None) -> Question:
         """Asks the plane to take it."""
+        check_priority(self.name, self.priority)
         digest, waits = xxhash.xxh3_128_digest(self.frame), timeout is None or timeout > 0
-        return lambda now: session.put(
-            self.name, self.frame, digest, now, run=self.run, waits=waits, evaluation=self.evaluation
-        )
+        options = {"run": self.run, "waits": waits, "evaluation": self.evaluation, "priority": self.priority}
+        return lambda now: session.put(self.name, self.frame, digest, now, **options)
 
 
 def _run_of(frame: Buffer) -> str:

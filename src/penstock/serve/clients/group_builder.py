@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.arrays.own_columns import NO_COLUMNS
 from penstock.capture import Trajectory
-from penstock.convert import Group, make_group
+from penstock.convert import Group, make_group, unique_id
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
+from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
     from penstock.serve.clients.plane import Plane
@@ -32,6 +33,7 @@ class CollectedRollouts:
     filters: tuple[Filter, ...]
     timeout: float | None
     evaluation: bool
+    priority: float = 1.0
     rollouts: list[Trajectory] = field(default_factory=list)
 
     def add(self, trajectory: Trajectory) -> None:
@@ -79,7 +81,7 @@ class GroupBuilder(CollectedRollouts):
         for reason, count, key in self.discards(group):
             self.plane.discard(reason, count, key=key)
         if len(group) and not self.has_failed(group):
-            self.plane.put(group, evaluation=self.evaluation, timeout=self.timeout)
+            self.plane.put(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group
 
 
@@ -101,5 +103,32 @@ class AsyncGroupBuilder(CollectedRollouts):
         for reason, count, key in self.discards(group):
             await self.plane.adiscard(reason, count, key=key)
         if len(group) and not self.has_failed(group):
-            await self.plane.aput(group, evaluation=self.evaluation, timeout=self.timeout)
+            await self.plane.aput(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group
+
+
+def builder_fields(
+    plane: Plane,
+    prompt: str,
+    given: str | None,
+    policy_version: int | None,
+    advantage: Advantage | None,
+    filters: tuple[Filter, ...],
+    evaluation: bool,
+    priority: float,
+    timeout: float | None,
+) -> dict[str, Any]:
+    """What a builder is made of."""
+    if evaluation and filters:
+        raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
+    return {
+        "plane": plane,
+        "prompt": prompt,
+        "id": unique_id(prompt) if given is None else given,
+        "policy_version": policy_version,
+        "advantage": None if evaluation else advantage,
+        "filters": filters,
+        "evaluation": evaluation,
+        "priority": priority,
+        "timeout": timeout,
+    }

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.errors import Closed, Overloaded, PlaneLost
+from penstock.errors import Closed, InvalidInput, Overloaded, PlaneLost
 from penstock.send.keeper_messages import KeeperAt
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import Attached
@@ -43,6 +43,7 @@ class KeeperPuts:
         self._closed = threading.Event()
 
     def put(self, group: EncodedGroup, timeout: float | None) -> Answer:
+        _check_priority(group)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             line, left = self._find(), max(deadline - time.monotonic(), 0.0)
@@ -55,6 +56,7 @@ class KeeperPuts:
             self._closed.wait(_PAUSE_S)
 
     async def aput(self, group: EncodedGroup, timeout: float | None) -> Answer:
+        _check_priority(group)
         """`put`, without blocking the thread."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -100,3 +102,8 @@ class KeeperPuts:
             line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+def _check_priority(group: EncodedGroup) -> None:
+    if group.priority != 1.0:
+        raise InvalidInput(f"group {group.name!r}: priority {group.priority}; keepers take groups of priority 1.0 only")

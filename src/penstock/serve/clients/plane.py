@@ -15,14 +15,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from penstock import errors
 from penstock.arrays import Sample
 from penstock.arrays.own_columns import Own, own_of
-from penstock.convert import Group, grpo, unique_id
+from penstock.convert import Group, grpo
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
-from penstock.errors import Closed, InvalidInput, Overloaded, PenstockError
+from penstock.errors import Closed, InvalidInput
 from penstock.send.carrier import ClientCarrier, keys_of
 from penstock.send.keys import ClientKeys
 from penstock.send.messages import (
@@ -41,10 +40,10 @@ from penstock.send.producer import Answer, ProducerSession
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.async_puts import AsyncPuts
 from penstock.serve.clients.encoded_group import EncodedGroup
-from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
+from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.keeper_puts import KeeperPuts
-from penstock.serve.clients.producer_line import ProducerLine, Question
+from penstock.serve.clients.producer_line import ProducerLine, Question, error_of
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
@@ -108,6 +107,7 @@ class Plane:
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
         evaluation: bool = False,
+        priority: float = 1.0,
         timeout: float | None = None,
     ) -> GroupBuilder:
         """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them.
@@ -115,9 +115,10 @@ class Plane:
         `prompt` is the prompt's name, which comes back as often as it is sampled. `id` is this group's own: made
         unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
         `evaluation`: it is recorded and shown, and never trained; so it gets no advantages, and no filter may drop any.
+        `priority` is for samplers that go by it, until ranks report another.
         """
         return GroupBuilder(
-            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
         )
 
     def agroup(
@@ -129,50 +130,50 @@ class Plane:
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
         evaluation: bool = False,
+        priority: float = 1.0,
         timeout: float | None = None,
     ) -> AsyncGroupBuilder:
         """`group` for asyncio: `async with plane.agroup("prompt-1") as group`."""
         return AsyncGroupBuilder(
-            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
         )
 
-    def _group(
+    def put(
         self,
-        prompt: str,
-        given: str | None,
-        policy_version: int | None,
-        advantage: Advantage | None,
-        filters: tuple[Filter, ...],
-        evaluation: bool,
-    ) -> dict[str, Any]:
-        """What a builder is made of."""
-        if evaluation and filters:
-            raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
-        return {
-            "plane": self,
-            "prompt": prompt,
-            "id": unique_id(prompt) if given is None else given,
-            "policy_version": policy_version,
-            "advantage": None if evaluation else advantage,
-            "filters": filters,
-            "evaluation": evaluation,
-        }
-
-    def put(self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None) -> bool:
+        group: Group | Sequence[Sample],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
 
         When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
         all) and then raises `Overloaded`.
         """
-        encoded = EncodedGroup.of(group, evaluation=evaluation, columns=lambda: self.columns)
-        return self._put(encoded, timeout)
+        encoded = EncodedGroup.of(group, evaluation=evaluation, priority=priority, columns=lambda: self.columns)
+        return not self.deliver(encoded, timeout).duplicate
 
-    def put_frame(self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None) -> bool:
+    def put_frame(
+        self,
+        group: str,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> bool:
         """`put` for a group that is encoded already."""
-        return self._put(EncodedGroup.of_frame(group, frame, evaluation=evaluation), timeout)
+        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
+        return not self.deliver(encoded, timeout).duplicate
 
     async def aput(
-        self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None
+        self,
+        group: Group | Sequence[Sample],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
     ) -> bool:
         """`put` for asyncio, from any number of tasks at once.
 
@@ -181,14 +182,20 @@ class Plane:
         """
         samples = group.samples if isinstance(group, Group) else group
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
-            encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
-            return await self._aput(await self.acompute(encode), left)
+            given = {"evaluation": evaluation, "priority": priority, "columns": lambda: self.columns}
+            return await self._aput(await self.acompute(partial(EncodedGroup.of, group, **given)), left)
 
     async def aput_frame(
-        self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None
+        self,
+        group: str,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
     ) -> bool:
         """`aput` for a group that is encoded already."""
-        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation)
+        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
         async with self._async.place(encoded.run(), timeout, evaluation=evaluation) as left:
             return await self._aput(encoded, left)
 
@@ -196,9 +203,6 @@ class Plane:
         """What a function returns, from one of the two threads that encode groups of tasks."""
         self._raise_ended()
         return await self._async.compute(act)
-
-    def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
-        return not self.deliver(group, timeout).duplicate
 
     def deliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
         """Put a group that is encoded, and return what the plane answered."""
@@ -239,7 +243,7 @@ class Plane:
     def _taken(self, group: EncodedGroup, answer: Answer) -> Accepted:
         """Note what became of a group; raises what the plane refused it with."""
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
         assert isinstance(answer, Accepted)
         if answer.stale:
             self.counts.on_stale(group.name, answer.policy_version)
@@ -265,7 +269,7 @@ class Plane:
             self._question(lambda ticket: Discard(ticket=ticket, reason=reason, samples=samples, key=key))
         )
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Decide on a group in quarantine: give it up, or let it wait for training again."""
@@ -290,7 +294,7 @@ class Plane:
     def _decide(self, make: Callable[[int], FromClient]) -> None:
         answer = self._call(make)
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
 
     # -------------------------------------------------------------- trainers
 
@@ -387,13 +391,3 @@ class Plane:
         if self._server is not None and self._server.failure is not None and self._line.is_mine:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         self._line.check_open()
-
-
-def _error_of(answer: Rejected) -> PenstockError:
-    """The plane's error, as it would have been raised there."""
-    if answer.kind == "Overloaded":
-        return Overloaded(answer.reason, answer.retry_after_s)
-    found = getattr(errors, answer.kind, None)
-    if isinstance(found, type) and issubclass(found, PenstockError):
-        return found(answer.reason)
-    return PenstockError(f"{answer.kind}: {answer.reason}")

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from penstock.errors import Closed
+from penstock import errors
+from penstock.errors import Closed, Overloaded, PenstockError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import Frames, FromPlane, Rejected
 from penstock.send.producer import Answer, Answered, Event, ProducerSession
@@ -25,6 +26,16 @@ Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
 """Asks the session at a time; gives the ticket that comes back with the answer."""
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody could still answer it."""
+
+
+def error_of(answer: Rejected) -> PenstockError:
+    """The plane's error, as it would have been raised there."""
+    if answer.kind == "Overloaded":
+        return Overloaded(answer.reason, answer.retry_after_s)
+    found = getattr(errors, answer.kind, None)
+    if isinstance(found, type) and issubclass(found, PenstockError):
+        return found(answer.reason)
+    return PenstockError(f"{answer.kind}: {answer.reason}")
 
 
 class ProducerLine:

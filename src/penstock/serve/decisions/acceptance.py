@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
-from penstock.serve.decisions.decision_records import Shorten
+from penstock.serve.decisions.decision_records import GivePriorities, Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
+from penstock.serve.decisions.priorities import check_priority
 from penstock.serve.decisions.remote_frames import RemoteFrames
 from penstock.serve.decisions.untrained import why_untrained
 from penstock.serve.settings import PlaneSettings
@@ -75,13 +76,22 @@ class Acceptance:
         return self._arrivals.groups[table_name]
 
     def offer(
-        self, ticket: object, group: str, digest: bytes, size: int, run: str = "", *, evaluation: bool = False
+        self,
+        ticket: object,
+        group: str,
+        digest: bytes,
+        size: int,
+        run: str = "",
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
     ) -> Outcome | bool:
         """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
         group is under way already. An outcome: that is all."""
         try:
             if not 0 < len(group) <= MAX_ID:
                 raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
+            check_priority(group, priority)
             known = self._recognise(ticket, group, digest, evaluation=evaluation)
             if known is not None:
                 return known
@@ -93,7 +103,8 @@ class Acceptance:
         except PenstockError as error:
             self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
             return Outcome(ticket, error)
-        self._arrivals.add(Arrival(group, digest, size, None if evaluation else table_name, [ticket]))
+        where = None if evaluation else table_name
+        self._arrivals.add(Arrival(group, digest, size, where, [ticket], priority=priority))
         return True
 
     def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
@@ -220,13 +231,17 @@ class Acceptance:
     def flush(self) -> list[Outcome]:
         """Accept what has arrived, as one transaction; what is returned without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        rows = self._arrivals.rows(self._journal.state.op + 1)
+        first = self._journal.state.op + 1
+        given = self._arrivals.priorities()
+        rows = self._arrivals.rows(first + bool(given))
         if not rows:
             return outcomes
         evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
         self._journal.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._journal.transaction():
+                if given:
+                    self._journal.log.add_record(first, GivePriorities(priorities=given))
                 self._journal.log.add_groups(rows)
                 shortened = self._shortened(rows)
                 if shortened is not None:
@@ -234,6 +249,8 @@ class Acceptance:
         except PenstockError as error:
             self._journal.forget([row.location for row, _ in rows])
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, error)]
+        if given:
+            self._journal.state.redo(first, GivePriorities(priorities=given))
         self._journal.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
         for row, _ in rows:
             outcomes += self._accept(row)

@@ -27,7 +27,6 @@ from penstock.errors import (
     UnknownKey,
     WaitTimeout,
 )
-from penstock.hold.table import MAX_PRIORITY
 from penstock.keep.keeper import DamagedFrame, Keeper
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
@@ -36,8 +35,10 @@ from penstock.serve.decisions.decision_records import (
     Discard,
     DropGroup,
     EvictRun,
+    ForgetReports,
     Prioritize,
     Quarantine,
+    Record,
     ReleaseGroup,
     Weigh,
 )
@@ -45,6 +46,7 @@ from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.over_length import note_seq_len
+from penstock.serve.decisions.priorities import report
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.state import PlaneState
@@ -320,18 +322,26 @@ class Engine:
     def commit(self, step: int, policy_version: int | None) -> None:
         """Every rank has trained the step."""
         assert step == self.next_step
-        record, op = None, self.state.op + 1
+        records: list[Record] = []
+        if step in self.state.reports.waiting:
+            records.append(Prioritize(priorities=self.state.reports.waiting[step], step=step))
         if policy_version is not None and self.policy_version < policy_version <= MAX_VERSION:
-            record = Advance(policy_version=policy_version)
-        with self.journal.transaction():
-            self.log.set_meta("next_step", step + 1)
-            if record is not None:
-                self.log.add_record(op, record)
-        self.state.begin_at(step + 1)
-        if record is not None:
-            self.state.redo(op, record)
+            records.append(Advance(policy_version=policy_version))
+        self._begin_at(step + 1, {"next_step": step + 1}, records)
         self.acceptance.full.clear()
         self._save_now_and_then()
+
+    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, anew: bool = False) -> None:
+        """Steps before this one are trained, and this was decided with it."""
+        numbered = list(enumerate(records, start=self.state.op + 1))
+        with self.journal.transaction():
+            for name, value in meta.items():
+                self.log.set_meta(name, value)
+            for op, record in numbered:
+                self.log.add_record(op, record)
+        self.state.begin_at(step, anew=anew)
+        for op, record in numbered:
+            self.state.redo(op, record)
 
     def _save_now_and_then(self) -> None:
         """Write memory down once much was decided since; so often that it costs little against what is held."""
@@ -346,20 +356,11 @@ class Engine:
         except DiskFull:
             self.counts["snapshots_skipped"] += 1  # a restart takes longer, that is all
 
-    def report(self, priorities: dict[str, float], metrics: dict[str, float]) -> None:
-        """New priorities, by group or sample id (of a group's samples the largest counts), and numbers to show."""
+    def report(self, priorities: dict[str, float], metrics: dict[str, float], step: int | None = None) -> None:
+        """Note new priorities, by group or sample id, and numbers to show. See `priorities` for the rule."""
         self.numbers.update(metrics)
-        found: dict[str, float] = {}
-        for name, value in priorities.items():
-            if not 0.0 <= value <= MAX_PRIORITY:
-                raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
-            group = name if name in self.run_tables else name.rpartition("/")[0]
-            if group in self.run_tables:
-                found[group] = max(value, found.get(group, 0.0))
-            else:
-                self.counts["priorities_unknown"] += 1
-        if found:
-            self.journal.decide(Prioritize(priorities=found))
+        if priorities:
+            report(self.journal, priorities, step)
 
     def resume(self, session: int, step: int) -> str:
         """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in
@@ -382,10 +383,8 @@ class Engine:
                 f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
         first = self.next_step
-        with self.journal.transaction():
-            self.log.set_meta("session", session)
-            self.log.set_meta("next_step", step)
-        self.state.begin_at(step, anew=True)
+        forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
+        self._begin_at(step, {"session": session, "next_step": step}, forget, anew=True)
         if step < first:
             self.counts["resumes_rewound"] += 1
             return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"

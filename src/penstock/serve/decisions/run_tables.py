@@ -37,6 +37,7 @@ class Waiting(NamedTuple):
     num_bytes: int
     num_tokens: int
     policy_version: int
+    priority: float = 1.0
 
 
 class RunTables:
@@ -54,6 +55,8 @@ class RunTables:
         self.tables: dict[str, Table] = {}
         self.lines: dict[str, list[Waiting]] = {}
         """Table -> the groups that are held and for which it has no room."""
+        self.given: dict[str, float] = {}
+        """Priorities of groups that are accepted next, where they have one of their own."""
         self._replay, self._on_evict = replay, on_evict
         self._policy_version = 0
         self.table("")  # settings that cannot hold together are found now
@@ -113,7 +116,8 @@ class RunTables:
 
     def insert(self, row: GroupRow, policy_version: int) -> bool:
         """Hold a group, in line if its table has no room; False if it is too old ever to be sampled."""
-        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version)
+        priority = self.given.pop(row.id, 1.0)
+        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority)
         table = self.table(row.run)
         if row.run not in self.lines and table.may_insert():
             with suppress(WaitTimeout):
@@ -317,8 +321,16 @@ class RunTables:
 
 
 def _insert(table: Table, group: Waiting) -> bool:
-    sizes = {"num_bytes": group.num_bytes, "num_tokens": group.num_tokens}
-    return table.insert(group.key, group.op, **sizes, policy_version=group.policy_version, timeout=0) is not None
+    handle = table.insert(
+        group.key,
+        group.op,
+        priority=group.priority,
+        num_bytes=group.num_bytes,
+        num_tokens=group.num_tokens,
+        policy_version=group.policy_version,
+        timeout=0,
+    )
+    return handle is not None
 
 
 def _op_to_bytes(op: int) -> bytes:

@@ -29,15 +29,19 @@ import msgspec
 
 from penstock.errors import WaitTimeout
 from penstock.hold import Key
+from penstock.serve.decisions.blame import count_kinds
 from penstock.serve.decisions.decision_records import (
     Advance,
     Discard,
     EvictRun,
+    ForgetReports,
+    GivePriorities,
     Lose,
     Prioritize,
     Quarantine,
     Record,
     ReleaseGroup,
+    Report,
     Shorten,
     Weigh,
 )
@@ -46,6 +50,7 @@ from penstock.serve.decisions.given_back import Archived, GivenBack
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
+from penstock.serve.decisions.priorities import Reports
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.settings import Replay, Target
@@ -75,6 +80,7 @@ class PlaneState:
         self.kinds: dict[str, Counter[str]] = {}
         """Column -> what held groups ask of the others in their step -> how many of them do."""
         self.evaluations = Evaluations()
+        self.reports = Reports()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups that were set aside and not decided upon since."""
         self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -119,7 +125,7 @@ class PlaneState:
         self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
         self.held_tokens += row.tokens
-        self._count_kinds(row, 1)
+        count_kinds(self.kinds, row, 1)
         kept = self._insert(row)
         self._settle()
         return kept
@@ -188,6 +194,12 @@ class PlaneState:
             self.run_tables.advance(self.policy_version)
         elif isinstance(record, Prioritize):
             self.run_tables.update_priorities(record.priorities)
+            if record.step:
+                self.reports.apply(record.step, record.priorities)
+        elif isinstance(record, GivePriorities):
+            self.run_tables.given |= record.priorities
+        elif isinstance(record, (Report, ForgetReports)):
+            self.reports.follow(record)
         elif isinstance(record, Quarantine):
             self._set_aside(record.groups)
         elif isinstance(record, Discard):
@@ -269,6 +281,7 @@ class PlaneState:
             last_step_of=self._last_step_of,
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             run_tables=self.run_tables.save(),
+            reports=self.reports,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -282,8 +295,9 @@ class PlaneState:
         self.quarantined = {row.op: row for row in log.groups_of(saved.quarantined)}
         self._last_step_of = saved.last_step_of
         self.run_tables.load(saved.run_tables)
+        self.reports = saved.reports
         for key in self.run_tables:
-            self._count_kinds(self.row_of(key), 1)
+            count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
         for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
             if step in saved.steps:
@@ -345,17 +359,10 @@ class PlaneState:
         for state, sign in ((old, -1), (new, 1)):
             if state is State.HELD:
                 self.held_tokens += sign * row.tokens
-                self._count_kinds(row, sign)
+                count_kinds(self.kinds, row, sign)
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
         self._unwritten[row.op] = (new, reason)
-
-    def _count_kinds(self, row: GroupRow, sign: int) -> None:
-        for name, kind in row.kinds:
-            counts = self.kinds.setdefault(name, Counter())
-            counts[kind] += sign
-            if counts[kind] <= 0:
-                del counts[kind]
 
     def _finish(self, op: int, state: State, reason: str) -> None:
         """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""

@@ -76,12 +76,21 @@ class Pipeline:
     # -------------------------------------------------------------- groups
 
     def put(
-        self, ticket: object, group: str, digest: bytes, frame: Buffer, *, evaluation: bool = False
+        self,
+        ticket: object,
+        group: str,
+        digest: bytes,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
     ) -> Outcome | None:
         """Offer a group; an outcome is returned only if it is known at once."""
         try:
             run = self._run_of(frame)
-            found = self._engine.acceptance.offer(ticket, group, digest, len(frame), run, evaluation=evaluation)
+            found = self._engine.acceptance.offer(
+                ticket, group, digest, len(frame), run, evaluation=evaluation, priority=priority
+            )
         except CorruptFrame as error:
             return Outcome(ticket, error)
         if isinstance(found, Outcome):

@@ -26,6 +26,7 @@ from penstock.serve.decisions.decision_records import (
     Quarantine,
     Record,
     ReleaseGroup,
+    Report,
     Shorten,
     read_record,
 )
@@ -184,8 +185,8 @@ class _Life:
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
-        if isinstance(record, Shorten):
-            return  # the groups that it counts are put again, which counts it again
+        if isinstance(record, (Shorten, Report)):
+            return  # a put counts again what it shortens; reports take effect with a decision of their own
         self.engine.journal.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:

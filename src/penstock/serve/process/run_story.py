@@ -26,6 +26,11 @@ _WATCHED = {
     "runs_evicted": "runs evicted",
 }
 
+_ONCE = {
+    "groups_untrained": "a group was accepted in which no token is trained, or none has logprobs",
+    "priorities_unknown": "a rank reported priorities of ids that neither a group nor a sample of the step has",
+}
+
 
 class RunStory:
     """Writes lines and counts; `counts` are those of the engine."""
@@ -34,7 +39,8 @@ class RunStory:
         self._counts = counts
         self._seen = {name: counts[name] for name in _WATCHED}
         self._refused: Counter[str] = Counter()
-        self._told_untrained = False
+        self._told: set[str] = set()
+        """What is said once, and was."""
         self._shortened = 0
         """Groups of which samples were truncated or dropped."""
         self.stale_in_a_row = 0
@@ -71,12 +77,10 @@ class RunStory:
 
     def look(self) -> None:
         """Notice what the engine counted."""
-        if self._counts["groups_untrained"] and not self._told_untrained:
-            self._told_untrained = True
-            words = (
-                "a group was accepted in which no token is trained, or none has logprobs; groups_untrained counts them"
-            )
-            logger.warning("%s", words)
+        for name, words in _ONCE.items():
+            if self._counts[name] and name not in self._told:
+                self._told.add(name)
+                logger.warning("%s; %s counts them", words, name)
         for name, words in _WATCHED.items():
             new = self._counts[name] - self._seen[name]
             if new > 0:

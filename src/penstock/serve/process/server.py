@@ -263,7 +263,8 @@ class Server:
             self._answer(Outcome(offer.ticket, InvalidInput(words)))
             return
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
-        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation)
+        kind = {"evaluation": offer.evaluation, "priority": offer.priority}
+        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, **kind)
         if outcome is not None:
             self._answer(outcome)
 
