@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
 from penstock.arrays import Sample
+from penstock.arrays.sample_facts import SampleFacts
 from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, InvalidInput, StepAborted, UnknownKey
 from penstock.keep.facts import GroupFacts
+from penstock.pack import Packing
 from penstock.send.steps import Staged
+from penstock.serve.decisions import step_builder
 from penstock.serve.decisions.step_builder import PlannedStep, StepBuilder
 from penstock.serve.settings import Replay, Target
 from penstock.testing.engines import DirectEngine, damage_frame
@@ -302,3 +306,49 @@ def test_replay_settings_that_do_not_fit_a_run_are_refused_with_both_values(
     engine.log.close()
     with pytest.raises(ps.PenstockError, match="capacity: 4, and more groups are held"):
         open_engine(tmp_path, replay=Replay(capacity=4))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), InvalidInput("boom")], ids=repr)
+def test_a_packer_that_fails_on_everything_is_the_planes_failure_and_no_groups(
+    open_plane: OpenPlane, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    plane = open_plane(ranks=2, groups_per_step=2)
+    for i in range(8):
+        plane.put(named_group(f"g{i}"))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(step_builder, "plan", fail)
+        ranks = [plane.source(rank) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            for waiting in [pool.submit(source.step, timeout=60) for source in ranks]:
+                with pytest.raises(StepAborted, match="boom"):
+                    waiting.result(120)
+        for source in ranks:
+            source.close()
+        assert plane.ledger.quarantined == 0 and plane.ledger.held == 16
+    ranks = [plane.source(rank) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        steps = [waiting.result(120) for waiting in [pool.submit(source.step, timeout=60) for source in ranks]]
+    assert steps[0].accounting.total.samples == 4
+    for source in ranks:
+        source.close()
+
+
+def test_groups_that_all_fail_are_set_aside_where_another_group_can_be_planned(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(target=Target(groups=2))
+    put(engine, *(named_group(f"g{i}") for i in range(5)))
+    plan = step_builder.plan
+
+    def picky(facts: SampleFacts, packing: Packing) -> object:
+        if {"g0", "g1"} & set(facts.group):
+            raise RuntimeError("boom")
+        return plan(facts, packing)
+
+    monkeypatch.setattr(step_builder, "plan", picky)
+    assert isinstance(engine.plan_step(1), Staged)
+    assert {group["id"] for group in engine.quarantine()} == {"g0", "g1"}

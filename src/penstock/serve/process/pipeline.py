@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import xxhash
 
@@ -39,6 +41,9 @@ from penstock.serve.process.workers import Job, Then, Workers
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
 """Frames kept with one sync, at most: those that come later wait for the next."""
+
+_PROBES = 64
+"""Groups that are tried before it is planning that is to blame, and not the groups of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +237,18 @@ class Pipeline:
 
     def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
         """Facts made for another `seq_len`, which cuts some of their samples, are made anew."""
-        settings, keeper = self._engine.settings, self._engine.keeper
-        seq_len = settings.packing.seq_len
         found: list[GroupFacts] = []
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
-            facts = GroupFacts.from_bytes(data)
-            if not facts.fits(seq_len):
-                if self._roster is not None:
-                    raise _Outgrown(len(found), f"its facts were made for seq_len {facts.seq_len}")
-                facts = facts_for(settings, facts, keeper.read(at.location))
-            found.append(facts)
+            found.append(self._fit(data, at.location, len(found)))
         return found
+
+    def _fit(self, data: bytes, location: str, position: int = 0) -> GroupFacts:
+        settings, facts = self._engine.settings, GroupFacts.from_bytes(data)
+        if facts.fits(settings.packing.seq_len):
+            return facts
+        if self._roster is not None:
+            raise _Outgrown(position, f"its facts were made for seq_len {facts.seq_len}")
+        return facts_for(settings, facts, self._engine.keeper.read(location))
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
@@ -250,8 +256,27 @@ class Pipeline:
             return
         error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
         logger.error("step %d cannot be planned: %s: %s", drawn.step, type(error).__name__, error)
+        if len(bad) < len(drawn.groups):
+            self._blame(drawn, error, bad)
+            return
+        # Every group of the step fails alone. Either all of them are bad, or planning itself is: another group tells.
+        others = _others(self._engine, drawn)
+        self._submit(
+            lambda: self._plans_any(others), lambda works: self._blame(drawn, error, bad if works is True else {})
+        )
+
+    def _plans_any(self, groups: Sequence[tuple[bytes, str]]) -> bool:
+        """On a worker's thread: whether a step can be planned of any of these groups alone."""
+        for data, location in groups:
+            with suppress(Exception):
+                if not self._builder.unpackable([self._fit(data, location)]):
+                    return True
+        return False
+
+    def _blame(self, drawn: Drawn, error: Exception, bad: Mapping[int, str]) -> None:
+        """Set the bad groups aside; where no group is to blame it is the plane's failure, and ranks must know."""
         self._engine.undo_draw(drawn, bad)
-        if not bad:  # nobody to blame: the ranks must know
+        if not bad:
             self._fail(error)
 
     def _record(self) -> None:
@@ -298,6 +323,14 @@ class Pipeline:
             self._staged.clear()
             self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned anew")
+
+
+def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
+    """Facts and locations of some held groups that are not in a step."""
+    taken = {place.group for place in drawn.groups}
+    rows = (engine.state.row_of(key) for key in engine.run_tables if key not in taken)
+    found = ((engine.log.facts(row.op), row.location) for row in islice(rows, _PROBES))
+    return [(facts, location) for facts, location in found if facts is not None]
 
 
 class AlteredOnTheWay(CorruptFrame):
