@@ -27,7 +27,7 @@ from penstock.hold.drawing import Drawing
 from penstock.hold.fair_wait import Line
 from penstock.hold.limiters import Limiter
 from penstock.hold.selector import Selector
-from penstock.hold.slots import Key
+from penstock.hold.slots import VERSION, Key
 from penstock.hold.table_checkpoint import Dump, Load
 from penstock.hold.table_keywords import TableKeywords
 from penstock.hold.table_metrics import report
@@ -302,6 +302,13 @@ class Table:
         """Whether a sample of `n` distinct items would pass without waiting."""
         with self._lock:
             return self._store.may_sample(n, replace=False)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that is held; None if nothing is."""
+        with self._lock:
+            live = self._slots.live()
+            return int(self._slots.rows[live, VERSION].min()) if len(live) else None
 
     def keys(self) -> list[Key]:
         """The keys held, oldest item first."""

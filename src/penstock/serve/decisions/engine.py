@@ -42,6 +42,7 @@ from penstock.serve.decisions.decision_records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.draw_ahead import too_early
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
@@ -179,6 +180,8 @@ class Engine:
         """Choose the groups of the next step; or say in words what is missing for it. Then `record` or `undo_draw`."""
         assert step == self.last_step + 1
         assert not self.state.is_drawing
+        if early := too_early(self.settings, self.state, step):
+            return early
         counts = self.state.apportion(self.settings.target)
         if counts is None:
             return self._missing()

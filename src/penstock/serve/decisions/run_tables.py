@@ -167,6 +167,12 @@ class RunTables:
         for _, line in sorted(self.lines.items()):
             yield from (waiting.key for waiting in line)
 
+    def oldest_version(self) -> int | None:
+        """The oldest policy version of the groups that wait; None if none does."""
+        versions = [table.oldest_version for table in self.tables.values()]
+        versions += [waiting.policy_version for line in self.lines.values() for waiting in line]
+        return min((version for version in versions if version is not None), default=None)
+
     def advance(self, policy_version: int) -> None:
         self._policy_version = policy_version
         for table in self.tables.values():
