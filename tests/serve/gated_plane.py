@@ -17,7 +17,7 @@ from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
 from penstock.serve.process.pipeline import Pipeline
@@ -80,7 +80,7 @@ class SlowIntake(Intake):
         super().__init__(settings, keeper)
         self.gate = gate
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
         self.gate.passed()
         return super().take(batch)
 

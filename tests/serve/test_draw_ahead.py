@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import penstock as ps
 from penstock.encode import encode
 from penstock.send.steps import Staged
 from penstock.serve.settings import Replay, Target
@@ -54,4 +53,4 @@ def test_a_source_that_prefetches_trains_nothing_staler_than_zero(open_plane: Op
             assert names == ({"a/0", "a/1"} if not version else {f"v{version}/0", f"v{version}/1"})
             source.commit(step, policy_version=version + 1)
             source.flush(60)
-    assert isinstance(plane, ps.Plane) and plane.ledger.dropped["stale"] == 2
+    assert plane.ledger.dropped["stale"] == 2

@@ -117,7 +117,9 @@ def test_priorities_by_sample_id_reach_samples_of_any_name(open_plane: OpenPlane
     plane = open_plane(ranks=1, groups_per_step=2, **REPLAY)
     for name in "ab":
         samples = [sample.replace(group=name) for sample in named_group("x")]
-        named = [{} if ids is None else {"id": ids.format(name, f"{name}{i}")} for i in range(len(samples))]
+        named: list[dict[str, Any]] = [
+            {} if ids is None else {"id": ids.format(name, f"{name}{i}")} for i in range(len(samples))
+        ]
         plane.put(
             [
                 ps.Sample(

@@ -17,7 +17,7 @@ from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, InvalidInput, StepAborted, UnknownKey
 from penstock.keep.facts import GroupFacts
-from penstock.pack import Packing
+from penstock.pack import Packing, plan
 from penstock.send.steps import Staged
 from penstock.serve.decisions import step_builder
 from penstock.serve.decisions.step_builder import PlannedStep, StepBuilder
@@ -342,7 +342,6 @@ def test_groups_that_all_fail_are_set_aside_where_another_group_can_be_planned(
 ) -> None:
     engine = open_engine(target=Target(groups=2))
     put(engine, *(named_group(f"g{i}") for i in range(5)))
-    plan = step_builder.plan
 
     def picky(facts: SampleFacts, packing: Packing) -> object:
         if {"g0", "g1"} & set(facts.group):

@@ -56,8 +56,16 @@ class EncodedGroup:
         """Asks the plane to take it."""
         check_priority(self.name, self.priority)
         digest, waits = xxhash.xxh3_128_digest(self.frame), timeout is None or timeout > 0
-        options = {"run": self.run, "waits": waits, "evaluation": self.evaluation, "priority": self.priority}
-        return lambda now: session.put(self.name, self.frame, digest, now, **options)
+        return lambda now: session.put(
+            self.name,
+            self.frame,
+            digest,
+            now,
+            run=self.run,
+            waits=waits,
+            evaluation=self.evaluation,
+            priority=self.priority,
+        )
 
 
 def _run_of(frame: Buffer) -> str:

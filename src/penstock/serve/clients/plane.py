@@ -182,8 +182,10 @@ class Plane:
         """
         samples = group.samples if isinstance(group, Group) else group
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
-            given = {"evaluation": evaluation, "priority": priority, "columns": lambda: self.columns}
-            return await self._aput(await self.acompute(partial(EncodedGroup.of, group, **given)), left)
+            encode = partial(
+                EncodedGroup.of, group, evaluation=evaluation, priority=priority, columns=lambda: self.columns
+            )
+            return await self._aput(await self.acompute(encode), left)
 
     async def aput_frame(
         self,

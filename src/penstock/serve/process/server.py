@@ -263,8 +263,9 @@ class Server:
             self._answer(Outcome(offer.ticket, InvalidInput(words)))
             return
         digest = offer.digest or xxhash.xxh3_128_digest(offer.frame)
-        kind = {"evaluation": offer.evaluation, "priority": offer.priority}
-        outcome = self._pipeline.put(offer.ticket, offer.group, digest, offer.frame, **kind)
+        outcome = self._pipeline.put(
+            offer.ticket, offer.group, digest, offer.frame, evaluation=offer.evaluation, priority=offer.priority
+        )
         if outcome is not None:
             self._answer(outcome)
 
