@@ -34,7 +34,8 @@ class Cluster:
 
     def __init__(self, folder: Path, *, nodes: str = "ab", timeouts: Timeouts, **settings: Any) -> None:
         self.folder, self._timeouts = folder, timeouts
-        self._settings = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "copies": 2, **settings}
+        cuts = {"over_length": "truncate", "untrained_groups": "accept"}
+        self._settings = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "copies": 2, **cuts, **settings}
         self.plane = self._open("tcp://127.0.0.1:*")
         self.keepers = {node: self._start(node) for node in nodes}
 
