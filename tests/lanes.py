@@ -39,6 +39,8 @@ PROCESS = {
     "serve/test_plane_fork.py",
     "serve/test_process.py",
     "serve/test_processes.py",
+    "send/test_hostile_peers.py",
+    "serve/test_http_hostile.py",
     "serve/test_waiting_line.py",
     "serve/test_watchdog.py",
     "test_cli.py",

@@ -36,7 +36,10 @@ def terms_of(batch: MicroBatch) -> Terms:
 def trained(folder: Path, *, seq_len: int = 64) -> list[dict[str, Any]]:
     """Two rollouts of a trace with two branches, trained for a step that is exported; returns their episodes."""
     episodes = []
-    with ps.open("memory:", ranks=1, seq_len=seq_len, groups_per_step=1) as plane, plane.source(rank=0) as source:
+    with (
+        ps.open("memory:", ranks=1, seq_len=seq_len, groups_per_step=1, over_length="truncate") as plane,
+        plane.source(rank=0) as source,
+    ):
         with plane.group("p") as group:
             for number, reward in enumerate((1.0, 0.0)):
                 episode = vf.WireEpisode.model_validate(record())

@@ -14,7 +14,7 @@ from penstock.arrays.digests import sample_digests
 from penstock.encode import decode, encode
 from penstock.send.messages import Buffer, Frames
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
@@ -30,7 +30,7 @@ class RealIntake(Intake):
     def run_of(self, frame: Buffer) -> str:
         return super().run_of(_frame(frame))
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
         return super().take([replace(incoming, frame=_frame(incoming.frame)) for incoming in batch])
 
 

@@ -30,7 +30,10 @@ def open_plane() -> Iterator[OpenPlane]:
     opened: list[ps.Plane] = []
 
     def open_(where: str | Path = "memory:", **settings: Any) -> ps.Plane:
-        plane = ps.open(where, **{"ranks": 2, "seq_len": 64, "groups_per_step": 2, "timeouts": FAST, **settings})
+        # Tests of room and of disks put samples of thousands of tokens.
+        settings.setdefault("untrained_groups", "accept")
+        small = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "over_length": "truncate", "timeouts": FAST}
+        plane = ps.open(where, **{**small, **settings})
         opened.append(plane)
         return plane
 
@@ -52,6 +55,8 @@ def open_engine() -> Iterator[OpenEngine]:
     def open_(folder: Path | None = None, *, log: Log | None = None, **settings: Any) -> DirectEngine:
         replay = settings.pop("replay", Replay())
         target = settings.pop("target", Target(groups=2))
+        settings.setdefault("over_length", "truncate")
+        settings.setdefault("untrained_groups", "accept")
         packing = Packing(ranks=settings.pop("ranks", 2), seq_len=64)
         log = log or Log(folder, max_disk_bytes=settings.get("max_disk_bytes"))
         engine = DirectEngine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)

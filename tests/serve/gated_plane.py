@@ -17,7 +17,7 @@ from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
 from penstock.serve.process.pipeline import Pipeline
@@ -81,7 +81,7 @@ class SlowIntake(Intake):
         super().__init__(settings, writer)
         self.gate = gate
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
         self.gate.passed()
         return super().take(batch)
 
@@ -99,7 +99,9 @@ class SlowSweeper(MemoryStorage):
 
 
 def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
-    return PlaneSettings(packing=Packing(ranks=RANKS, seq_len=64), target=Target(groups=2), timeouts=timeouts)
+    return PlaneSettings(
+        packing=Packing(ranks=RANKS, seq_len=64), target=Target(groups=2), timeouts=timeouts, untrained_groups="accept"
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.send.timeouts import Timeouts
 from penstock.testing.groups import named_group
 
-SMALL = ("--ranks=1", "--seq-len=64", "--groups-per-step=1")
+SMALL = ("--ranks=1", "--seq-len=64", "--groups-per-step=1", "--over-length=truncate", "--untrained-groups=accept")
 """The smallest plane."""
 
 

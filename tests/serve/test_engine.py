@@ -258,7 +258,7 @@ def test_quarantine_survives_a_restart(open_engine: OpenEngine, tmp_path: Path) 
 
 
 def test_beyond_the_quota_puts_are_refused_and_steps_go_on(open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(tmp_path, max_disk_bytes=1_500_000, retain_steps=0)
+    engine = open_engine(tmp_path, max_disk_bytes=2_000_000, retain_steps=0)
     accepted = 0
     while (outcome := engine.put(0, f"g{accepted}", encode(named_group(f"g{accepted}", tokens=20_000)))) is None:
         assert all(o.error is None for o in engine.flush())

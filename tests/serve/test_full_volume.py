@@ -16,7 +16,7 @@ from penstock.errors import DiskFull
 from penstock.testing.groups import named_group
 
 run = Path(sys.argv[1])
-settings = dict(ranks=1, seq_len=64, groups_per_step=4)
+settings = dict(ranks=1, seq_len=64, groups_per_step=4, over_length="truncate", untrained_groups="accept")
 
 def fill(plane, name):
     for i in range(2000):

@@ -116,9 +116,9 @@ def test_a_rank_that_restarts_alone_stops_the_others_and_then_all_go_on(open_pla
     ranks = sources(plane)
     first = [step.digest for step in steps_of(together(*(source.step for source in ranks)))]
     again = plane.source(0, world=2, resume_step=1)
-    with pytest.raises(StepAborted, match="rank 0: restarted"):
+    with pytest.raises(StepAborted, match=r"rank 0: another process .* joined as this rank: it restarted"):
         ranks[1].step(timeout=10)
-    with pytest.raises(StepAborted, match="rank 0: restarted"):
+    with pytest.raises(StepAborted, match=r"rank 0: another process .* joined as this rank: it restarted"):
         ranks[0].step(timeout=10)
     other = plane.source(1, world=2, resume_step=1)
     assert [step.digest for step in steps_of(together(again.step, other.step))] == first
@@ -130,7 +130,6 @@ def test_a_rank_that_restarts_alone_stops_the_others_and_then_all_go_on(open_pla
     [
         (0, {"world": 3}, "world: this process says 3, the plane has 2"),
         (0, {"world": 2, "run": "other"}, "run: this process says 'other', the plane has 'run'"),
-        (5, {"world": 2}, "rank 5, replica 0: the plane has 2 ranks"),
         (0, {"world": 2, "replicas": 4}, "replicas: this process says 4, the plane has 1"),
     ],
 )

@@ -99,7 +99,8 @@ from penstock.errors import DiskFull
 from penstock.testing.groups import named_group
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-plane = ps.open(sys.argv[1], ranks=1, seq_len=64, groups_per_step=2, retain_steps=0)
+small = dict(ranks=1, seq_len=64, groups_per_step=2, over_length="truncate", untrained_groups="accept")
+plane = ps.open(sys.argv[1], retain_steps=0, **small)
 source = plane.source(0)
 for i in range(4):
     plane.put(named_group(f"g{i}", tokens=20_000))

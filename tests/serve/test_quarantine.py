@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import penstock as ps
 from penstock.arrays import Sample
+from penstock.arrays.sample_facts import SampleFacts
 from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import Conflict, CorruptFrame, InvalidInput, StepAborted, UnknownKey
 from penstock.keep.facts import GroupFacts
+from penstock.pack import Packing, plan
 from penstock.send.steps import Staged
+from penstock.serve.decisions import step_builder
 from penstock.serve.decisions.step_builder import PlannedStep, StepBuilder
 from penstock.serve.settings import Replay, Target
 from penstock.testing.engines import DirectEngine, damage_frame
@@ -135,10 +139,25 @@ def test_a_bad_run_does_not_cost_the_good_ones_their_place(open_engine: OpenEngi
 
 def test_what_a_plane_requires_is_refused_at_put_with_an_error_to_the_sender(open_plane: OpenPlane) -> None:
     plane = open_plane(requires=("logprobs",), groups_per_step=1, ranks=1)
-    with pytest.raises(InvalidInput, match="group 'odd': no logprobs, which this plane requires"):
+    with pytest.raises(InvalidInput, match=r"group 'odd': no logprobs in sample 'odd/0'.*which this plane requires"):
         plane.put(bare("odd"))
     plane.put(named_group("good"))
     assert plane.ledger.accepted == 2 and plane.ledger.quarantined == 0
+
+
+@pytest.mark.parametrize("mode", ["rl", "sft"])
+def test_a_required_column_is_required_of_every_trained_sample_whatever_its_mode(
+    open_plane: OpenPlane, mode: str
+) -> None:
+    plane = open_plane(requires=("teacher_logprobs",), groups_per_step=1, ranks=1)
+    first, second = (sample.replace(mode=mode) for sample in named_group("g"))
+    with pytest.raises(InvalidInput, match=r"no teacher_logprobs in sample 'g/0' \(2 of 2 samples\)"):
+        plane.put([first, second])
+    scored = first.replace(teacher_logprobs=[-0.5] * first.num_tokens)
+    with pytest.raises(InvalidInput, match=r"no teacher_logprobs in sample 'g/1' \(1 of 2 samples\)"):
+        plane.put([scored, second])
+    untrained = second.replace(loss_mask=[False] * second.num_tokens)
+    assert plane.put([scored, untrained])
 
 
 def test_a_group_that_is_of_two_kinds_itself_is_refused(open_plane: OpenPlane) -> None:
@@ -287,3 +306,48 @@ def test_replay_settings_that_do_not_fit_a_run_are_refused_with_both_values(
     engine.log.close()
     with pytest.raises(ps.PenstockError, match="capacity: 4, and more groups are held"):
         open_engine(tmp_path, replay=Replay(capacity=4))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), InvalidInput("boom")], ids=repr)
+def test_a_packer_that_fails_on_everything_is_the_planes_failure_and_no_groups(
+    open_plane: OpenPlane, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    plane = open_plane(ranks=2, groups_per_step=2)
+    for i in range(8):
+        plane.put(named_group(f"g{i}"))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(step_builder, "plan", fail)
+        ranks = [plane.source(rank) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            for waiting in [pool.submit(source.step, timeout=60) for source in ranks]:
+                with pytest.raises(StepAborted, match="boom"):
+                    waiting.result(120)
+        for source in ranks:
+            source.close()
+        assert plane.ledger.quarantined == 0 and plane.ledger.held == 16
+    ranks = [plane.source(rank) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        steps = [waiting.result(120) for waiting in [pool.submit(source.step, timeout=60) for source in ranks]]
+    assert steps[0].accounting.total.samples == 4
+    for source in ranks:
+        source.close()
+
+
+def test_groups_that_all_fail_are_set_aside_where_another_group_can_be_planned(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(target=Target(groups=2))
+    put(engine, *(named_group(f"g{i}") for i in range(5)))
+
+    def picky(facts: SampleFacts, packing: Packing) -> object:
+        if {"g0", "g1"} & set(facts.group):
+            raise RuntimeError("boom")
+        return plan(facts, packing)
+
+    monkeypatch.setattr(step_builder, "plan", picky)
+    assert isinstance(engine.plan_step(1), Staged)
+    assert {group["id"] for group in engine.quarantine()} == {"g0", "g1"}

@@ -220,6 +220,16 @@ def test_a_step_without_trained_tokens_has_loss_zero() -> None:
         assert value.item() == 0.0 and trainer.grad.item() == 0.0
 
 
+def test_a_loss_of_a_step_that_counts_no_token_is_an_error_not_zero() -> None:
+    columns = {"loss_mask": torch.tensor([True]), "logprobs": torch.zeros(1), "advantages": torch.ones(1)}
+    for loss, name in ((Dppo(), "loss"), (ByMode(), "rl")):
+        terms = loss(columns, torch.tensor([-0.1], requires_grad=True))
+        with pytest.raises(
+            InvalidInput, match=f"terms.{name}: not 0, and the step's denominators count no {name} token"
+        ):
+            terms.mean(Denominators())
+
+
 def test_a_missing_column_is_named() -> None:
     columns = {"loss_mask": torch.tensor([True]), "logprobs": torch.zeros(1)}
     with pytest.raises(InvalidInput, match="Dppo: the micro-batch has no column 'advantages'"):

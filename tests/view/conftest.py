@@ -34,7 +34,9 @@ def _put(plane: ps.Plane, name: str, version: int) -> None:
 def dropped_run(tmp_path: Path) -> Iterator[Path]:
     """The folder of a run whose plane is at work: one group trained, two too old, one set aside, three filtered."""
     home = tmp_path / "dropped"
-    with ps.open(home / "plane", ranks=1, seq_len=64, groups_per_step=1, max_staleness=1) as plane:
+    with ps.open(
+        home / "plane", ranks=1, seq_len=64, groups_per_step=1, max_staleness=1, untrained_groups="accept"
+    ) as plane:
         _put(plane, "first", 0)
         with plane.source(0) as source:
             source.commit(source.step(timeout=30), policy_version=9)

@@ -113,7 +113,9 @@ def test_a_page_of_them_can_be_written(folder: Path, tmp_path: Path) -> None:
 
 
 def test_they_are_read_while_the_plane_works_and_gives_some_back(tmp_path: Path) -> None:
-    with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, retain_eval_bytes=700) as plane:
+    with ps.open(
+        tmp_path, ranks=1, seq_len=64, groups_per_step=1, retain_eval_bytes=700, untrained_groups="accept"
+    ) as plane:
         evaluate(plane)
         export = Export(tmp_path)
         library = Library(exports={"run": export})

@@ -210,7 +210,7 @@ def test_values_that_cannot_be_a_column_are_refused_in_words(columns: Any, words
 def test_a_plane_refuses_what_it_was_not_told_of_and_what_is_declared_otherwise() -> None:
     sample = ps.Sample(id="g/0", group="g", token_ids=[1, 2], columns={"surprise": [1.0, 2.0]})
     other = ps.Sample(id="g/0", group="g", token_ids=[1, 2], columns={"task": [1, 2]})
-    with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, columns=MINE) as plane:
+    with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, columns=MINE, untrained_groups="accept") as plane:
         with pytest.raises(InvalidInput, match=r"column 'surprise' .*was not declared"):
             plane.put([sample])
         with pytest.raises(InvalidInput, match=r"column 'surprise' .*was not told of"):

@@ -68,10 +68,10 @@ class SampleFacts:
         return len(self.lengths)
 
     @staticmethod
-    def of(samples: Samples, seq_len: int) -> SampleFacts:
-        """Read the facts of samples that are to be truncated at `seq_len`."""
+    def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleFacts:
+        """Read the facts of samples that are to be truncated at `seq_len`; `drop`: longer samples keep nothing."""
         lengths = samples.lengths
-        kept = kept_lengths(samples, seq_len)
+        kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
         trained = _trained(samples, kept)
         patches, modality, stub, stub_patches = _look(samples, kept)
         return SampleFacts(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import aligned, ledger_line, reasons_line, size
+from penstock.commands.tables import aligned, ledger_line, over_length_line, reasons_line, size
 from penstock.serve.decisions.read_log import read_run
 from penstock.serve.process.log_format import printable
 
@@ -29,10 +29,15 @@ def _text(found: dict[str, Any]) -> str:
         f"ledger     {ledger_line(ledger)}",
         f"trained    {ledger['uses']:,} uses of samples",
         f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
+        *_too_long(ledger["over_length"]),
         f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
         f"bytes      {size(found['frame_bytes'])} of frames kept, {size(found['held_bytes'])} not yet trained; {files}",
     ]
     return "\n".join(printable(line) for line in [*lines, *_steps(found["steps"]), *_groups(found)])
+
+
+def _too_long(counts: dict[str, int]) -> list[str]:
+    return [f"too long   {over_length_line(counts)}"] if any(counts.values()) else []
 
 
 def _steps(steps: list[dict[str, Any]]) -> list[str]:

@@ -50,6 +50,19 @@ def reasons_line(counts: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"
 
 
+def over_length_line(counts: dict[str, int]) -> str:
+    """
+    >>> over_length_line(dict(truncated_samples=2, truncated_tokens=40, dropped_samples=0, dropped_tokens=0))
+    '2 samples truncated by 40 tokens, 0 samples of 0 tokens dropped'
+    """
+    if not any(counts.values()):
+        return "none"
+    return (
+        f"{counts['truncated_samples']:,} samples truncated by {counts['truncated_tokens']:,} tokens, "
+        f"{counts['dropped_samples']:,} samples of {counts['dropped_tokens']:,} tokens dropped"
+    )
+
+
 def printable(text: str) -> str:
     """What may go to a terminal: a name from elsewhere could turn its writing direction, for one."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import runs
-from penstock.commands.tables import ledger_line, reasons_line, size
+from penstock.commands.tables import ledger_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.serve.process.log_format import printable
@@ -132,6 +132,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     ]
     if now.get("storage"):
         lines.append(f"storage    {_storage(now)}")
+    if any(ledger["over_length"].values()):
+        lines.append(f"too long   {over_length_line(ledger['over_length'])}")
     if now.get("archive"):
         lines.append(f"archive    {_archive(now['archive'])}")
     if now.get("runs"):

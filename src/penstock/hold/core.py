@@ -94,7 +94,10 @@ class Store:
         return handle
 
     def sample(self, count: int, *, replace: bool) -> Batch:
-        draw = self.sampling.draw(count, self.rng, replace=replace)
+        return self.take(self.sampling.draw(count, self.rng, replace=replace), replace=replace)
+
+    def take(self, draw: Draw, *, replace: bool) -> Batch:
+        """Count a use of what was drawn."""
         # All is copied before the last uses are evicted and their slots given away.
         slots = self.slots
         pairs, handles, rows = slots.gather(draw.slots)

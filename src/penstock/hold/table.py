@@ -23,10 +23,11 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.hold import table_checkpoint
 from penstock.hold.batch import Batch
 from penstock.hold.core import OnEvict, Store
+from penstock.hold.drawing import Drawing
 from penstock.hold.fair_wait import Line
 from penstock.hold.limiters import Limiter
 from penstock.hold.selector import Selector
-from penstock.hold.slots import Key
+from penstock.hold.slots import VERSION, Key
 from penstock.hold.table_checkpoint import Dump, Load
 from penstock.hold.table_keywords import TableKeywords
 from penstock.hold.table_metrics import report
@@ -133,6 +134,18 @@ class Table:
             batch = store.sample(n, replace=replace)
             self._inserters.wake()
             return batch
+
+    def drawing(self, *, undoable: bool) -> Drawing:
+        """Draw items one at a time; no other thread may use the table before that is taken or undone.
+
+        What may be undone costs a copy of the sampler's state."""
+        return Drawing(self._store, self._inserters.wake, undoable=undoable)
+
+    @property
+    def may_sample_all(self) -> bool:
+        """Whether everything that is held may be sampled now, in one batch."""
+        most = self.settings.limiter.max_batch
+        return (most is None or most >= len(self)) and self.may_sample(len(self))
 
     def _check_size(self, key: Key, num_bytes: int, num_tokens: int) -> None:
         settings = self._store.settings
@@ -289,6 +302,13 @@ class Table:
         """Whether a sample of `n` distinct items would pass without waiting."""
         with self._lock:
             return self._store.may_sample(n, replace=False)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that is held; None if nothing is."""
+        with self._lock:
+            live = self._slots.live()
+            return int(self._slots.rows[live, VERSION].min()) if len(live) else None
 
     def keys(self) -> list[Key]:
         """The keys held, oldest item first."""

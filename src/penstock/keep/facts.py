@@ -155,28 +155,41 @@ def _check_sizes(found: GroupFacts) -> None:
         )
 
 
-def check_group(frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None) -> GroupFacts:
-    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame."""
+def check_group(
+    frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
+) -> GroupFacts:
+    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame.
+
+    `drop`: samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated."""
     head, samples, _ = describe(frame, limits=limits or Limits())
     front, size = front_of(frame), memoryview(frame).nbytes
-    return facts_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size)
+    return facts_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
 
 
-def facts_of_pieces(made: FramePieces, *, group: str, seq_len: int) -> GroupFacts:
+def facts_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupFacts:
     """The facts of a frame that was encoded here, without decoding it: `check_group` gives the same."""
-    return facts_of(made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size)
+    return facts_of(
+        made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size, drop=drop
+    )
 
 
 def facts_of(
-    samples: Samples, prefixes: Prefixes | None, *, group: str, seq_len: int, front: bytes = b"", size: int = 0
+    samples: Samples,
+    prefixes: Prefixes | None,
+    *,
+    group: str,
+    seq_len: int,
+    front: bytes = b"",
+    size: int = 0,
+    drop: bool = False,
 ) -> GroupFacts:
     """The facts of samples that are valid; raises InvalidInput where they are not one group.
 
     `prefixes` says what the samples' ids share, `front` and `size` belong to the frame that holds them.
     """
     _check_names(group, samples)
-    table = SampleFacts.of(samples, seq_len)
-    if not table.kept.all():
+    table = SampleFacts.of(samples, seq_len, drop=drop)
+    if not drop and not table.kept.all():
         name = samples.ids[int(table.kept.argmin())]
         raise InvalidInput(
             f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len {seq_len}; "

@@ -75,8 +75,8 @@ def check_columns(facts: SampleFacts) -> None:
 def _raise_nothing_left(facts: SampleFacts, packing: Packing) -> None:
     names = ", ".join(repr(name) for name in facts.ids[:3])
     raise InvalidInput(
-        f"samples {names}: none of {len(facts)} can be packed, each begins with an image that does not fit "
-        f"seq_len {packing.seq_len}; raise seq_len or use smaller images"
+        f"samples {names}: none of {len(facts)} can be packed, each was dropped as longer than seq_len "
+        f"{packing.seq_len}, or begins with an image that does not fit it; raise seq_len or use smaller images"
     )
 
 

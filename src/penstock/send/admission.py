@@ -97,11 +97,12 @@ class Admission:
         pulse: Callable[[], Pulse],
         storage: str = "",
         seq_len: int = 0,
+        drops_long: bool = False,
         max_frame: int = 0,
         may_write: Callable[[Peer], bool] = lambda _peer: False,
     ) -> None:
         """`storage` is the folder that clients may reach themselves; `may_write` says whose metadata is believed."""
-        self._max_frame = max_frame
+        self._max_frame, self._drops_long = max_frame, drops_long
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
         self._tables, self._pulse = tables, pulse
@@ -136,6 +137,7 @@ class Admission:
                 may_write=bool(self._storage) and self._may_write(peer),
                 seq_len=self._seq_len,
                 max_frame=self._max_frame,
+                drops_long=self._drops_long,
             ),
         )
 
@@ -200,7 +202,13 @@ class Admission:
     # -------------------------------------------------------------- answers
 
     def answer(
-        self, ticket: Ticket, error: PenstockError | None, *, duplicate: bool = False, stale: bool = False
+        self,
+        ticket: Ticket,
+        error: PenstockError | None,
+        *,
+        duplicate: bool = False,
+        stale: bool = False,
+        over_length: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> Send:
         """What became of an offer."""
         peer, number = ticket
@@ -211,6 +219,7 @@ class Admission:
                 duplicate=duplicate,
                 policy_version=self.policy_version,
                 stale=stale,
+                over_length=over_length,
                 credit_groups=groups,
                 credit_bytes=size,
             )

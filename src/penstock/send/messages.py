@@ -250,6 +250,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Whether this client may write frames itself and vouch for their metadata."""
     seq_len: int = 0
     """What metadata is made for."""
+    drops_long: bool = False
+    """Whether samples longer than `seq_len` are dropped, in metadata too; else they are truncated."""
     max_frame: int = 0
     """Bytes of the largest frame that can be sent here: the connection ends with a larger one. 0: not known."""
 
@@ -291,6 +293,8 @@ class Put(_Message, frozen=True, tag="put"):
     """Of a frame in storage: what the plane decides by."""
     shown: bytes = b""
     """Of an evaluation group in storage: what metrics show of it."""
+    priority: float = 1.0
+    """For samplers that go by it, until ranks report another."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):
@@ -363,6 +367,8 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """Groups that may be sent without asking for room, and not be answered yet."""
     credit_bytes: int = 0
     """Their bytes together."""
+    over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Samples and tokens truncated, samples and tokens dropped, because samples were longer than `seq_len`."""
 
 
 class Missing(_Message, frozen=True, tag="missing"):

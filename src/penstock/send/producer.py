@@ -170,12 +170,13 @@ class ProducerSession:
         run: Callable[[], str] = str,
         waits: bool = True,
         evaluation: bool = False,
+        priority: float = 1.0,
     ) -> tuple[int, list[Event]]:
         """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`.
         `evaluation`: no table has to have room for it. Without a frame it is answered with `Room` first: then the
         caller writes the frame, of `size` bytes, to storage and says `written`."""
         ticket = self._next_ticket(now)
-        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation)
+        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation, priority=priority)
         frames = [] if frame is None else [frame]
         size = size if frame is None else len(frame)
         question = _Put(

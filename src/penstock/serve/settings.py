@@ -44,10 +44,20 @@ class Target:
         int | None, Meta(ge=1, description="groups that make a step", extra={"keyword": "groups_per_step"})
     ] = None
     samples: Annotated[
-        int | None, Meta(ge=1, description="samples that make a step", extra={"keyword": "samples_per_step"})
+        int | None,
+        Meta(
+            ge=1,
+            description="samples that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "samples_per_step"},
+        ),
     ] = None
     tokens: Annotated[
-        int | None, Meta(ge=1, description="tokens that make a step", extra={"keyword": "tokens_per_step"})
+        int | None,
+        Meta(
+            ge=1,
+            description="tokens that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "tokens_per_step"},
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -121,8 +131,25 @@ class PlaneSettings:
     ] = 1
     requires: Annotated[
         tuple[str, ...],
-        Meta(description="columns that every group must have, such as logprobs; a put without one is refused"),
+        Meta(
+            description="columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever "
+            "its mode; a put without one is rejected"
+        ),
     ] = ()
+    over_length: Annotated[
+        Literal["reject", "truncate", "drop"],
+        Meta(
+            description="what happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop "
+            "it from its group; truncated and dropped samples and tokens are counted in the ledger"
+        ),
+    ] = "reject"
+    untrained_groups: Annotated[
+        Literal["reject", "accept"],
+        Meta(
+            description="what happens to a group in which no token is trained, or whose trained tokens have no "
+            "`logprobs` in a mode that needs them: reject the put, or accept the group, warn once and count it"
+        ),
+    ] = "reject"
     max_group_tokens: Annotated[
         int | None,
         Meta(ge=1, description="tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576"),

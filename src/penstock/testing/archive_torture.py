@@ -91,6 +91,7 @@ def torture_archive(folder: Path, *, kills: int, seed: int = 0) -> ArchiveResult
     random = Random(seed)  # noqa: S311 - chosen, not secret
     url, where = f"ipc://{folder}/s", str(folder / "archive")
     words = [str(folder / "run"), "--ranks=1", "--seq-len=64", "--groups-per-step=2", f"--listen={url}"]
+    words += ["--over-length=truncate", "--untrained-groups=accept"]  # one group in eight is large
     words += [f"--archive={where}", "--retain-steps=2", "--retain-eval-bytes=100000"]
     plane = PlaneProcess(words, stderr=subprocess.DEVNULL)
     users = _Users(url)

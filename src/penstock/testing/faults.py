@@ -59,7 +59,9 @@ class Result:
 
 def open_plane(folder: Path, **settings: Any) -> ps.Plane:
     """A small plane in this process."""
-    return ps.open(folder, **{"ranks": 1, "seq_len": 64, "groups_per_step": 2, "timeouts": TIMEOUTS, **settings})
+    small = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "over_length": "truncate", "timeouts": TIMEOUTS}
+    small["untrained_groups"] = "accept"
+    return ps.open(folder, **{**small, **settings})
 
 
 # ------------------------------------------------------------------ the disk

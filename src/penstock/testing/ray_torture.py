@@ -40,6 +40,8 @@ class RayTorture(Run):
             "seq_len": 64,
             "groups_per_step": 2,
             "run": "torture",
+            "over_length": "truncate",
+            "untrained_groups": "accept",
             "max_held_bytes": 120_000,
             "retain_steps": 1 << 30,
             "timeouts": timeouts_at("ray://"),

@@ -65,7 +65,8 @@ class Terms:
         """This micro-batch's share of the step's loss: add over micro-batches and ranks, and the packing is gone.
 
         A step without a trained token has counts of 0; its loss is 0, not NaN. A loss over no token at all is an
-        error where the step has some: it would train nothing, and say so to nobody.
+        error where the step has some, and so is a loss other than 0 where the step counts no token: either would
+        train nothing, without a word.
         """
         if not isinstance(denominators, Denominators):
             raise InvalidInput(f"mean of {type(denominators).__name__} {denominators!r}; pass step.denominators")
@@ -74,11 +75,23 @@ class Terms:
                 f"terms.loss: shape {list(self.loss.shape)}, no token, of a step that trains "
                 f"{denominators.loss_tokens}; columns are [T]: index tokens, not rows"
             )
+        self._check_counted(denominators)
         if not self.parts:
             return self.loss.sum() * denominators.per_loss_token
         counts = {name: getattr(denominators, f"{name}_tokens") for name in self.parts}
         scaled = [part.sum() / max(counts[name], 1) for name, part in self.parts.items()]
         return sum(scaled[1:], start=scaled[0])
+
+    def _check_counted(self, denominators: Denominators) -> None:
+        """Raise if there is a loss where the step counts no token to divide it by."""
+        parts = self.parts or {"loss": self.loss}
+        for name, part in parts.items():
+            # Looked at only where the count is 0: it makes the host wait for the device.
+            if not getattr(denominators, f"{name}_tokens") and bool(part.detach().ne(0).any()):
+                raise InvalidInput(
+                    f"terms.{name}: not 0, and the step's denominators count no {name} token; pass the denominators of "
+                    "the step that this micro-batch belongs to: step.denominators"
+                )
 
     def rule(self, mode: str) -> Rule | None:
         """How tokens of samples in this training mode were masked; None where nothing masks."""

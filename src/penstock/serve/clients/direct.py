@@ -89,7 +89,7 @@ class Direct:
         self._lock = threading.Lock()
         self._is_known = False
         self._writer: DirectWriter | None = None
-        self.seq_len = 0
+        self.seq_len, self.drops_long = 0, False
         """What metadata is made for."""
 
     def writer(self) -> DirectWriter | None:
@@ -104,7 +104,8 @@ class Direct:
         attached = self._attach()
         storage = reachable(attached) if attached.may_write else None
         if storage is not None:
-            self._writer, self.seq_len = DirectWriter(storage, self._open_segment), attached.seq_len
+            self._writer = DirectWriter(storage, self._open_segment)
+            self.seq_len, self.drops_long = attached.seq_len, attached.drops_long
         self._is_known = True
 
     def turn_off(self, reason: object) -> None:
@@ -125,7 +126,7 @@ class DirectPut:
 
     def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup) -> None:
         self._direct, self._writer, self._group = direct, writer, group
-        self._metadata = group.metadata(direct.seq_len)
+        self._metadata = group.metadata(direct.seq_len, drop=direct.drops_long)
         self._location = ""
 
     @staticmethod

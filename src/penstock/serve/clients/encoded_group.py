@@ -19,6 +19,7 @@ from penstock.send.producer import ProducerSession
 from penstock.serve.clients.producer_line import Question
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.intake import UNCUT, facts_for_evaluation
+from penstock.serve.decisions.priorities import check_priority
 
 _LARGE_BYTES = 1 << 20
 _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
@@ -36,11 +37,14 @@ class EncodedGroup:
     evaluation: bool
     made: FramePieces | None = None
     """What was encoded here; None for a frame that came encoded."""
+    priority: float = 1.0
     group: Group | None = None
     """What it was made of, where that is known."""
 
     @staticmethod
-    def of(group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own]) -> EncodedGroup:
+    def of(
+        group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own], priority: float = 1.0
+    ) -> EncodedGroup:
         """`columns` says which ones the plane was told of; it is asked only for samples that have such."""
         samples = samples_of(group)
         if not samples:
@@ -55,14 +59,20 @@ class EncodedGroup:
             size=made.size,
             run=lambda: run,
             evaluation=evaluation,
+            priority=priority,
             made=made,
             group=known,
         )
 
     @staticmethod
-    def of_frame(name: str, frame: Buffer, *, evaluation: bool) -> EncodedGroup:
+    def of_frame(name: str, frame: Buffer, *, evaluation: bool, priority: float = 1.0) -> EncodedGroup:
         return EncodedGroup(
-            name=name, pieces=[frame], size=len(frame), run=partial(_run_of, frame), evaluation=evaluation
+            name=name,
+            pieces=[frame],
+            size=len(frame),
+            run=partial(_run_of, frame),
+            evaluation=evaluation,
+            priority=priority,
         )
 
     def frame(self) -> Buffer:
@@ -71,23 +81,35 @@ class EncodedGroup:
             return self.pieces[0]
         return b"".join(self.pieces) if self.size < _LARGE_BYTES else join(self.pieces)
 
-    def metadata(self, seq_len: int) -> tuple[bytes, bytes]:
-        """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded."""
+    def metadata(self, seq_len: int, *, drop: bool) -> tuple[bytes, bytes]:
+        """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded.
+        `drop`: samples longer than `seq_len` are dropped, not truncated."""
         if self.made is None and self.evaluation:
             facts, shown = facts_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
             return facts.to_bytes(), shown.to_bytes()
         if self.made is None:
-            return check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE).to_bytes(), b""
-        facts = facts_of_pieces(self.made, group=self.name, seq_len=UNCUT if self.evaluation else seq_len)
+            facts = check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE, drop=drop)
+            return facts.to_bytes(), b""
+        length = UNCUT if self.evaluation else seq_len
+        facts = facts_of_pieces(self.made, group=self.name, seq_len=length, drop=drop and not self.evaluation)
         return facts.to_bytes(), EvalFacts.of(self.made.samples).to_bytes() if self.evaluation else b""
 
     def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
         """Asks the plane to take it. `direct`: its frame is written to storage once there is room for it."""
+        check_priority(self.name, self.priority)
         waits = timeout is None or timeout > 0
         frame = None if direct else self.frame()
         digest = self._digest() if frame is None else xxhash.xxh3_128_digest(frame)
         return lambda now: session.put(
-            self.name, frame, digest, now, size=self.size, run=self.run, waits=waits, evaluation=self.evaluation
+            self.name,
+            frame,
+            digest,
+            now,
+            size=self.size,
+            run=self.run,
+            waits=waits,
+            evaluation=self.evaluation,
+            priority=self.priority,
         )
 
     def _digest(self) -> bytes:

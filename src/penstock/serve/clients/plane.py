@@ -17,15 +17,14 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from penstock import errors
 from penstock.arrays import Sample
 from penstock.arrays.counts import check_count
 from penstock.arrays.own_columns import Own, own_of
-from penstock.convert import Group, grpo, unique_id
+from penstock.convert import Group, grpo
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
-from penstock.errors import Closed, DiskFull, InvalidInput, Overloaded, PenstockError, StorageError
+from penstock.errors import Closed, DiskFull, InvalidInput, StorageError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.decision_limits import check_decision
 from penstock.send.messages import (
@@ -48,9 +47,9 @@ from penstock.serve.clients.async_puts import AsyncPuts
 from penstock.serve.clients.closing import close_when_collected, end
 from penstock.serve.clients.direct import Direct, DirectPut
 from penstock.serve.clients.encoded_group import EncodedGroup, samples_of
-from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder
+from penstock.serve.clients.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.serve.clients.handles import Handle, nowhere
-from penstock.serve.clients.producer_line import ProducerLine, Question
+from penstock.serve.clients.producer_line import ProducerLine, Question, error_of
 from penstock.serve.clients.put_counts import PutCounts
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
@@ -107,6 +106,7 @@ class Plane:
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
         evaluation: bool = False,
+        priority: float = 1.0,
         timeout: float | None = None,
     ) -> GroupBuilder:
         """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them.
@@ -114,9 +114,10 @@ class Plane:
         `prompt` is the prompt's name, which comes back as often as it is sampled. `id` is this group's own: made
         unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
         `evaluation`: it is recorded and shown, and never trained; so it gets no advantages, and no filter may drop any.
+        `priority` is for samplers that go by it, until ranks report another.
         """
         return GroupBuilder(
-            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
         )
 
     def agroup(
@@ -128,50 +129,50 @@ class Plane:
         advantage: Advantage | None = grpo,
         filters: Iterable[Filter] = (),
         evaluation: bool = False,
+        priority: float = 1.0,
         timeout: float | None = None,
     ) -> AsyncGroupBuilder:
         """`group` for asyncio: `async with plane.agroup("prompt-1") as group`."""
         return AsyncGroupBuilder(
-            **self._group(prompt, id, policy_version, advantage, tuple(filters), evaluation), timeout=timeout
+            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
         )
 
-    def _group(
+    def put(
         self,
-        prompt: str,
-        given: str | None,
-        policy_version: int | None,
-        advantage: Advantage | None,
-        filters: tuple[Filter, ...],
-        evaluation: bool,
-    ) -> dict[str, Any]:
-        """What a builder is made of."""
-        if evaluation and filters:
-            raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
-        return {
-            "plane": self,
-            "prompt": prompt,
-            "id": unique_id(prompt) if given is None else given,
-            "policy_version": policy_version,
-            "advantage": None if evaluation else advantage,
-            "filters": filters,
-            "evaluation": evaluation,
-        }
-
-    def put(self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None) -> bool:
+        group: Group | Sequence[Sample],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
 
         When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
         all) and then raises `Overloaded`.
         """
-        encoded = EncodedGroup.of(group, evaluation=evaluation, columns=lambda: self.columns)
-        return self._put(encoded, timeout)
+        encoded = EncodedGroup.of(group, evaluation=evaluation, priority=priority, columns=lambda: self.columns)
+        return not self.deliver(encoded, timeout).duplicate
 
-    def put_frame(self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None) -> bool:
+    def put_frame(
+        self,
+        group: str,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> bool:
         """`put` for a group that is encoded already."""
-        return self._put(EncodedGroup.of_frame(group, frame, evaluation=evaluation), timeout)
+        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
+        return not self.deliver(encoded, timeout).duplicate
 
     async def aput(
-        self, group: Group | Sequence[Sample], *, evaluation: bool = False, timeout: float | None = None
+        self,
+        group: Group | Sequence[Sample],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
     ) -> bool:
         """`put` for asyncio, from any number of tasks at once.
 
@@ -180,23 +181,32 @@ class Plane:
         """
         samples = samples_of(group)
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
-            encode = partial(EncodedGroup.of, group, evaluation=evaluation, columns=lambda: self.columns)
-            return await self._aput(await self.acompute(encode), left)
+            encode = partial(
+                EncodedGroup.of, group, evaluation=evaluation, priority=priority, columns=lambda: self.columns
+            )
+            return not (await self.adeliver(await self.acompute(encode), left)).duplicate
 
     async def aput_frame(
-        self, group: str, frame: Buffer, *, evaluation: bool = False, timeout: float | None = None
+        self,
+        group: str,
+        frame: Buffer,
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
     ) -> bool:
         """`aput` for a group that is encoded already."""
-        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation)
+        encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
         async with self._async.place(encoded.run(), timeout, evaluation=evaluation) as left:
-            return await self._aput(encoded, left)
+            return not (await self.adeliver(encoded, left)).duplicate
 
     async def acompute(self, act: Callable[[], T]) -> T:
         """What a function returns, from one of the two threads that encode groups of tasks."""
         self._raise_ended()
         return await self._async.compute(act)
 
-    def _put(self, group: EncodedGroup, timeout: float | None) -> bool:
+    def deliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
+        """Put a group that is encoded, and return what the plane answered."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -209,7 +219,8 @@ class Plane:
             if put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
 
-    async def _aput(self, group: EncodedGroup, timeout: float | None) -> bool:
+    async def adeliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
+        """`deliver`, without blocking the thread."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -237,7 +248,7 @@ class Plane:
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
         assert isinstance(answer, SegmentOpened)
         return answer.segment
 
@@ -246,16 +257,18 @@ class Plane:
         assert isinstance(answer, Attached)
         return answer
 
-    def _taken(self, group: EncodedGroup, answer: Answer) -> bool:
-        """Whether the group is new there; raises what the plane refused it with."""
+    def _taken(self, group: EncodedGroup, answer: Answer) -> Accepted:
+        """Note what became of a group; raises what the plane refused it with."""
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
         assert isinstance(answer, Accepted)
         if answer.stale:
             self.counts.on_stale(group.name, answer.policy_version)
         if not answer.duplicate and group.group is not None:
             self.counts.on_put(group.group)
-        return not answer.duplicate
+        if any(answer.over_length):
+            self.counts.on_over_length(group.name, answer.over_length)
+        return answer
 
     @property
     def num_stale(self) -> int:
@@ -274,7 +287,7 @@ class Plane:
         check_decision(message)
         answer = await self._line.aask(self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Decide on a group in quarantine: give it up, or let it wait for training again."""
@@ -300,7 +313,7 @@ class Plane:
         check_decision(make(0))
         answer = self._call(make)
         if isinstance(answer, Rejected):
-            raise _error_of(answer)
+            raise error_of(answer)
 
     # -------------------------------------------------------------- trainers
 
@@ -408,13 +421,3 @@ def _weakly(method: Callable[[], T]) -> Callable[[], T]:
         return bound()
 
     return call
-
-
-def _error_of(answer: Rejected) -> PenstockError:
-    """The plane's error, as it would have been raised there."""
-    if answer.kind == "Overloaded":
-        return Overloaded(answer.reason, answer.retry_after_s)
-    found = getattr(errors, answer.kind, None)
-    if isinstance(found, type) and issubclass(found, PenstockError):
-        return found(answer.reason)
-    return PenstockError(f"{answer.kind}: {answer.reason}")

@@ -52,9 +52,9 @@ class PlaneKeywords(TypedDict, total=False):
     groups_per_step: int | None
     """Groups that make a step."""
     samples_per_step: int | None
-    """Samples that make a step."""
+    """Samples that make a step: whole groups are drawn until there are so many."""
     tokens_per_step: int | None
-    """Tokens that make a step."""
+    """Tokens that make a step: whole groups are drawn until there are so many."""
     run: str
     """The run's name; ranks and workers that name another are refused."""
     listen: Sequence[str]
@@ -66,7 +66,14 @@ class PlaneKeywords(TypedDict, total=False):
     replicas: int
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
     requires: Sequence[str]
-    """Columns that every group must have, such as logprobs; a put without one is refused."""
+    """Columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever its mode; a put
+    without one is rejected."""
+    over_length: Literal["reject", "truncate", "drop"]
+    """What happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop it from its group;
+    truncated and dropped samples and tokens are counted in the ledger."""
+    untrained_groups: Literal["reject", "accept"]
+    """What happens to a group in which no token is trained, or whose trained tokens have no `logprobs` in a mode that
+    needs them: reject the put, or accept the group, warn once and count it."""
     max_group_tokens: int | None
     """Tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576."""
     max_group_bytes: int | None

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from penstock.errors import Closed, PlaneLost
+from penstock import errors
+from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import Frames, FromPlane, Rejected, Room
 from penstock.send.producer import Answer, Answered, Event, ProducerSession
@@ -29,6 +30,16 @@ Write: TypeAlias = Callable[[], Written]
 AsyncWrite: TypeAlias = Callable[[], Awaitable[Written]]
 _LOOK_S = 1.0
 """How often a call that waits looks whether anybody could still answer it."""
+
+
+def error_of(answer: Rejected) -> PenstockError:
+    """The plane's error, as it would have been raised there."""
+    if answer.kind == "Overloaded":
+        return Overloaded(answer.reason, answer.retry_after_s)
+    found = getattr(errors, answer.kind, None)
+    if isinstance(found, type) and issubclass(found, PenstockError):
+        return found(answer.reason)
+    return PenstockError(f"{answer.kind}: {answer.reason}")
 
 
 class ProducerLine:

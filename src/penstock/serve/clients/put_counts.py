@@ -8,6 +8,7 @@ from collections import Counter
 
 from penstock.convert import Group
 from penstock.convert.forks import RETOKENIZED
+from penstock.serve.decisions.ledger import OVER_LENGTH
 
 logger = logging.getLogger("penstock.producer")
 
@@ -23,6 +24,9 @@ class PutCounts:
         """How often rollouts branched, by cause: see `penstock.convert.forks`."""
         self.unrouted = 0
         """Samples without routed experts although the server reported some."""
+        self.over_length: Counter[str] = Counter()
+        """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
+        dropped_samples, dropped_tokens."""
 
     def on_stale(self, group: str, version: int | None) -> None:
         with self._lock:
@@ -36,6 +40,22 @@ class PutCounts:
                 count,
                 version,
             )
+
+    def on_over_length(self, group: str, counts: tuple[int, int, int, int]) -> None:
+        with self._lock:
+            before = self._num_shortened()
+            self.over_length.update(dict(zip(OVER_LENGTH, counts, strict=True)))
+            after = self._num_shortened()
+        if _is_said(before, after):
+            logger.warning(
+                "group %r has samples longer than the plane's seq_len; put here so far: %s; generate fewer tokens, or "
+                "raise seq_len",
+                group,
+                ", ".join(f"{self.over_length[name]} {name.replace('_', ' ')}" for name in OVER_LENGTH),
+            )
+
+    def _num_shortened(self) -> int:
+        return self.over_length["truncated_samples"] + self.over_length["dropped_samples"]
 
     def on_put(self, group: Group) -> None:
         """Note what became of the rollouts on their way to samples."""

@@ -6,17 +6,21 @@ down, many groups with one sync, before anybody hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.send.rooms import NOTHING, Amount
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
+from penstock.serve.decisions.decision_records import GivePriorities, Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
+from penstock.serve.decisions.over_length import NONE, OverLength
+from penstock.serve.decisions.priorities import check_priority
+from penstock.serve.decisions.untrained import why_untrained
 from penstock.serve.settings import PlaneSettings
 
 _RETRY_AFTER_S = 0.25
@@ -40,6 +44,8 @@ class Outcome:
     """Where it did not fit, if the error is `Overloaded`."""
     size: int = 0
     """Its bytes, if it did not fit."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
 
 
 class Acceptance:
@@ -102,6 +108,7 @@ class Acceptance:
         *,
         evaluation: bool = False,
         claim: Claim = lambda _: NOTHING,
+        priority: float = 1.0,
     ) -> Outcome | bool:
         """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
         group is under way already. An outcome: that is all. `claim` returns what is reserved for others in a table."""
@@ -109,6 +116,7 @@ class Acceptance:
         try:
             if not 0 < len(group) <= MAX_ID:
                 raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
+            check_priority(group, priority)
             known = self._recognise(ticket, group, digest, evaluation=evaluation)
             if known is not None:
                 return known
@@ -123,16 +131,19 @@ class Acceptance:
         except PenstockError as error:
             self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
             return Outcome(ticket, error, table=table_name, size=size)
-        self._arrivals.add(Arrival(group, digest, size, None if evaluation else table_name, [ticket]))
+        where = None if evaluation else table_name
+        self._arrivals.add(Arrival(group, digest, size, where, [ticket], priority=priority))
         return True
 
     def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
         """What to answer for a group that was put before; None for a new one."""
         arrival = self._arrivals.get(group)
         known = arrival.digest if arrival else self._journal.log.digest_of(group)
-        if known is None:
+        if known is None and not self._journal.log.is_discarded(_dropped_key(group)):
             return None
         self._journal.counts["puts_repeated"] += 1
+        if known is None:
+            return Outcome(ticket, duplicate=True)
         if known != digest:
             raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
         before = arrival.is_evaluation if arrival else self._journal.log.is_evaluation(group)
@@ -210,10 +221,26 @@ class Acceptance:
                 counts["groups_not_archived"] += lost
         return state.evaluations.given_back > before or lost > 0
 
-    def arrive(self, group: str, facts: GroupFacts, location: str, eval_facts: EvalFacts | None = None) -> None:
+    def arrive(
+        self,
+        group: str,
+        facts: GroupFacts,
+        location: str,
+        eval_facts: EvalFacts | None = None,
+        over_length: OverLength = NONE,
+    ) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""
         arrival = self._arrivals[group]
-        arrival.kept, arrival.eval_facts = (facts, location), eval_facts
+        arrival.kept, arrival.eval_facts, arrival.over_length = (facts, location), eval_facts, over_length
+
+    def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
+        """Count a group that was offered and has no sample that fits; a repeated put is recognised."""
+        arrival = self._arrivals.pop(group)
+        try:
+            self._journal.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
+        except PenstockError as error:
+            return [Outcome(ticket, error) for ticket in arrival.tickets]
+        return _outcomes(arrival, over_length=over_length)
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
         """Whether a group is under way, and will be answered under this ticket too."""
@@ -233,14 +260,21 @@ class Acceptance:
     def flush(self) -> list[Outcome]:
         """Accept what has arrived, as one transaction; what is returned without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        rows = self._arrivals.rows(self._journal.state.op + 1)
+        first = self._journal.state.op + 1
+        given = self._arrivals.priorities()
+        rows = self._arrivals.rows(first + bool(given))
         if not rows:
             return outcomes
         evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
         self._journal.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._journal.transaction():
+                if given:
+                    self._journal.log.add_record(first, GivePriorities(priorities=given))
                 self._journal.log.add_groups(rows)
+                shortened = self._shortened(rows)
+                if shortened is not None:
+                    self._journal.log.add_record(*shortened)
         except Exception as error:  # noqa: BLE001 - one that no row may provoke is an error to its producers
             # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
             # their segment is.
@@ -248,13 +282,27 @@ class Acceptance:
                 self._journal.segments.settle(row.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, known)]
+        if given:
+            self._journal.state.redo(first, GivePriorities(priorities=given))
+        self._journal.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
         for row, _ in rows:
             outcomes += self._accept(row)
+        if shortened is not None:
+            self._journal.state.redo(*shortened)
         self._journal.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
         self._journal.counts["groups"] += len(rows)
         self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
         self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)
         return outcomes
+
+    def _is_untrained(self, row: GroupRow) -> bool:
+        kept = self._arrivals[row.id].kept
+        return kept is not None and row.state is not State.EVALUATION and bool(why_untrained(kept[0]))
+
+    def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
+        """The decision, behind those about these groups, that counts what was truncated or dropped of them."""
+        total = OverLength.total(self._arrivals[row.id].over_length for row, _ in rows)
+        return (rows[-1][0].op + 1, Shorten(**asdict(total))) if total else None
 
     def _late_refusal(self, group: str) -> list[Outcome]:
         """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
@@ -275,8 +323,21 @@ class Acceptance:
         self._journal.segments.settle(row.location, accepted=True)
         if row.state is State.EVALUATION:
             self._journal.state.take_evaluation(row, arrival.eval_facts)
-            return [Outcome(ticket, duplicate=i > 0) for i, ticket in enumerate(arrival.tickets)]
+            return _outcomes(arrival)
         stale = not self._journal.state.take_in(row)
         self._journal.counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
-        return [Outcome(ticket, duplicate=i > 0, stale=stale) for i, ticket in enumerate(arrival.tickets)]
+        return _outcomes(arrival, stale=stale, over_length=arrival.over_length)
+
+
+def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength = NONE) -> list[Outcome]:
+    """The first ticket put the group, the others repeated it."""
+    return [
+        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else over_length)
+        for i, ticket in enumerate(arrival.tickets)
+    ]
+
+
+def _dropped_key(group: str) -> str:
+    """The name under which a group of which nothing was left is remembered."""
+    return f"over_length: {group}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.log import GroupRow, State
+from penstock.serve.decisions.over_length import NONE, OverLength
 
 
 @dataclass(slots=True)
@@ -25,6 +26,9 @@ class Arrival:
     """Its facts and its frame's location, once it was checked and kept."""
     eval_facts: EvalFacts | None = None
     """Of an evaluation group, once it was checked and kept."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
+    priority: float = 1.0
 
     @property
     def is_evaluation(self) -> bool:
@@ -69,6 +73,11 @@ class Arrivals:
     def ready(self) -> list[str]:
         """Those that were checked and kept."""
         return [group for group, arrival in self._all.items() if arrival.kept is not None]
+
+    def priorities(self) -> dict[str, float]:
+        """Of those that were checked and kept and have another priority than 1."""
+        ready = [self._all[group] for group in self.ready]
+        return {one.group: one.priority for one in ready if one.priority != 1.0 and not one.is_evaluation}
 
     def rows(self, op: int) -> list[tuple[GroupRow, bytes]]:
         """Those that were checked and kept with their facts, as the log will have them, numbered from `op` on."""

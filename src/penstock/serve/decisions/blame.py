@@ -38,3 +38,12 @@ def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> d
 
 def _in_words(kind: str) -> str:
     return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
+
+
+def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
+    """Count what a group asks of the others in its step; a negative sign takes it out."""
+    for name, kind in row.kinds:
+        counts = kinds.setdefault(name, Counter())
+        counts[kind] += sign
+        if counts[kind] <= 0:
+            del counts[kind]

@@ -27,6 +27,8 @@ class Prioritize(_Record, frozen=True, tag="priorities"):
     """New priorities, by group."""
 
     priorities: dict[str, float]
+    step: int = 0
+    """The step whose reports they combine; 0: none."""
 
 
 class Quarantine(_Record, frozen=True, tag="quarantine"):
@@ -78,7 +80,51 @@ class Lose(_Record, frozen=True, tag="lose"):
     """Group, by op -> why."""
 
 
-Record: TypeAlias = Advance | Prioritize | Quarantine | Discard | Weigh | EvictRun | ReleaseGroup | DropGroup | Lose
+class Shorten(_Record, frozen=True, tag="shorten"):
+    """Samples longer than `seq_len` were truncated or dropped."""
+
+    truncated_samples: int = 0
+    truncated_tokens: int = 0
+    dropped_samples: int = 0
+    dropped_tokens: int = 0
+    key: str = ""
+    """The group, where all of its samples were dropped and there is no row of it."""
+
+
+class Report(_Record, frozen=True, tag="report"):
+    """A rank reported priorities, by group; they take effect when the step is committed."""
+
+    step: int
+    priorities: dict[str, float]
+
+
+class GivePriorities(_Record, frozen=True, tag="give priorities"):
+    """Groups that are accepted next are put with these priorities."""
+
+    priorities: dict[str, float]
+
+
+class ForgetReports(_Record, frozen=True, tag="forget reports"):
+    """Steps from this one on are trained again: what was reported of them does not count."""
+
+    first: int
+
+
+Record: TypeAlias = (
+    Advance
+    | Prioritize
+    | Quarantine
+    | Discard
+    | Weigh
+    | EvictRun
+    | ReleaseGroup
+    | DropGroup
+    | Lose
+    | Shorten
+    | Report
+    | ForgetReports
+    | GivePriorities
+)
 
 _PACK = msgspec.msgpack.Encoder()
 _READ: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

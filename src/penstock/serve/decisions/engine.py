@@ -28,7 +28,6 @@ from penstock.errors import (
     UnknownKey,
     WaitTimeout,
 )
-from penstock.hold.table import MAX_PRIORITY
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
 from penstock.serve.decisions.decision_records import (
@@ -36,21 +35,26 @@ from penstock.serve.decisions.decision_records import (
     Discard,
     DropGroup,
     EvictRun,
+    ForgetReports,
     Prioritize,
     Quarantine,
+    Record,
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.draw_ahead import too_early
 from penstock.serve.decisions.failures import ends_plane
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
+from penstock.serve.decisions.over_length import note_seq_len
+from penstock.serve.decisions.priorities import report
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.segments import Segments
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
-from penstock.serve.settings import PlaneSettings
+from penstock.serve.settings import PlaneSettings, Target
 from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
 
 logger = logging.getLogger("penstock.plane")
@@ -83,6 +87,7 @@ class Engine:
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, op=op)
             self.segments = Segments(log, storage, custody)
             self.journal = Journal(settings, log, self.segments)
+            note_seq_len(settings, self.journal, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
         """Writes frames that clients sent to the plane; used by one thread beside the loop."""
         self.acceptance = Acceptance(settings, self.journal)
@@ -199,6 +204,8 @@ class Engine:
         """Choose the groups of the next step; or say in words what is missing for it. Then `record` or `undo_draw`."""
         assert step == self.last_step + 1
         assert not self.state.is_drawing
+        if early := too_early(self.settings, self.state, step):
+            return early
         counts = self.state.apportion(self.settings.target)
         if counts is None:
             return self._missing()
@@ -212,7 +219,7 @@ class Engine:
             manifest = self.state.draw(op, step, counts)
             return Drawn(step, op, self._places(manifest.groups), self._facts(manifest.groups))
         except WaitTimeout as error:
-            if len(counts) > 1:
+            if not isinstance(counts, Target) and len(counts) > 1:
                 self.journal.rebuild()  # others may have been drawn from
             return f"generation: {error}"
         except Exception:
@@ -343,18 +350,26 @@ class Engine:
     def commit(self, step: int, policy_version: int | None) -> None:
         """Every rank has trained the step."""
         assert step == self.next_step
-        record, op = None, self.state.op + 1
+        records: list[Record] = []
+        if step in self.state.reports.waiting:
+            records.append(Prioritize(priorities=self.state.reports.waiting[step], step=step))
         if policy_version is not None and self.policy_version < policy_version <= MAX_VERSION:
-            record = Advance(policy_version=policy_version)
-        with self.journal.transaction():
-            self.log.set_meta("next_step", step + 1)
-            if record is not None:
-                self.log.add_record(op, record)
-        self.state.begin_at(step + 1)
-        if record is not None:
-            self.state.redo(op, record)
+            records.append(Advance(policy_version=policy_version))
+        self._begin_at(step + 1, {"next_step": step + 1}, records)
         self.acceptance.full.clear()
         self._save_now_and_then()
+
+    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, anew: bool = False) -> None:
+        """Steps before this one are trained, and this was decided with it."""
+        numbered = list(enumerate(records, start=self.state.op + 1))
+        with self.journal.transaction():
+            for name, value in meta.items():
+                self.log.set_meta(name, value)
+            for op, record in numbered:
+                self.log.add_record(op, record)
+        self.state.begin_at(step, anew=anew)
+        for op, record in numbered:
+            self.state.redo(op, record)
 
     def _save_now_and_then(self) -> None:
         """Write memory down once much was decided since; so often that it costs little against what is held."""
@@ -373,20 +388,11 @@ class Engine:
             if not isinstance(error, DiskFull):
                 logger.exception("the snapshot at decision %d could not be made", self.state.op)
 
-    def report(self, priorities: dict[str, float], metrics: dict[str, float]) -> None:
-        """New priorities, by group or sample id (of a group's samples the largest counts), and numbers to show."""
+    def report(self, priorities: dict[str, float], metrics: dict[str, float], step: int | None = None) -> None:
+        """Note new priorities, by group or sample id, and numbers to show. See `priorities` for the rule."""
         self.numbers.update(metrics)
-        found: dict[str, float] = {}
-        for name, value in priorities.items():
-            if not 0.0 <= value <= MAX_PRIORITY:
-                raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
-            group = name if name in self.run_tables else name.rpartition("/")[0]
-            if group in self.run_tables:
-                found[group] = max(value, found.get(group, 0.0))
-            else:
-                self.counts["priorities_unknown"] += 1
-        if found:
-            self.journal.decide(Prioritize(priorities=found))
+        if priorities:
+            report(self.journal, priorities, step)
 
     def resume(self, session: int, step: int) -> str:
         """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in
@@ -409,10 +415,8 @@ class Engine:
                 f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
         first = self.next_step
-        with self.journal.transaction():
-            self.log.set_meta("session", session)
-            self.log.set_meta("next_step", step)
-        self.state.begin_at(step, anew=True)
+        forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
+        self._begin_at(step, {"session": session, "next_step": step}, forget, anew=True)
         if step < first:
             self.counts["resumes_rewound"] += 1
             return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import xxhash
 
-from penstock.arrays.columns import ALL_OR_NONE, Column
+from penstock.arrays.columns import Column
 from penstock.arrays.own_columns import words_for
 from penstock.encode import Limits, RangedFrame, read_head
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
-from penstock.keep.facts import WITHOUT, GroupFacts, check_group, join_facts
+from penstock.keep.facts import GroupFacts, check_group, join_facts
 from penstock.pack import plan
 from penstock.send.messages import Buffer
 from penstock.serve.decisions.evaluations import EvalFacts
+from penstock.serve.decisions.over_length import NONE, OverLength, check_lengths, facts_for
+from penstock.serve.decisions.untrained import check_trained
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import Writer, parse_location
 
@@ -64,6 +67,18 @@ class Arrived:
     location: str
     eval_facts: EvalFacts | None = None
     """Of an evaluation group."""
+    over_length: OverLength = NONE
+    """What was truncated or dropped of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group of which nothing is left: every sample is longer than `seq_len`, and `over_length` is "drop"."""
+
+    group: str
+    over_length: OverLength
+    location: str = ""
+    """Where its sender has written it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,7 @@ class Intake:
         """The run that a group says it belongs to, found without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
 
-    def look_at(self, stored: Stored) -> Arrived | Refused:
+    def look_at(self, stored: Stored) -> Arrived | Dropped | Refused:
         """What becomes of a group that a client has written to storage."""
         try:
             facts = self._facts_of(stored)
@@ -104,10 +119,13 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - metadata must not end the plane, whatever it provokes
             words = f"group {stored.group!r}: {type(error).__name__}: {error}; its metadata cannot be used"
             return Refused(stored.group, InvalidInput(words), stored.location)
-        return Arrived(stored.group, facts, stored.location, shown)
+        found = NONE if stored.evaluation else OverLength.of(facts)
+        if not stored.evaluation and self._is_dropped(facts):
+            return Dropped(stored.group, found, stored.location)
+        return Arrived(stored.group, facts, stored.location, shown, found)
 
     def _facts_of(self, stored: Stored) -> GroupFacts:
-        """Metadata that belongs to the frame at its location, and is within the plane's limits."""
+        """Metadata that belongs to the frame at its location, within the plane's limits, made for its `seq_len`."""
         facts, size = GroupFacts.from_bytes(stored.metadata), parse_location(stored.location).size
         name = f"group {stored.group!r}"
         if facts.group != stored.group or not facts.num_samples:
@@ -118,7 +136,10 @@ class Intake:
                 f"{name}: metadata of {facts.size} bytes and {facts.num_samples} samples, a front of {ranged.size} and "
                 f"{len(ranged)}, at a location of {size}; they must agree"
             )
-        return facts
+        if stored.evaluation or facts.fits(self._settings.packing.seq_len):
+            return facts
+        # Its sender attached to a plane with another seq_len: this one reads the frame itself.
+        return facts_for(self._settings, facts, self._storage.read(stored.location)[0])
 
     def _read_back(self, stored: Stored) -> None:
         """The first frame of a segment: a wrong mount or a copied folder is found before anything is acknowledged."""
@@ -129,7 +150,7 @@ class Intake:
         if found != stored.digest:
             raise Unseen(f"group {stored.group!r}: other bytes are in the plane's storage than were written")
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
         """What became of each group, in order."""
         checked = [self._check(incoming) for incoming in batch]
         good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
@@ -139,14 +160,18 @@ class Intake:
             return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
         return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]
 
-    def _check(self, incoming: Incoming) -> Arrived | Refused:
+    def _check(self, incoming: Incoming) -> Arrived | Dropped | Refused:
         """As it will be, but for where its frame is kept."""
         group, frame = incoming.group, incoming.frame
         try:
             if incoming.evaluation:
                 facts, eval_facts = self.check_evaluation(group, frame)
                 return Arrived(group, facts, "", eval_facts)
-            return Arrived(group, self.check(group, frame), "")
+            facts = self.check(group, frame)
+            found = OverLength.of(facts)
+            if self._is_dropped(facts):
+                return Dropped(group, found)
+            return Arrived(group, facts, "", over_length=found)
         except PenstockError as error:
             return Refused(group, error)
         except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
@@ -155,15 +180,20 @@ class Intake:
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
         """The facts of a frame; raises what is wrong with it."""
-        facts = check_group(frame, group=group, seq_len=self._settings.packing.seq_len, limits=self.limits)
+        drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
+        facts = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
         self._check_facts(facts)
         return facts
 
     def _check_facts(self, facts: GroupFacts) -> None:
         """Raise what this plane's settings have against a group that is to be trained."""
         packing = self._settings.packing
+        if self._settings.over_length == "reject":
+            check_lengths(facts)
         self._check_own(facts)
         self._check_required(facts)
+        if self._settings.untrained_groups == "reject" and not self._is_dropped(facts):
+            check_trained(facts)
         most = self._settings.replay.max_staleness
         if facts.policy_version is None and most is not None:
             raise InvalidInput(
@@ -172,6 +202,10 @@ class Intake:
             )
         if packing.over_cap == "strict":
             plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
+
+    def _is_dropped(self, facts: GroupFacts) -> bool:
+        """Whether `over_length` leaves nothing of a group."""
+        return self._settings.over_length == "drop" and not any(facts.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
         """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
@@ -196,12 +230,25 @@ class Intake:
 
     def _check_required(self, facts: GroupFacts) -> None:
         for name in self._settings.requires:
-            lacks = facts.kinds.get(name) == WITHOUT if name in ALL_OR_NONE else name not in facts.columns
-            if lacks:
+            lacking = _lacking(facts, name)
+            if lacking:
                 raise InvalidInput(
-                    f"group {facts.group!r}: no {name}, which this plane requires of every group; record it, or open "
-                    "the plane without it in `requires`"
+                    f"group {facts.group!r}: no {name} in sample {lacking[0]!r} ({len(lacking)} of {facts.num_samples} "
+                    "samples), which this plane requires of every trained sample; record it, or open the plane without "
+                    "it in `requires`"
                 )
+
+
+def _lacking(facts: GroupFacts, name: str) -> list[str]:
+    """The trained samples without a column; of a group that trains nothing, all samples without it."""
+    trained = np.frombuffer(facts.kept_loss_tokens, "<i8") > 0
+    if not trained.any():
+        trained = np.ones(facts.num_samples, np.bool_)
+    has = np.zeros(facts.num_samples, np.bool_)
+    if name in facts.columns:
+        table = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
+        has = table[:, facts.columns.index(name)]
+    return [facts.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
 
 
 def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:

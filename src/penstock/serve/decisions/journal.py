@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from penstock.errors import Fenced, PenstockError
-from penstock.serve.decisions.decision_records import Discard, Record
+from penstock.serve.decisions.decision_records import Discard, Record, Shorten
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
@@ -57,7 +57,7 @@ class Journal:
         op = self.state.op + 1
         with self.transaction():
             self.log.add_record(op, record)
-            if isinstance(record, Discard) and record.key:
+            if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
         self.state.redo(op, record)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.serve.decisions.log import State
 
+OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
 _FIELDS = {state: state.name.lower() for state in State}
 
 
@@ -29,6 +31,13 @@ class Ledger:
     """Samples scheduled, counted again each time a replay policy reuses one."""
     discarded: Counter[str] = field(default_factory=Counter)
     """Samples that were generated but filtered out before they were put, by reason; not part of the sum."""
+    over_length: Counter[str] = field(default_factory=Counter)
+    """Samples longer than `seq_len` that were truncated or dropped, and their tokens. Not part of the sum: a sample
+    counts with its group, whose other samples are trained."""
+
+    def shorten(self, counts: Mapping[str, int]) -> None:
+        """Count samples and tokens that were truncated or dropped."""
+        self.over_length.update(counts)
 
     def add(self, state: State, reason: str, samples: int) -> None:
         """Count samples into a state; a negative number takes them out of it."""
@@ -54,6 +63,7 @@ class Ledger:
             dropped=Counter(found["dropped"]),
             uses=found["uses"],
             discarded=Counter(found["discarded"]),
+            over_length=Counter(found.get("over_length", {})),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,5 +78,6 @@ class Ledger:
             "evaluation": self.evaluation,
             "uses": self.uses,
             "discarded": dict(sorted(self.discarded.items())),
+            "over_length": {name: self.over_length[name] for name in OVER_LENGTH},
             "balanced": self.balanced,
         }

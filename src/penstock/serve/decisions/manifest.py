@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from penstock.arrays.counts import bounded_sum
 from penstock.errors import CorruptFile
+from penstock.serve.decisions.log import GroupRow
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -27,6 +31,21 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Smallest, summed and largest staleness of its groups that have a version."""
     num_versions: int = 0
     """How many of its groups have a version."""
+    one_by_one: bool = False
+    """Whether groups were drawn one at a time, until a target of samples or tokens was met."""
+
+    @staticmethod
+    def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:
+        """Of a step that is drawn and not planned yet."""
+        stale = [policy_version - row.policy_version for row in rows if row.policy_version is not None]
+        return Manifest(
+            groups=tuple(row.op for row in rows),
+            policy_version=policy_version,
+            samples=sum(row.samples for row in rows),
+            tokens=sum(row.tokens for row in rows),
+            staleness=(min(stale), bounded_sum(sum(stale)), max(stale)) if stale else (0, 0, 0),
+            num_versions=len(stale),
+        )
 
 
 def read_manifest(data: bytes) -> Manifest:

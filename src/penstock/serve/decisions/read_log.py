@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, CorruptFile, InvalidInput
-from penstock.serve.decisions.decision_records import Advance, Discard, read_record
-from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.decision_records import Advance, Discard, Shorten, read_record
+from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.storage import FolderStorage
@@ -215,6 +215,8 @@ def _records(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
             version = record.policy_version
         elif isinstance(record, Discard):
             ledger.discarded[record.reason] += record.samples
+        elif isinstance(record, Shorten):
+            ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
     return {"policy_version": version}
 
 

@@ -63,7 +63,8 @@ def _eval_facts(log: Log, op: int) -> EvalFacts | None:
 def _draw_again(state: PlaneState, op: int, step: int, data: bytes, recorded: State) -> None:
     manifest = read_manifest(data)
     try:
-        drawn = state.draw(op, step, Counter(state.rows[group].run for group in manifest.groups)).groups
+        counts = Counter(state.rows[group].run for group in manifest.groups)
+        drawn = state.draw(op, step, counts, one_by_one=manifest.one_by_one).groups
     except (WaitTimeout, KeyError):
         drawn = ()
     if drawn != manifest.groups:

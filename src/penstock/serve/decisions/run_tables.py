@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from penstock.errors import Evicted, InvalidInput, UnknownKey, WaitTimeout
+from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
 from penstock.hold import Key, Replay, Table
 from penstock.hold.core import OnEvict
+from penstock.hold.drawing import Drawing
 from penstock.serve.decisions.fair_share import FairShare
 from penstock.serve.decisions.log import GroupRow
 from penstock.serve.decisions.snapshot import SavedTables
@@ -36,6 +37,7 @@ class Waiting(NamedTuple):
     num_bytes: int
     num_tokens: int
     policy_version: int
+    priority: float = 1.0
 
 
 class RunTables:
@@ -53,6 +55,8 @@ class RunTables:
         self.tables: dict[str, Table] = {}
         self.lines: dict[str, list[Waiting]] = {}
         """Table -> the groups that are held and for which it has no room."""
+        self.given: dict[str, float] = {}
+        """Priorities of groups that are accepted next, where they have one of their own."""
         self._replay, self._on_evict = replay, on_evict
         self._policy_version = 0
         self.table("")  # settings that cannot hold together are found now
@@ -112,7 +116,8 @@ class RunTables:
 
     def insert(self, row: GroupRow, policy_version: int) -> bool:
         """Hold a group, in line if its table has no room; False if it is too old ever to be sampled."""
-        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version)
+        priority = self.given.pop(row.id, 1.0)
+        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority)
         table = self.table(row.run)
         if row.run not in self.lines and table.may_insert():
             with suppress(WaitTimeout):
@@ -162,6 +167,12 @@ class RunTables:
         for _, line in sorted(self.lines.items()):
             yield from (waiting.key for waiting in line)
 
+    def oldest_version(self) -> int | None:
+        """The oldest policy version of the groups that wait; None if none does."""
+        versions = [table.oldest_version for table in self.tables.values()]
+        versions += [waiting.policy_version for line in self.lines.values() for waiting in line]
+        return min((version for version in versions if version is not None), default=None)
+
     def advance(self, policy_version: int) -> None:
         self._policy_version = policy_version
         for table in self.tables.values():
@@ -174,10 +185,16 @@ class RunTables:
 
     # -------------------------------------------------------------- steps
 
-    def apportion(self, target: Target, look: Look) -> dict[str, int] | None:
-        """How many groups of each table_name fill a step; None when those that may be drawn do not."""
+    def apportion(self, target: Target, held: int, look: Look) -> Mapping[str, int] | Target | None:
+        """What `draw` is to take to fill a step, of so much that is held; None when those that may be drawn do not.
+
+        How many groups make so many samples or tokens is known only when they are drawn."""
+        if target.groups is None:
+            in_line = [look(waiting.key) for line in self.lines.values() for waiting in line]
+            apart = sum(target.measure(row.samples, row.tokens) for row in in_line)
+            return target if held - apart >= target.amount else None
         waiting = {table_name: table for table_name, table in sorted(self.tables.items()) if len(table)}
-        if len(waiting) < 2 and target.groups is not None:
+        if len(waiting) < 2:
             return {
                 table_name: target.groups for table_name, table in waiting.items() if len(table) >= target.groups
             } or None
@@ -191,25 +208,76 @@ class RunTables:
                 continue
             row = look(key)
             counts[table_name] += 1
-            have += target.measure(row.samples, row.tokens)
+            have += 1
             shares.charge(table_name, row.tokens)
         return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
 
-    def draw(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
-        """Take so many groups of each table_name; raises WaitTimeout when they are not there."""
-        busy = sorted(table_name for table_name, table in self.tables.items() if len(table))
-        ops: list[int] = []
+    def draw(self, what: Mapping[str, int] | Target, look: Look, *, one_by_one: bool = False) -> tuple[int, ...]:
+        """Take groups for a step; raises WaitTimeout when they are not there. `one_by_one`: as a target took them."""
+        if isinstance(what, Target):
+            return self._draw_until(what, look)
+        return self._draw_again(what, look) if one_by_one else self._draw(what, look)
+
+    def _draw(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
+        """Take so many groups of each table_name."""
+        busy = self._busy()
+        taken: dict[str, list[tuple[Key, Any]]] = {}
         for table_name in sorted(counts):
             batch = self.tables[table_name].sample(counts[table_name], timeout=0)
-            ops += map(int, batch.items)
-            tokens = sum(look(key).tokens for key in batch.keys)
+            taken[table_name] = list(zip(batch.keys.tolist(), batch.items.tolist(), strict=True))
+        return self._charge(taken, busy, look)
+
+    def _draw_until(self, target: Target, look: Look) -> tuple[int, ...]:
+        """Take groups one at a time, each of the run that is owed most, until they fill a step. Enough must be held.
+        Raises WaitTimeout, with everything as it was, when the limiter allows too few."""
+        busy = self._busy()
+        # Where everything may be drawn the target is met for certain, and nothing has to be undone.
+        undoable = not all(self.tables[name].may_sample_all for name in busy)
+        drawings = {name: self.tables[name].drawing(undoable=undoable) for name in busy}
+        shares, have = self.shares.copy(), 0
+        try:
+            while have < target.amount:
+                if not busy:
+                    raise WaitTimeout(f"{have} of {target} may be drawn now")
+                table_name = shares.most_owed(busy)
+                key = drawings[table_name].pick()
+                if key is None:
+                    busy.remove(table_name)
+                    continue
+                row = look(key)
+                have += target.measure(row.samples, row.tokens)
+                shares.charge(table_name, row.tokens)
+        except PenstockError:
+            for drawing in drawings.values():
+                drawing.undo()
+            raise
+        return self._take(drawings, look)
+
+    def _draw_again(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
+        """Take what `_draw_until` took when it took so many groups of each table_name."""
+        drawings = {name: self.tables[name].drawing(undoable=False) for name in self._busy()}
+        for table_name, count in counts.items():
+            if None in [drawings[table_name].pick() for _ in range(count)]:
+                raise WaitTimeout(f"{count} groups of {table_name!r} may not be drawn")
+        return self._take(drawings, look)
+
+    def _take(self, drawings: Mapping[str, Drawing], look: Look) -> tuple[int, ...]:
+        taken = {name: drawing.take() for name, drawing in sorted(drawings.items()) if len(drawing)}
+        return self._charge(taken, sorted(drawings), look)
+
+    def _busy(self) -> list[str]:
+        return sorted(table_name for table_name, table in self.tables.items() if len(table))
+
+    def _charge(self, taken: Mapping[str, list[tuple[Key, Any]]], busy: list[str], look: Look) -> tuple[int, ...]:
+        for table_name, groups in taken.items():
+            tokens = sum(look(key).tokens for key, _ in groups)
             self.taken[table_name] += tokens
             self.shares.charge(table_name, tokens)
         self.shares.settle(busy)
         for table_name in busy:
             if not len(self.tables[table_name]):
                 self.shares.forget(table_name)
-        return tuple(ops)
+        return tuple(int(op) for groups in taken.values() for _, op in groups)
 
     # -------------------------------------------------------------- keeping
 
@@ -259,8 +327,16 @@ class RunTables:
 
 
 def _insert(table: Table, group: Waiting) -> bool:
-    sizes = {"num_bytes": group.num_bytes, "num_tokens": group.num_tokens}
-    return table.insert(group.key, group.op, **sizes, policy_version=group.policy_version, timeout=0) is not None
+    handle = table.insert(
+        group.key,
+        group.op,
+        priority=group.priority,
+        num_bytes=group.num_bytes,
+        num_tokens=group.num_tokens,
+        policy_version=group.policy_version,
+        timeout=0,
+    )
+    return handle is not None
 
 
 def _op_to_bytes(op: int) -> bytes:

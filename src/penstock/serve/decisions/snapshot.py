@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from penstock.serve.decisions.priorities import Reports
+
 FORMAT = 3
 
 
@@ -24,8 +26,8 @@ class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     owed: dict[str, float]
     evicted: dict[str, str]
     taken: dict[str, int]
-    lines: dict[str, list[tuple[str, int, int, int, int]]] = {}
-    """Table -> key, op, bytes, tokens and policy version of the groups that stand in line before it."""
+    lines: dict[str, list[tuple[str, int, int, int, int, float]]] = {}
+    """Table -> key, op, bytes, tokens, policy version and priority of the groups that wait before it."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -50,6 +52,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     steps: dict[int, tuple[int, list[int]]]
     """Step -> (state, the groups whose last use it is)."""
     run_tables: SavedTables
+    reports: Reports = msgspec.field(default_factory=Reports)
+    """Priorities that ranks reported."""
 
     def to_bytes(self) -> bytes:
         """A checksum and the content."""

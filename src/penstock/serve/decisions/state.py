@@ -28,23 +28,30 @@ from dataclasses import replace
 import msgspec
 
 from penstock.arrays.counts import bounded_sum
+from penstock.errors import WaitTimeout
 from penstock.hold import Key
+from penstock.serve.decisions.blame import count_kinds
 from penstock.serve.decisions.decision_records import (
     Advance,
     Discard,
     EvictRun,
+    ForgetReports,
+    GivePriorities,
     Lose,
     Prioritize,
     Quarantine,
     Record,
     ReleaseGroup,
+    Report,
+    Shorten,
     Weigh,
 )
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
 from penstock.serve.decisions.given_back import Archived, GivenBack
-from penstock.serve.decisions.ledger import Ledger
+from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
+from penstock.serve.decisions.priorities import Reports
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.settings import Replay, Target
@@ -74,6 +81,7 @@ class PlaneState:
         self.kinds: dict[str, Counter[str]] = {}
         """Column -> what held groups ask of the others in their step -> how many of them do."""
         self.evaluations = Evaluations()
+        self.reports = Reports()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups that were set aside and not decided upon since."""
         self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -93,6 +101,8 @@ class PlaneState:
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
+        self._unfilled = -1
+        """The decision after which a limiter allowed too few groups for a step; nothing changes before the next."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet: the log does not hear of them before."""
 
@@ -116,7 +126,7 @@ class PlaneState:
         self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
         self.held_tokens += row.tokens
-        self._count_kinds(row, 1)
+        count_kinds(self.kinds, row, 1)
         kept = self._insert(row)
         self._settle()
         return kept
@@ -142,23 +152,24 @@ class PlaneState:
             self._left.append((row.id, "stale"))
         return kept
 
-    def apportion(self, target: Target) -> dict[str, int] | None:
-        """How many groups of each table_name make the next step; None if they are not there."""
-        return self.run_tables.apportion(target, self.row_of) if self.held(target) >= target.amount else None
+    def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
+        """What `draw` is to take for the next step: so many groups of each table_name, or groups until a target is met;
+        None if they are not there."""
+        if self.held(target) < target.amount or self._unfilled == self.op:
+            return None
+        return self.run_tables.apportion(target, self.held(target), self.row_of)
 
-    def draw(self, op: int, step: int, counts: Mapping[str, int]) -> Manifest:
-        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`."""
-        groups = self.run_tables.draw(counts, self.row_of)
-        rows = [self.rows[group] for group in groups]
-        stale = [self.policy_version - row.policy_version for row in rows if row.policy_version is not None]
-        manifest = Manifest(
-            groups=groups,
-            policy_version=self.policy_version,
-            samples=sum(row.samples for row in rows),
-            tokens=sum(row.tokens for row in rows),
-            staleness=(min(stale), bounded_sum(sum(stale)), max(stale)) if stale else (0, 0, 0),
-            num_versions=len(stale),
-        )
+    def draw(self, op: int, step: int, what: Mapping[str, int] | Target, *, one_by_one: bool = False) -> Manifest:
+        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`.
+
+        `one_by_one`: as a target took them that took so many."""
+        try:
+            groups = self.run_tables.draw(what, self.row_of, one_by_one=one_by_one)
+        except WaitTimeout:
+            self._unfilled = self.op
+            raise
+        found = Manifest.of([self.rows[group] for group in groups], self.policy_version)
+        manifest = msgspec.structs.replace(found, one_by_one=one_by_one or isinstance(what, Target))
         self.op, self.last_step, self._drawn = max(self.op, op), step, groups
         self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
         for group in groups:
@@ -184,11 +195,19 @@ class PlaneState:
             self.run_tables.advance(self.policy_version)
         elif isinstance(record, Prioritize):
             self.run_tables.update_priorities(record.priorities)
+            if record.step:
+                self.reports.apply(record.step, record.priorities)
+        elif isinstance(record, GivePriorities):
+            self.run_tables.given |= record.priorities
+        elif isinstance(record, (Report, ForgetReports)):
+            self.reports.follow(record)
         elif isinstance(record, Quarantine):
             self._set_aside(record.groups)
         elif isinstance(record, Discard):
             # Bounded where it enters; a log of an earlier version may hold any number.
             self.ledger.discarded[record.reason] = bounded_sum(self.ledger.discarded[record.reason] + record.samples)
+        elif isinstance(record, Shorten):
+            self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
         elif isinstance(record, Weigh):
             self.run_tables.admit(record.run, record.weight)
             del self.unpackable[record.run]
@@ -264,6 +283,7 @@ class PlaneState:
             last_step_of=self._last_step_of,
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             run_tables=self.run_tables.save(),
+            reports=self.reports,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -277,8 +297,9 @@ class PlaneState:
         self.quarantined = {row.op: row for row in log.groups_of(saved.quarantined)}
         self._last_step_of = saved.last_step_of
         self.run_tables.load(saved.run_tables)
+        self.reports = saved.reports
         for key in self.run_tables:
-            self._count_kinds(self.row_of(key), 1)
+            count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
         for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
             if step in saved.steps:
@@ -340,17 +361,10 @@ class PlaneState:
         for state, sign in ((old, -1), (new, 1)):
             if state is State.HELD:
                 self.held_tokens += sign * row.tokens
-                self._count_kinds(row, sign)
+                count_kinds(self.kinds, row, sign)
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
         self._unwritten[row.op] = (new, reason)
-
-    def _count_kinds(self, row: GroupRow, sign: int) -> None:
-        for name, kind in row.kinds:
-            counts = self.kinds.setdefault(name, Counter())
-            counts[kind] += sign
-            if counts[kind] <= 0:
-                del counts[kind]
 
     def _finish(self, op: int, state: State, reason: str) -> None:
         """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""

@@ -125,6 +125,7 @@ class EffectRunner:
 
     def _report(self, effect: Reported) -> None:
         try:
-            self._engine.report(effect.priorities, self._story.metrics(effect.metrics, self._engine.numbers))
+            metrics = self._story.metrics(effect.metrics, self._engine.numbers)
+            self._engine.report(effect.priorities, metrics, effect.step)
         except PenstockError as error:
             self._story.count("reports_refused", f"step {effect.step}: priorities refused: {error}")

@@ -30,7 +30,10 @@ from penstock.convert.json_group import read_json_group
 from penstock.encode import read_head
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
+from penstock.send.messages import Accepted
+from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.plane import Plane
+from penstock.serve.decisions.ledger import OVER_LENGTH
 from penstock.serve.process.bearer import has_token, is_loopback, parse_address, read_token
 from penstock.serve.process.http_server import HttpThread
 from penstock.serve.process.openapi import FRAME, describe
@@ -107,15 +110,13 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
             if body is None:
                 return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
             if kind == FRAME:
-                name, samples = await _beside(pool, _read_frame, body)
                 evaluation = request.query_params.get("evaluation") == "true"
-                putting = plane.aput_frame(name, body, evaluation=evaluation, timeout=timeout)
+                samples, encoded = await _beside(pool, _of_frame, body, evaluation)
             else:
-                group, evaluation = await _beside(pool, read_json_group, body, lambda: plane.columns)
-                name, samples = group.id, len(group)
-                putting = plane.aput(group, evaluation=evaluation, timeout=timeout)
-            is_new = await _while_connected(request, putting)
-        return _json({"group": name, "samples": samples, "new": is_new}, 201 if is_new else 200)
+                samples, encoded = await _beside(pool, _of_json, plane, body)
+            answer = await _while_connected(request, plane.adeliver(encoded, timeout))
+        found, status = _accepted(samples, encoded, answer)
+        return _json(found, status)
 
     async def status(_: Request) -> Response:
         return _json(await _beside(pool, plane.status))
@@ -132,16 +133,30 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     return Starlette(routes=routes)
 
 
-def _read_frame(body: bytes) -> tuple[str, int]:
-    """The group's id and its number of samples."""
+def _of_json(plane: Plane, body: bytes) -> tuple[int, EncodedGroup]:
+    """The number of samples, and the group to put."""
+    group, evaluation = read_json_group(body, lambda: plane.columns)
+    return len(group), EncodedGroup.of(group, evaluation=evaluation, columns=lambda: plane.columns)
+
+
+def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
+    """The number of samples, and the group to put."""
     head = read_head(body)
     groups = sorted(set(head.text.get("group", ())))
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
-    return groups[0], len(head.ids)
+    return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
 
 
-async def _while_connected(request: Request, putting: Coroutine[Any, Any, bool]) -> bool:
+def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict[str, Any], int]:
+    is_new = not answer.duplicate
+    found: dict[str, Any] = {"group": group.name, "samples": samples, "new": is_new}
+    if any(answer.over_length):
+        found["over_length"] = dict(zip(OVER_LENGTH, answer.over_length, strict=True))
+    return found, 201 if is_new else 200
+
+
+async def _while_connected(request: Request, putting: Coroutine[Any, Any, Accepted]) -> Accepted:
     """The result of a put; a client that goes away meanwhile leaves the line."""
     from starlette.requests import ClientDisconnect
 

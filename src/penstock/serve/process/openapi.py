@@ -23,6 +23,8 @@ class Put(msgspec.Struct, kw_only=True):
     samples: int
     new: bool
     """False: this very group was there already."""
+    over_length: dict[str, int] | None = None
+    """truncated_samples, truncated_tokens, dropped_samples, dropped_tokens; absent where no sample is too long."""
 
 
 class Problem(msgspec.Struct, kw_only=True):

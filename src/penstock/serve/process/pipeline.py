@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import xxhash
 
 from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError, StorageError
-from penstock.keep.facts import GroupFacts, check_group
+from penstock.keep.facts import GroupFacts
 from penstock.send.messages import Buffer, Put
 from penstock.send.rooms import NOTHING
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Claim, Outcome
 from penstock.serve.decisions.engine import Drawn, Engine
 from penstock.serve.decisions.failures import ends_plane, failure_in_words
-from penstock.serve.decisions.intake import Arrived, Incoming, Intake, Refused, Stored
+from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused, Stored
+from penstock.serve.decisions.over_length import facts_for
 from penstock.serve.decisions.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.serve.process.workers import Job, Then, Workers
 from penstock.storage import DamagedFrame, parse_location
@@ -35,6 +37,9 @@ from penstock.storage import DamagedFrame, parse_location
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
 """Frames kept with one sync, at most: those that come later wait for the next."""
+
+_PROBES = 64
+"""Groups that are tried before it is planning that is to blame, and not the groups of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,13 @@ class Pipeline:
         *,
         evaluation: bool = False,
         claim: Claim = lambda _: NOTHING,
+        priority: float = 1.0,
     ) -> Outcome | None:
         """Offer a group; an outcome is returned only if it is known at once."""
         try:
             run = self._run_of(frame)
             found = self._engine.acceptance.offer(
-                ticket, group, digest, len(frame), run, evaluation=evaluation, claim=claim
+                ticket, group, digest, len(frame), run, evaluation=evaluation, priority=priority, claim=claim
             )
         except CorruptFrame as error:
             return Outcome(ticket, error)
@@ -103,7 +109,7 @@ class Pipeline:
         except CorruptFrame as error:
             return Outcome(ticket, error)
         found = self._engine.acceptance.offer(
-            ticket, put.group, put.digest, size, run, evaluation=put.evaluation, claim=claim
+            ticket, put.group, put.digest, size, run, evaluation=put.evaluation, priority=put.priority, claim=claim
         )
         if isinstance(found, Outcome):
             if found.duplicate:
@@ -135,15 +141,20 @@ class Pipeline:
             return ""
         return GroupFacts.from_bytes(metadata).run
 
-    def _looked_at(self, result: Arrived | Refused | Exception) -> None:
+    def _looked_at(self, result: Arrived | Dropped | Refused | Exception) -> None:
         if isinstance(result, Exception):
             raise result
         if isinstance(result, Arrived):
             self._engine.segments.verified(result.location)
             self._engine.counts["groups_direct"] += 1
-            self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
+            self._engine.acceptance.arrive(
+                result.group, result.facts, result.location, result.eval_facts, result.over_length
+            )
             return
         self._engine.segments.reject(result.location)
+        if isinstance(result, Dropped):
+            self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
+            return
         self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 
     def _run_of(self, frame: Buffer) -> str:
@@ -152,10 +163,10 @@ class Pipeline:
             return ""
         return self._intake.run_of(frame)
 
-    def _take_in(self) -> list[Arrived | Refused]:
+    def _take_in(self) -> list[Arrived | Dropped | Refused]:
         """On a worker's thread: what has come since the last time, with one sync for all of it."""
         batch: list[Incoming] = []
-        refused: list[Arrived | Refused] = []
+        refused: list[Arrived | Dropped | Refused] = []
         size = 0
         while self._incoming and size < _BATCH_BYTES:
             digest, incoming = self._incoming.popleft()
@@ -172,13 +183,17 @@ class Pipeline:
             words = f"{failure_in_words(error)}; the plane could not keep it"
             return refused + [Refused(one.group, StorageError(f"group {one.group!r}: {words}")) for one in batch]
 
-    def _taken_in(self, results: list[Arrived | Refused] | Exception) -> None:
+    def _taken_in(self, results: list[Arrived | Dropped | Refused] | Exception) -> None:
         if isinstance(results, Exception):
             raise results
         for result in results:
             if isinstance(result, Arrived):
                 self._engine.segments.expect_own(result.location)
-                self._engine.acceptance.arrive(result.group, result.facts, result.location, result.eval_facts)
+                self._engine.acceptance.arrive(
+                    result.group, result.facts, result.location, result.eval_facts, result.over_length
+                )
+            elif isinstance(result, Dropped):
+                self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
             else:
                 self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
 
@@ -266,15 +281,16 @@ class Pipeline:
 
     def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
         """Facts made for another `seq_len`, which cuts some of their samples, are made anew."""
-        settings, storage = self._engine.settings, self._engine.storage
-        seq_len = settings.packing.seq_len
         found: list[GroupFacts] = []
         for data, at in zip(drawn.facts, drawn.groups, strict=True):
-            facts = GroupFacts.from_bytes(data)
-            if not facts.fits(seq_len):
-                facts = check_group(storage.read(at.location)[0], group=at.group, seq_len=seq_len)
-            found.append(facts)
+            found.append(self._fit(data, at.location))
         return found
+
+    def _fit(self, data: bytes, location: str) -> GroupFacts:
+        settings, facts = self._engine.settings, GroupFacts.from_bytes(data)
+        if facts.fits(settings.packing.seq_len):
+            return facts
+        return facts_for(settings, facts, self._engine.storage.read(location)[0])
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
@@ -282,8 +298,27 @@ class Pipeline:
             return
         error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
         logger.error("step %d cannot be planned: %s: %s", drawn.step, type(error).__name__, error)
+        if len(bad) < len(drawn.groups):
+            self._blame(drawn, error, bad)
+            return
+        # Every group of the step fails alone. Either all of them are bad, or planning itself is: another group tells.
+        others = _others(self._engine, drawn)
+        self._submit(
+            lambda: self._plans_any(others), lambda works: self._blame(drawn, error, bad if works is True else {})
+        )
+
+    def _plans_any(self, groups: Sequence[tuple[bytes, str]]) -> bool:
+        """On a worker's thread: whether a step can be planned of any of these groups alone."""
+        for data, location in groups:
+            with suppress(Exception):
+                if not self._builder.unpackable([self._fit(data, location)]):
+                    return True
+        return False
+
+    def _blame(self, drawn: Drawn, error: Exception, bad: Mapping[int, str]) -> None:
+        """Set the bad groups aside; where no group is to blame it is the plane's failure, and ranks must know."""
         self._engine.undo_draw(drawn, bad)
-        if not bad:  # nobody to blame: the ranks must know
+        if not bad:
             self._fail(error)
 
     def _record(self) -> None:
@@ -340,6 +375,14 @@ class Pipeline:
             self._staged.clear()
             self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned anew")
+
+
+def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
+    """Facts and locations of some held groups that are not in a step."""
+    taken = {place.group for place in drawn.groups}
+    rows = (engine.state.row_of(key) for key in engine.run_tables if key not in taken)
+    found = ((engine.log.facts(row.op), row.location) for row in islice(rows, _PROBES))
+    return [(facts, location) for facts, location in found if facts is not None]
 
 
 class AlteredOnTheWay(CorruptFrame):

@@ -47,4 +47,5 @@ def admission_of(
         seq_len=settings.packing.seq_len,
         may_write=may_write,
         max_frame=settings.max_message_bytes,
+        drops_long=settings.over_length == "drop",
     )

@@ -130,6 +130,9 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     for name in ("dropped", "discarded"):
         for reason, count in ledger[name].items():
             yield f"penstock_ledger_{name}_samples_total", "counter", {"reason": reason}, count
+    for name, count in ledger["over_length"].items():
+        action, _, unit = name.partition("_")
+        yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
     for run, facts in status["runs"].items():

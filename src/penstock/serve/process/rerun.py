@@ -21,9 +21,18 @@ from penstock.config import build
 from penstock.config.removed import without_removed
 from penstock.errors import InvalidInput, PenstockError
 from penstock.keep import GroupFacts
-from penstock.serve.decisions.decision_records import DropGroup, Lose, Quarantine, Record, ReleaseGroup, read_record
+from penstock.serve.decisions.decision_records import (
+    DropGroup,
+    Lose,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Report,
+    Shorten,
+    read_record,
+)
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.intake import Incoming, Intake, Refused
+from penstock.serve.decisions.intake import Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.log import GroupRow, Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.step_builder import StepBuilder
@@ -161,8 +170,10 @@ class _Life:
             found = self._intake.take([Incoming(entry.id, frame)])[0]
             if isinstance(found, Refused):
                 self._refused(entry, found.error)
+            elif isinstance(found, Dropped):
+                self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
             else:
-                acceptance.arrive(found.group, found.facts, found.location)
+                acceptance.arrive(found.group, found.facts, found.location, over_length=found.over_length)
                 outcomes = list(acceptance.flush())
         for outcome in outcomes:
             if not isinstance(outcome, bool) and outcome.error is not None:
@@ -174,6 +185,8 @@ class _Life:
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
+        if isinstance(record, (Shorten, Report)):
+            return  # a put counts again what it shortens; reports take effect with a decision of their own
         self.engine.journal.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:
@@ -253,6 +266,8 @@ def settings_of(text: str) -> PlaneSettings:
     found = build(PlaneSettings, without_removed(tomllib.loads(text)), "the recorded settings")
     return replace(
         found,
+        # What was accepted was checked then; runs recorded before there was this setting truncated.
+        over_length="drop" if found.over_length == "drop" else "truncate",
         listen=(),
         keys=None,
         locking="wal",

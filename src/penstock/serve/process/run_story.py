@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from penstock.errors import Overloaded, PenstockError
 from penstock.send.messages import MAX_REASON
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
+from penstock.serve.decisions.over_length import NONE, OverLength
 
 logger = logging.getLogger("penstock.plane")
 MAX_METRICS = 1000
@@ -24,6 +26,11 @@ _WATCHED = {
     "runs_evicted": "runs evicted",
 }
 
+_ONCE = {
+    "groups_untrained": "a group was accepted in which no token is trained, or none has logprobs",
+    "priorities_unknown": "a rank reported priorities of ids that neither a group nor a sample of the step has",
+}
+
 
 class RunStory:
     """Writes lines and counts; `counts` are those of the engine."""
@@ -32,6 +39,10 @@ class RunStory:
         self._counts = counts
         self._seen = {name: counts[name] for name in _WATCHED}
         self._refused: Counter[str] = Counter()
+        self._told: set[str] = set()
+        """What is said once, and was."""
+        self._shortened = 0
+        """Groups of which samples were truncated or dropped."""
         self.stale_in_a_row = 0
         """Groups that came since the last one that was not too old."""
 
@@ -45,9 +56,11 @@ class RunStory:
         self._counts[name] += 1
         self._say(self._counts[name], text)
 
-    def put(self, error: PenstockError | None, *, stale: bool) -> None:
+    def put(self, error: PenstockError | None, *, stale: bool, over_length: OverLength = NONE) -> None:
         """What became of a group."""
         if error is None:
+            if over_length:
+                self._say_shortened(over_length)
             self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
             if stale:
                 self._say(self.stale_in_a_row, "a group was too old for max_staleness and dropped")
@@ -56,8 +69,18 @@ class RunStory:
         self._refused[kind] += 1
         self._say(self._refused[kind], f"put: {kind}: {type(error).__name__}: {error}")
 
+    def _say_shortened(self, over_length: OverLength) -> None:
+        for name, count in asdict(over_length).items():
+            self._counts[name] += count
+        self._shortened += 1
+        self._say(self._shortened, f"put: a group has samples longer than seq_len: {over_length}")
+
     def look(self) -> None:
         """Notice what the engine counted."""
+        for name, words in _ONCE.items():
+            if self._counts[name] and name not in self._told:
+                self._told.add(name)
+                logger.warning("%s; %s counts them", words, name)
         for name, words in _WATCHED.items():
             new = self._counts[name] - self._seen[name]
             if new > 0:

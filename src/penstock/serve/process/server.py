@@ -250,7 +250,15 @@ class Server:
             outcome = self._pipeline.put_stored(ticket, put, _writer_of(ticket[0]), claim=claim)
         else:
             digest = put.digest or xxhash.xxh3_128_digest(offer.frame)
-            outcome = self._pipeline.put(ticket, put.group, digest, offer.frame, evaluation=put.evaluation, claim=claim)
+            outcome = self._pipeline.put(
+                ticket,
+                put.group,
+                digest,
+                offer.frame,
+                evaluation=put.evaluation,
+                priority=put.priority,
+                claim=claim,
+            )
         if outcome is not None and isinstance(outcome.error, Overloaded):
             rooms.wait(ticket, outcome.table, outcome.size)
         else:
@@ -264,8 +272,14 @@ class Server:
             self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
             self._effects.do(self.admission.missing(outcome.ticket))
             return
-        self.story.put(outcome.error, stale=outcome.stale)
-        answer = self.admission.answer(outcome.ticket, outcome.error, duplicate=outcome.duplicate, stale=outcome.stale)
+        self.story.put(outcome.error, stale=outcome.stale, over_length=outcome.over_length)
+        answer = self.admission.answer(
+            outcome.ticket,
+            outcome.error,
+            duplicate=outcome.duplicate,
+            stale=outcome.stale,
+            over_length=outcome.over_length.as_tuple(),
+        )
         self._effects.do(answer)
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:

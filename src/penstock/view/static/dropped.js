@@ -14,6 +14,7 @@
   function reasons(ledger) {
     const total = Object.values(ledger.dropped).reduce((a, b) => a + b, 0);
     const filtered = Object.values(ledger.discarded).reduce((a, b) => a + b, 0);
+    const long = ledger.over_length;
     const listed = (found) =>
       Object.entries(found)
         .map(([why, n]) => ps.number(n) + " " + ps.visible(why))
@@ -26,6 +27,12 @@
       ps.card("held", ps.number(ledger.held + ledger.scheduled + ledger.delivered), "waiting or under way"),
       ps.card("dropped", ps.number(total), listed(ledger.dropped) || "none"),
       ps.card("quarantined", ps.number(ledger.quarantined), "no step could be made with them"),
+      ps.card(
+        "too long",
+        ps.number(long.truncated_samples + long.dropped_samples),
+        `${ps.number(long.truncated_samples)} truncated by ${ps.number(long.truncated_tokens)} tokens, ` +
+          `${ps.number(long.dropped_samples)} of ${ps.number(long.dropped_tokens)} tokens dropped`,
+      ),
       ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put"),
     );
   }
