@@ -3,15 +3,18 @@
 Two producers hold prepared groups as plain arrays: 512 samples in 32 groups of 16, token ids, masks and
 log-probabilities, and for router replay the experts chosen per token. The clock starts when they begin to put, and ends
 when every rank has int64 id tensors (masks, log-probabilities and uint8 experts beside them) and has read every byte;
-the sums they read must be those that were sent. Ways take turns, round by round; the minimum is compared, and the
+the sums they read must be those that were sent. Ways take turns, round by round; the median is compared, and the
 notes carry spread, CPU seconds and peak memory. Ours writes and syncs every group, plans, packs and gives the step to
-all ranks or none; what stands beside it does less, as the docstrings in `ways` say.
+all ranks or none, with heartbeats and credit; what stands beside it does less, as the docstrings in `ways` say.
+
+`direct`: workers and ranks use the storage themselves. `tcp` and `shm`: all bytes pass the plane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TypeAlias
 
 from penstock.bench import plane_work
@@ -19,7 +22,8 @@ from penstock.bench.disk import disk_folder
 from penstock.bench.programs import Program, Wanted, WayFailed, started
 from penstock.bench.report import Row, faster, skipped
 
-FIRST_VERSION = "a2d3474"
+PREVIOUS = "462be9a"
+"""The last version in which all bytes passed the plane, or keepers."""
 CARRIERS = ("direct", "tcp", "shm")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 
@@ -34,10 +38,12 @@ class Setting:
     ranks: int
     rounds: int
     label: str
-    queue_target: float
-    """How many times faster than TransferQueue we must be."""
-    first_target: float
-    """How many times faster than our first version."""
+    targets: dict[str, float]
+    """How many times faster than TransferQueue each of our ways must be."""
+    previous_target: float
+    """How many times faster than the previous version over tcp `direct` must be."""
+    plane_cpu_s: float
+    """CPU seconds that the plane may take for a step of `direct`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +59,31 @@ class Way:
 
 
 OURS = {carrier: Way(name=f"ours, {carrier}", program="ours", way="plane", carrier=carrier) for carrier in CARRIERS}
-FIRST = {
-    carrier: Way(name=f"first version, {carrier}", program="first", way="plane", carrier=carrier)
-    for carrier in ("tcp", "shm")
-}
+BEFORE = Way(name=f"{PREVIOUS}, tcp", program="previous", way="plane", carrier="tcp")
 QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
 REFS = Way(name="bare Ray refs", program="rivals", way="refs")
 LISTS = Way(name="ZeroMQ + msgpack lists", program="lists", way="lists", rounds=2)
 
 
 def settings(*, full: bool) -> list[Setting]:
-    text, router = (15, 5) if full else (5, 2)
-    made = [
-        Setting(case=case, ranks=ranks, rounds=text, label=label, queue_target=1.3, first_target=1.8)
-        for ranks in (2, 4)
-        for case, label in (("fixed", "text 512 x 4k"), ("ragged", "text 512 x up to 4k"))
-    ]
-    return made + [
+    text, router = (15, 5) if full else (7, 3)
+    cases = (
+        ("fixed", "text 512 x 4k", text, {"direct": 1.5, "tcp": 1.1}, 1.5, 0.05),
+        ("ragged", "text 512 x up to 4k", text, {"direct": 3.0, "tcp": 1.1}, 1.5, 0.05),
+        ("router", "router replay 512 x 4k", router, {"direct": 1.8}, 2.0, 0.1),
+    )
+    return [
         Setting(
-            case="router",
+            case=case,
             ranks=ranks,
-            rounds=router,
-            label="router replay 512 x 4k",
-            queue_target=1.0,
-            first_target=3.0,
+            rounds=rounds,
+            label=label,
+            targets=targets,
+            previous_target=previous,
+            plane_cpu_s=plane_cpu_s,
         )
         for ranks in ((2, 4) if full else (2,))
+        for case, label, rounds, targets, previous, plane_cpu_s in cases
     ]
 
 
@@ -93,32 +98,31 @@ def run(
     rows = []
     chosen = settings(full=full) if only is None else only
     ranks = max(setting.ranks for setting in chosen)
-    with disk_folder() as folder, started(_wanted(rivals, baseline, full=full), folder, ranks) as (programs, why):
+    with disk_folder() as folder, started(_wanted(rivals, baseline), folder, ranks) as (programs, why):
         for setting in chosen:
-            found = _measure(setting, programs, why, progress, full=full)
-            rows += _rows(setting, found, why, full=full)
+            found = _measure(setting, programs, why, progress)
+            rows += _rows(setting, found, why)
         if only is None:
             rows += plane_work.rows(folder, progress)
     return rows
 
 
-def _wanted(rivals: str | None, baseline: str | None, *, full: bool) -> dict[str, Wanted]:
+def _wanted(rivals: str | None, baseline: str | None) -> dict[str, Wanted]:
     wanted = {
         "ours": Wanted(module="plane"),
         "lists": Wanted(module="lists"),
         "rivals": Wanted(module="rivals", python=rivals, absent="no --rivals interpreter", needs="ray", alone=True),
     }
-    if full:
-        absent = f"no --baseline interpreter, which has commit {FIRST_VERSION}"
-        wanted["first"] = Wanted(module="plane", python=baseline, absent=absent, needs="penstock")
+    absent = f"no --baseline interpreter, which has commit {PREVIOUS}"
+    wanted["previous"] = Wanted(module="plane", python=baseline, absent=absent, needs="penstock")
     return wanted
 
 
-def _ways(setting: Setting, *, full: bool) -> list[Way]:
+def _ways(setting: Setting) -> list[Way]:
     """In the order of their turns."""
     ours = list(OURS.values())
     lists = [] if setting.case == "router" else [LISTS]  # as lists, 805 MB of experts take 6.4 GB in each process
-    return [*ours, QUEUE, REFS, *lists, *(FIRST.values() if full else [])]
+    return [*ours, QUEUE, REFS, *lists, BEFORE]
 
 
 def _measure(
@@ -126,12 +130,10 @@ def _measure(
     programs: dict[str, Program],
     why: dict[str, str],
     progress: Callable[[str], None],
-    *,
-    full: bool,
 ) -> dict[str, Rounds]:
     """What each way took in each round; a first round, in which everything is opened and mapped, does not count."""
     found: dict[str, Rounds] = {}
-    ways = [way for way in _ways(setting, full=full) if _offered(way, programs, why)]
+    ways = [way for way in _ways(setting) if _offered(way, programs, why)]
     for number in range(setting.rounds + 1):
         for way in [*ways[number % len(ways) :], *ways[: number % len(ways)]]:
             if way.name in why or number > (way.rounds or setting.rounds):
@@ -161,40 +163,55 @@ def _offered(way: Way, programs: dict[str, Program], why: dict[str, str]) -> boo
 # ------------------------------------------------------------------ the rows
 
 
-def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str], *, full: bool) -> list[Row]:
+def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str]) -> list[Row]:
     rows = []
     for carrier, ours in OURS.items():
         name = f"{setting.label}, {setting.ranks} ranks, {carrier}"
-        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.queue_target), (REFS, None)]
+        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.targets.get(carrier)), (REFS, None)]
         rivals += [(LISTS, None)] if setting.case != "router" else []
-        rivals += [(FIRST["tcp" if carrier == "direct" else carrier], setting.first_target)] if full else []
+        rivals += [(BEFORE, setting.previous_target if carrier == "direct" else None)]
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
-        if setting.case == "router":
-            rows.append(_memory(f"{name}: memory of the plane over the step's bytes", ours, found, why))
+    name = f"{setting.label}, {setting.ranks} ranks, direct"
+    if "direct" in setting.targets:
+        rows.append(_absolute(f"{name}: CPU seconds of the plane", "plane_cpu_s", setting.plane_cpu_s, found, why))
+        rows.append(_cpu(f"{name}: CPU of all processes", found, why))
+    if setting.case == "router":
+        rows.append(_absolute(f"{name}: memory of the plane, MB", "plane_bytes", 150.0, found, why, scale=1e-6))
     return rows
+
+
+def _cpu(name: str, found: dict[str, Rounds], why: dict[str, str]) -> Row:
+    """CPU of a step against that of the previous version."""
+    ours, before = OURS["direct"], BEFORE
+    if ours.name not in found or before.name not in found:
+        return skipped(name, why.get(before.name) or why[ours.name], unit="ms", rival_name=before.name)
+    mine, theirs = (median(took["cpu_s"] for took in found[way.name]) for way in (ours, before))
+    return faster(name, mine, theirs, before.name, target=1 / 0.6)
+
+
+def _absolute(
+    name: str, key: str, most: float, found: dict[str, Rounds], why: dict[str, str], scale: float = 1.0
+) -> Row:
+    ours = OURS["direct"]
+    if ours.name not in found:
+        return skipped(name, why[ours.name], target=most, bound="max")
+    values = [took[key] * scale for took in found[ours.name]]
+    return Row(name=name, ours=max(values) if key.endswith("bytes") else median(values), target=most, bound="max")
 
 
 def _row(name: str, ours: Way, rival: Way, target: float | None, found: dict[str, Rounds], why: dict[str, str]) -> Row:
     if ours.name not in found:
         return skipped(name, why[ours.name], unit="ms", rival_name=rival.name, target=target)
-    mine = _best(found[ours.name])
+    mine = _typical(found[ours.name])
     if rival.name not in found:
         absent = skipped(name, why[rival.name], ours=mine * 1e3, unit="ms", rival_name=rival.name, target=target)
         return replace(absent, note=_spent(ours, found[ours.name]) if rival is QUEUE else "")
     note = "; ".join(_spent(way, found[way.name]) for way in ((ours, rival) if rival is QUEUE else (rival,)))
-    return faster(name, mine, _best(found[rival.name]), rival.name, target=target, note=note)
+    return faster(name, mine, _typical(found[rival.name]), rival.name, target=target, note=note)
 
 
-def _memory(name: str, ours: Way, found: dict[str, Rounds], why: dict[str, str]) -> Row:
-    if ours.name not in found:
-        return skipped(name, why[ours.name], unit="x", target=2.2, bound="max")
-    peak = max(took["plane_bytes"] for took in found[ours.name])
-    note = f"{peak / 1e6:,.0f} MB resident at most, for {ROUTER_BYTES / 1e6:,.0f} MB of experts"
-    return Row(name=name, ours=peak / ROUTER_BYTES, unit="x", target=2.2, bound="max", note=note)
-
-
-def _best(rounds: Rounds) -> float:
-    return min(took["seconds"] for took in rounds)
+def _typical(rounds: Rounds) -> float:
+    return median(took["seconds"] for took in rounds)
 
 
 def _spent(way: Way, rounds: Rounds) -> str:
@@ -204,4 +221,4 @@ def _spent(way: Way, rounds: Rounds) -> str:
     peaks = {name: max(took[f"{name}_bytes"] for took in rounds) / 1e6 for name in ("plane", "rank")}
     memory = f"a rank {peaks['rank']:,.0f} MB" + (f", in between {peaks['plane']:,.0f}" if peaks["plane"] else "")
     spent = f"CPU {cpu:.2f} s (plane {plane:.2f}, ranks {ranks:.2f})"
-    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms, {spent}, {memory}"
+    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms ({median(times):,.0f}), {spent}, {memory}"

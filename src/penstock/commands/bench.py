@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; may take many minutes")
     parser.add_argument("--rivals", metavar="PYTHON", help=f"an interpreter that has the rivals of {', '.join(RIVALS)}")
-    parser.add_argument("--baseline", metavar="PYTHON", help="one that has the first version, for path --full")
+    parser.add_argument("--baseline", metavar="PYTHON", help="one that has the previous version, for path")
 
 
 def run(args: argparse.Namespace) -> int:
