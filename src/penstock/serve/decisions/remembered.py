@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -36,10 +37,12 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
         )
-    if (began, planned) != (replay, ranks) or not log.text("ranks"):
+    storage = "" if settings.storage is None else str(Path(settings.storage.removeprefix("file://")).resolve())
+    if (began, planned) != (replay, ranks) or not log.text("ranks") or log.text("storage") != storage:
         with log.transaction():
             log.set_meta("replay", replay)
             log.set_meta("ranks", ranks)
+            log.set_meta("storage", storage)  # commands that read the run's folder find the frames by this
 
 
 def _check_capacity(capacity: int, log: Log) -> None:
