@@ -6,9 +6,9 @@
   penstock storage recover runs/mine --step 501     the trainer's checkpoint is of step 500
   penstock storage recover runs/old --into runs/new copy the groups of an old folder, an archive or any files
 
-`check` changes nothing, and a plane may be at work on the run. `recover` needs the plane to be stopped. It deletes nothing:
-the log, its witness and the marker are copied to before-recover-1/ in the run's folder first. docs/storage.md says what
-lies where, and what to do when a plane refuses to start.
+`check` changes nothing, and a plane may be at work on the run. `recover` needs the plane to be stopped. It deletes
+nothing: the log, its witness and the marker are copied to before-recover-1/ in the run's folder first. docs/storage.md
+says what lies where, and what to do when a plane refuses to start.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "them; or are only known, so that they are not put again, and the next plane frees their frames",
     )
     parser.add_argument("--step", type=int, metavar="N", help="recover: the step that the trainer goes on with")
-    parser.add_argument("--policy-version", type=int, metavar="V", help="recover: the version the trainer published last")
+    parser.add_argument(
+        "--policy-version", type=int, metavar="V", help="recover: the version the trainer published last"
+    )
     parser.add_argument("--into", type=Path, metavar="DIR", help="recover: copy all groups into the run in this folder")
 
 
@@ -81,8 +83,11 @@ def _plane_folder(where: str) -> Path:
     """The folder of a run's plane, whether or not its log is there."""
     root = Path(where)
     laid_out = root / "plane"
-    is_plane = any((root / name).exists() for name in ("log.sqlite", "log.witness", "storage", "frames"))
-    return laid_out if laid_out.is_dir() and not is_plane else root
+    return laid_out if laid_out.is_dir() and not _is_run(root) else root
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("log.sqlite", "log.witness", "storage", "frames"))
 
 
 # ------------------------------------------------------------------ check
@@ -148,7 +153,9 @@ def _advice(report: Report) -> list[str]:
     if report.disagreements:
         found.append("A plane does not start here: put the newest copy back, or see `penstock storage recover --help`.")
     if report.missing or report.damaged:
-        found.append("Put these segments back from a copy; otherwise their groups count as lost when a step draws them.")
+        found.append(
+            "Put these segments back from a copy; otherwise a step that draws one of these groups sets it aside."
+        )
     if report.unregistered:
         found.append("While there are unregistered segments nothing is deleted: recover them, or move them away.")
     if report.ok and not found:
@@ -164,15 +171,19 @@ def _recover(args: argparse.Namespace) -> int:
     from penstock.serve.decisions.recovered_log import Choices, recover, recover_into
 
     _check_choices(args)
+    if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
+        raise InvalidInput(f"{args.where}: no run in it; give the folder of a run, or where its frames are (--storage)")
     folder, progress = _plane_folder(args.where), _Progress("read")
     choices = Choices(state=args.state, step=args.step, policy_version=args.policy_version)
     with nullcontext() if args.into else owning(folder):
         plan = (
-            plan_copy(args.where, args.into, progress)
-            if args.into
-            else plan_recovery(folder, args.storage, progress)
+            plan_copy(args.where, args.into, progress) if args.into else plan_recovery(folder, args.storage, progress)
         )
         progress.end()
+        if args.step is not None and args.step < plan.next_step:
+            raise InvalidInput(
+                f"--step {args.step}: the log is at step {plan.next_step}; a trainer that begins earlier says so itself"
+            )
         facts = plan_facts(plan, args)
         say: Callable[[str], None] = (lambda _: None) if args.json else print
         say("\n".join(plan_lines(plan, facts)))
@@ -223,7 +234,7 @@ def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         "folder": str(plan.run.folder),
         "storage": str(plan.run.storage.folder),
         "copied": plan.copied,
-        "needed": plan.is_needed,
+        "needed": plan.is_needed or (not plan.copied and args.step not in (None, plan.next_step)),
         "problems": plan.problems,
         "new_log": plan.log is None,
         "run_id": plan.run_id,
@@ -260,8 +271,8 @@ def plan_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
     lines += _some("not accepted", [*facts["conflicts"], *facts["unusable"]])
     if plan.without_frame:
         lines.append(
-            f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the log "
-            "was made, or lost. They count as lost when a step draws them."
+            f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the "
+            "log was made, or lost. A step that draws one of them sets it aside and goes on without it."
         )
     lines.append(f"The trainer would go on with step {facts['step']}, policy version {facts['policy_version']}.")
     return [*lines, *_warning(plan)]

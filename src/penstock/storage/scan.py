@@ -54,8 +54,8 @@ class _Front:
 
 @contextmanager
 def reading_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file with."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """A descriptor to read a file with. Does not wait where the file is a pipe, which cannot be read by offset."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         yield file
     finally:
@@ -79,6 +79,18 @@ def find_frames(file: int, known: Iterable[Range] = ()) -> Iterator[Piece]:
         yield from _find_in(file, start, end, allowance)
         if allowance[0] < 0:
             return
+
+
+def holds_data(file: int) -> bool:
+    """Whether there is anything but zeros in a file."""
+    at, end = 0, os.fstat(file).st_size
+    while at < end:
+        at = _skip_hole(file, at, end)
+        data = os.pread(file, _CHUNK, at)
+        if data.count(0) < len(data):
+            return True
+        at += max(len(data), 1)
+    return False
 
 
 def gaps(size: int, known: Iterable[Range]) -> Iterator[Range]:
@@ -123,9 +135,10 @@ def _next_magic(file: int, at: int, end: int) -> int | None:
     """Where the next frame may begin."""
     if end - at >= len(MAGIC) and os.pread(file, len(MAGIC), at) == MAGIC:
         return at  # frames lie end to end: no need to search
+    chunk = 1 << 12  # the next frame is near, or nowhere: a file of false beginnings must not cost a chunk for each
     while end - at >= PREFIX_SIZE:
-        at = _skip_hole(file, at, end)
-        data = os.pread(file, min(_CHUNK, end - at), at)
+        at, chunk = _skip_hole(file, at, end), min(2 * chunk, _CHUNK)
+        data = os.pread(file, min(chunk, end - at), at)
         if len(data) < len(MAGIC):
             return None
         found = data.find(MAGIC)

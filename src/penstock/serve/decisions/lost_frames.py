@@ -110,10 +110,9 @@ def _sort(
         return
     found.frames_in[source.segment] = found.frames_in.get(source.segment, 0) + 1
     if frame.group in known:
-        same = known[frame.group] in (None, frame.digest)
-        where = "the log"
+        same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
     elif frame.group in contents:
-        same, where = contents[frame.group] == frame.content, "another place"
+        same, where = contents[frame.group] == frame.content, "found before with other samples"
     else:
         contents[frame.group] = frame.content
         found.lost.append(frame)
@@ -121,7 +120,7 @@ def _sort(
     if same:
         found.repeated += 1
     else:
-        why = f"group {frame.group!r}: {where} has it with other samples"
+        why = f"group {frame.group!r}: {where}"
         found.conflicts.append(Unusable(source.path, frame.offset, frame.size, why))
 
 

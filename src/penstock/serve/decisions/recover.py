@@ -20,13 +20,13 @@ from penstock.encode.layout import MAGIC
 from penstock.errors import Conflict, InvalidInput
 from penstock.serve.decisions import fork
 from penstock.serve.decisions.disk import own
-from penstock.serve.decisions.log import FORMAT, State
+from penstock.serve.decisions.log import State
 from penstock.serve.decisions.lost_frames import Progress, Source, Survey, no_progress, survey
-from penstock.serve.decisions.read_log import LOG, reading
+from penstock.serve.decisions.read_log import LOG
 from penstock.serve.decisions.storage_check import sources_of
-from penstock.serve.decisions.stored_run import LogView, StoredRun, look_at
+from penstock.serve.decisions.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import FolderStorage
-from penstock.storage.scan import reading_file
+from penstock.storage.scan import holds_data, reading_file
 
 BUILDING = "recover.building"
 ASIDE = "before-recover"
@@ -82,17 +82,12 @@ def owning(folder: Path) -> Iterator[None]:
         fork.close(lock)
 
 
-def plan_recovery(
-    folder: str | Path, storage: str | Path | None = None, progress: Progress = no_progress
-) -> Plan:
+def plan_recovery(folder: str | Path, storage: str | Path | None = None, progress: Progress = no_progress) -> Plan:
     """Find out what a run's log lacks. Changes nothing; raises where recovering would be wrong."""
     run = look_at(folder, storage)
-    if run.log_format != FORMAT:
-        raise InvalidInput(
-            f"{run.folder / LOG}: {run.log_problem}; its frames can be used in a new run: "
-            f"`penstock storage recover {run.folder} --into NEW_FOLDER`"
-        )
-    log = run.usable if _is_sound(run) else None
+    refuse_old(run)
+    find_damage(run)
+    log = run.usable
     _check_belongs(run, log)
     view = log or LogView()
     found = survey(sources_of(run.storage, view), {g.id: g.digest for g in view.groups.values()}, progress)
@@ -145,17 +140,6 @@ def _files(root: Path, without: Path) -> list[Source]:
 # ------------------------------------------------------------------ what belongs together
 
 
-def _is_sound(run: StoredRun) -> bool:
-    """Whether SQLite finds no damage in the log; it is set aside otherwise."""
-    if run.log is None or run.log.is_empty:
-        return False
-    with reading(run.folder / LOG) as log:
-        found = log.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        run.log_problem = f"damaged: {found}"
-    return bool(found == "ok")
-
-
 def _check_belongs(run: StoredRun, log: LogView | None) -> None:
     """Raise where frames of one run would come into the log of another, or where storage is not there."""
     marker = run.marker
@@ -193,12 +177,11 @@ def _sort_segments(storage: FolderStorage, log: LogView, found: Survey) -> tuple
 
 
 def _holds_data(path: Path) -> bool:
-    """Whether there is anything but zeros in a file."""
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            if data.count(0) < len(data):
-                return True
-    return False
+    try:
+        with reading_file(path) as file:
+            return holds_data(file)
+    except OSError:  # it cannot be read: what it holds is unknown
+        return True
 
 
 def _without_frame(storage: FolderStorage, log: LogView) -> int:

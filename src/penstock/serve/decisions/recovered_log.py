@@ -5,7 +5,6 @@ A recovery that is killed leaves the old log or the new one, never half of eithe
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import time
@@ -18,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.atomic import sync
+from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
 from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.decision_records import Advance, Lose, Quarantine
@@ -269,8 +268,7 @@ def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
     _carry_over(folder, is_sound=plan.log is not None)
     for name in (LOG, WITNESS):  # in this order: a new log with the old witness is refused, and recovered again
         sync(building / name)
-        os.replace(building / name, folder / name)
-        sync(folder)
+        rename(building / name, folder / name)
     shutil.rmtree(building, ignore_errors=True)
     return Recovered(done.groups, done.segments, done.epoch, done.op, done.run_id, aside)
 

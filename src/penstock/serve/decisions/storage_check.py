@@ -20,7 +20,7 @@ from penstock.keep.facts import GroupFacts
 from penstock.serve.decisions.log import State
 from penstock.serve.decisions.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.serve.decisions.read_log import LOG, reading
-from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, look_at
+from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import Away, FolderStorage, Gone, Location
 
 _BATCH = 256
@@ -81,8 +81,13 @@ def check(
 ) -> Report:
     """Compare log and storage. `fast` looks at the sizes of segments only; otherwise every frame is read."""
     run = look_at(folder, storage)
+    refuse_old(run)
+    if not fast:
+        find_damage(run)
     report = Report(str(run.folder), str(run.storage.folder), fast, disagreements=run.disagreements())
-    report.marker = None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "op")}
+    report.marker = (
+        None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "op")}
+    )
     report.witness = None if run.witness is None else asdict(run.witness)
     log = run.log or LogView()
     report.run_id, report.epoch, report.op = log.run_id, log.epoch, log.last_op

@@ -144,6 +144,26 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
     return run
 
 
+def refuse_old(run: StoredRun) -> None:
+    """Raise if the log is of an earlier version, or the folder is: its frames were elsewhere, without a marker."""
+    is_old = not (run.folder / LOG).exists() and (run.folder / "frames").is_dir() and not run.storage.folder.is_dir()
+    if run.log_format != FORMAT or is_old:
+        raise InvalidInput(
+            f"{run.folder}: a run of an earlier version; its frames can be used in a new run: "
+            f"`penstock storage recover {run.folder} --into NEW_FOLDER`"
+        )
+
+
+def find_damage(run: StoredRun) -> None:
+    """Have SQLite look for damage: a damaged log is none."""
+    if run.log is None or run.log.is_empty:
+        return
+    with reading(run.folder / LOG) as log:
+        found = str(log.execute("PRAGMA quick_check(1)").fetchone()[0])
+    if found != "ok":
+        run.log, run.log_problem = None, f"damaged: {found}"
+
+
 def _recorded(root: Path) -> Path:
     """Where the log says the frames are; in the folder itself if it says nothing."""
     try:
@@ -208,4 +228,4 @@ def _number(meta: dict[str, Any], name: str, default: int) -> int:
     return int(meta.get(name, default))
 
 
-__all__ = ["WITNESS", "KnownGroup", "LogView", "StoredRun", "look_at", "read_view"]
+__all__ = ["WITNESS", "KnownGroup", "LogView", "StoredRun", "find_damage", "look_at", "read_view", "refuse_old"]
