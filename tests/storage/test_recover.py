@@ -210,6 +210,29 @@ def test_a_log_with_a_damaged_page_is_recovered(seed: int, tmp_path: Path) -> No
     assert sorted(trained_of(folder)) == list("abcdefgh")
 
 
+def test_what_can_be_read_of_a_damaged_log_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    engine = opened(folder, ONE)
+    put(engine, *"abcd")
+    assert engine.put("e", "e", encode(named_group("e")), evaluation=True) is None
+    engine.flush()
+    assert [train_one(engine), train_one(engine)] == [["a"], ["b"]]
+    close(engine)
+    with sqlite3.connect(folder / "log.sqlite") as log:
+        (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'facts'").fetchone()
+    log.close()
+    with (folder / "log.sqlite").open("r+b") as file:
+        file.seek((page - 1) * 16384)
+        file.write(os.urandom(16384))
+    assert main(["storage", "check", str(folder)]) == 1
+    recover(folder)
+    assert "3 groups are left out: the damaged log says" in capsys.readouterr().out
+    engine = opened(folder, ONE)
+    engine.resume(1, 3)
+    assert train(engine) == ["c", "d"]
+    close(engine)
+
+
 def test_a_real_plane_serves_what_was_recovered(tmp_path: Path) -> None:
     def opened_plane() -> ps.Plane:
         return ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=2, disk_reserve_bytes=8 << 20)

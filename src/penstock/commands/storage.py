@@ -156,6 +156,8 @@ def _advice(report: Report) -> list[str]:
         found.append(
             "Put these segments back from a copy; otherwise a step that draws one of these groups sets it aside."
         )
+    if report.lost:
+        found.append("Groups that are in storage and not in the log are added by `penstock storage recover`.")
     if report.unregistered:
         found.append("While there are unregistered segments nothing is deleted: recover them, or move them away.")
     if report.ok and not found:
@@ -269,6 +271,8 @@ def plan_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
         lines.append(f"{len(plan.register):,} segments would be registered.")
     lines += _some("left alone", [f"{one}: no whole frame in it; move it away if nobody needs it" for one in plan.left])
     lines += _some("not accepted", [*facts["conflicts"], *facts["unusable"]])
+    if plan.ended:
+        lines.append(f"{plan.ended:,} groups are left out: the damaged log says that no step needs them any more.")
     if plan.without_frame:
         lines.append(
             f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the "

@@ -31,6 +31,7 @@ from penstock.storage.scan import holds_data, reading_file
 BUILDING = "recover.building"
 ASIDE = "before-recover"
 _NO_FRAMES = ("lock", "reserve", "marker", "marker.lock", "log.witness")
+_ENDED = (State.COMMITTED, State.DROPPED, State.EVALUATION)
 _WAITING = (State.HELD, State.SCHEDULED, State.DELIVERED, State.QUARANTINED)
 
 
@@ -52,6 +53,8 @@ class Plan:
     """Segments without a whole frame, which it will not know: they are for an operator to look at."""
     without_frame: int = 0
     """Groups that wait in the log and have no frame in storage any more."""
+    ended: int = 0
+    """Groups that a damaged log says were trained, dropped or only evaluated: they are left out."""
     copied: bool = False
     """Whether frames are copied to a storage of their own."""
 
@@ -60,14 +63,18 @@ class Plan:
         return bool(self.found.lost or self.problems or self.register)
 
     @property
+    def told(self) -> LogView:
+        """What is known of steps, versions and tenants, from a damaged log if there is no better one."""
+        return self.log or self.run.salvaged or LogView()
+
+    @property
     def next_step(self) -> int:
-        return 1 if self.log is None else self.log.next_step
+        return self.told.next_step
 
     @property
     def newest_version(self) -> int:
         """The newest policy version that the log or a group names."""
-        known = 0 if self.log is None else self.log.policy_version
-        return max([known, *(frame.policy_version or 0 for frame in self.found.lost)])
+        return max([self.told.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
 
 
 @contextmanager
@@ -90,13 +97,14 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
     log = run.usable
     _check_belongs(run, log)
     view = log or LogView()
-    found = survey(sources_of(run.storage, view), {g.id: g.digest for g in view.groups.values()}, progress)
-    if log is None and not found.lost:
+    known = {g.id: g.digest for g in view.groups.values()} | dict.fromkeys(_ended(run.salvaged))
+    found = survey(sources_of(run.storage, view), known, progress)
+    if log is None and not found.frames_in:
         raise InvalidInput(
             f"{run.folder}: no log and no frames ({run.storage.folder}); nothing can be recovered here. Where are the "
             "frames? Give their folder with --storage, or the files that hold them with --into"
         )
-    plan = Plan(run, log, _run_id(run, log), found, run.disagreements())
+    plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
     plan.register, plan.left = _sort_segments(run.storage, view, found)
     plan.without_frame = _without_frame(run.storage, view)
     return plan
@@ -156,12 +164,19 @@ def _check_belongs(run: StoredRun, log: LogView | None) -> None:
         )
 
 
+def _ended(log: LogView | None) -> list[str]:
+    """The groups that no step will need."""
+    return [] if log is None else [group.id for group in log.groups.values() if group.state in _ENDED]
+
+
 def _run_id(run: StoredRun, log: LogView | None) -> str:
     """Whose frames these are: as the log says, else as storage and witness say."""
     if log is not None:
         return log.run_id
     if run.marker is not None:
         return run.marker.run_id
+    if run.salvaged is not None:
+        return run.salvaged.run_id
     return "" if run.witness is None else run.witness.run_id
 
 
@@ -169,7 +184,8 @@ def _sort_segments(storage: FolderStorage, log: LogView, found: Survey) -> tuple
     """Unregistered segments: those that hold frames of this run or nothing at all, and the others."""
     taken = {frame.segment for frame in found.lost}
     doubtful = {one.path.name for one in (*found.conflicts, *found.unusable)}
-    register, left = [], []
+    register: list[str] = []
+    left: list[str] = []
     for name in sorted(storage.segments().keys() - log.segments):
         is_known = name in taken or (found.frames_in.get(name, 0) and name not in doubtful)
         (register if is_known or not _holds_data(storage.path(name)) else left).append(name)

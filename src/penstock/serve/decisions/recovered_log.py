@@ -29,7 +29,7 @@ from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.read_log import LOG, reading
 from penstock.serve.decisions.recover import ASIDE, BUILDING, Plan
 from penstock.serve.decisions.segments import OWN
-from penstock.serve.decisions.stored_run import WITNESS, LogView
+from penstock.serve.decisions.witness import NAME as WITNESS
 from penstock.serve.decisions.witness import Witness
 from penstock.storage import Custody, FolderStorage, Marker, Writer, check_log, parse_location
 from penstock.storage.engine import new_segment_name
@@ -81,7 +81,7 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
                 log.set_meta("storage", str(storage.folder.resolve()))
         past = max(log.last_op, plan.run.marker.op if plan.run.marker else 0)
         placed = ((frame, frame.location) for frame in plan.found.lost)
-        _accept(log, _read_again(placed, progress), past + 1, choices, _members(plan))
+        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
         _go_on(log, plan, choices, past)
         done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.last_op, log.run_id)
     finally:
@@ -105,7 +105,7 @@ def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress)
 
         writer, past = Writer(storage, next_segment), log.last_op
         read = _read_again(((frame, "") for frame in plan.found.lost), progress)
-        _accept(log, _written(read, writer), past + 1, choices, _members(plan))
+        _accept(log, _written(read, writer), past + 1, choices, set() if plan.log is None else plan.log.members)
         writer.finish()
         _go_on(log, plan, choices, past)
         return Recovered(len(plan.found.lost), len(names), custody.marker.epoch, log.last_op, log.run_id)
@@ -232,30 +232,27 @@ def _row(op: int, frame: LostFrame, location: str, facts: GroupFacts, members: s
     )
 
 
-def _members(plan: Plan) -> set[str]:
-    return set() if plan.log is None else plan.log.members
-
-
 def _name_of(plan: Plan) -> str:
     return "" if plan.run.marker is None else plan.run.marker.run
 
 
 def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
     """Where trainer and plane go on: step, policy version, and a last decision that is behind the marker's."""
-    known = LogView() if plan.log is None else plan.log
+    known = 0 if plan.log is None else plan.log.policy_version
+    last_step = 0 if plan.log is None else plan.log.last_step
+    step = plan.next_step if choices.step is None else choices.step
     version = plan.newest_version if choices.policy_version is None else choices.policy_version
     op = max(log.last_op, past)
     with log.transaction():
-        if version != known.policy_version or log.last_op < past:
+        if version != known or log.last_op < past:
             op += 1
             log.add_record(op, Advance(policy_version=version))
-        if choices.step is None:
-            return
-        log.set_meta("next_step", choices.step)
-        if choices.step > known.last_step + 1:  # a step without groups stands for those that the log has lost
+        if plan.log is None or step != plan.log.next_step:
+            log.set_meta("next_step", step)
+        if step > last_step + 1:  # a step without groups stands for those that the log has lost
             manifest = Manifest(groups=(), policy_version=version, samples=0, tokens=0)
-            log.add_step(choices.step - 1, op + 1, msgspec.msgpack.encode(manifest))
-            log.set_meta("oldest_step", choices.step)
+            log.add_step(step - 1, op + 1, msgspec.msgpack.encode(manifest))
+            log.set_meta("oldest_step", step)
 
 
 # ------------------------------------------------------------------ in the place of the old one

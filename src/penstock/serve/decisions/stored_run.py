@@ -15,7 +15,6 @@ from penstock.errors import CorruptFile, InvalidInput
 from penstock.serve.decisions.decision_records import Advance, EvictRun, Weigh, read_record
 from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.read_log import LOG, reading
-from penstock.serve.decisions.witness import NAME as WITNESS
 from penstock.serve.decisions.witness import Seen, read_witness
 from penstock.storage import FolderStorage, Location, Marker, parse_location, read_marker
 from penstock.storage.engine import Range, is_segment_name
@@ -84,6 +83,8 @@ class StoredRun:
     log_problem: str = ""
     """Why there is no log; empty if there is one."""
     log_format: int = FORMAT
+    salvaged: LogView | None = None
+    """What could be read of a damaged log."""
     marker: Marker | None = None
     marker_problem: str = ""
     """Why the marker cannot be read; empty also where there is none."""
@@ -161,7 +162,7 @@ def find_damage(run: StoredRun) -> None:
     with reading(run.folder / LOG) as log:
         found = str(log.execute("PRAGMA quick_check(1)").fetchone()[0])
     if found != "ok":
-        run.log, run.log_problem = None, f"damaged: {found}"
+        run.log, run.log_problem, run.salvaged = None, f"damaged: {found}", run.log
 
 
 def _recorded(root: Path) -> Path:
@@ -226,6 +227,3 @@ def _fill(view: LogView, log: sqlite3.Connection, meta: dict[str, Any]) -> None:
 
 def _number(meta: dict[str, Any], name: str, default: int) -> int:
     return int(meta.get(name, default))
-
-
-__all__ = ["WITNESS", "KnownGroup", "LogView", "StoredRun", "find_damage", "look_at", "read_view", "refuse_old"]
