@@ -9,6 +9,7 @@ import random
 import shutil
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from penstock.serve.decisions.log import State
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.storage import FolderStorage, parse_location, read_marker
 from penstock.storage.engine import new_segment_name
-from penstock.storage.scan import find_frames, reading_file
+from penstock.storage.scan import MAX_FRONT_BYTES, find_frames, reading_file
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from tests.storage.test_operator_mistakes import SETTINGS, close, kill, opened, put, run_with
@@ -583,7 +584,7 @@ def test_whole_frames_are_found_at_any_offset_among_random_bytes(seed: int, tmp_
 
 
 @pytest.mark.parametrize("kind", ["magic everywhere", "large fronts", "sparse", "random"])
-def test_a_hostile_file_is_bounded_in_time(kind: str, tmp_path: Path, pace: float) -> None:
+def test_a_hostile_file_is_bounded_in_time_and_memory(kind: str, tmp_path: Path, pace: float) -> None:
     path, rng = tmp_path / "file", random.Random(1)
     good = encode(named_group("a"))
     header = bytearray(good[:48])
@@ -601,6 +602,13 @@ def test_a_hostile_file_is_bounded_in_time(kind: str, tmp_path: Path, pace: floa
     began = time.monotonic()
     found = pieces_of(path)
     assert time.monotonic() - began < 20 * pace
+    if kind == "large fronts":
+        tracemalloc.start()
+        try:
+            pieces_of(path)
+            assert tracemalloc.get_traced_memory()[1] < 2 * MAX_FRONT_BYTES
+        finally:
+            tracemalloc.stop()
     assert [piece for piece in found if piece[2]] == ([(0, len(good), True)] if kind == "sparse" else [])
 
 
