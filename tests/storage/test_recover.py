@@ -263,6 +263,27 @@ def test_a_log_copied_without_its_wal_is_recovered(tmp_path: Path) -> None:
     assert sorted(trained_of(copy)) == ["a", "b"]
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_write_ahead_log_of_a_killed_plane_is_not_taken_for_that_of_the_new_log(
+    damaged: bool, tmp_path: Path
+) -> None:
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    engine = opened(folder)
+    put(engine, "a", "b")
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*-shm", "lock", "log.witness"))
+    kill(engine)
+    if damaged:
+        garbage_for_a_log(copy)
+    recover(copy)
+    assert sorted(path.name for path in (copy / "before-recover-1").iterdir()) == [
+        "log.sqlite",
+        "log.sqlite-wal",
+        "marker",
+    ]
+    assert not (copy / "log.sqlite-wal").exists()
+    assert sorted(trained_of(copy)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("part", range(1, 10, 2))
 def test_a_write_ahead_log_that_was_cut_is_recovered(part: int, tmp_path: Path) -> None:
     folder, copy = tmp_path / "run", tmp_path / "copy"
