@@ -26,6 +26,7 @@ COMMANDS = {
     "diff": "where two recorded runs first differ: step, sample, token and column",
     "replay": "put an archived run into a plane again, or compare its steps with the record",
     "quarantine": "the groups that no step could be made with: list, release, drop",
+    "storage": "compare a run's log with its storage; put frames that the log has lost back into it",
     "inspect": "show what a frame or a run's folder holds",
     "convert": "samples from one file format to another: frames, Parquet, what other trainers use",
     "assets": "look after the images of a run: list, verify, sweep",

@@ -42,7 +42,10 @@ def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
     try:
         return msgspec.json.decode(data, type=Marker)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptFile(f"{storage.url}/marker: {error}; restore it from a copy of the storage") from None
+        raise CorruptFile(
+            f"{storage.url}/marker: {error}; restore it from a copy of the storage, or make a new "
+            "one with `penstock storage recover`"
+        ) from None
 
 
 def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None:
@@ -56,7 +59,8 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, 
         if there:
             raise Conflict(
                 f"{storage.url}: holds {len(there)} segments and no marker, so nobody can say whose they are; "
-                "restore the marker with its storage, or use an empty folder; nothing was deleted"
+                "restore the marker with its storage, make a new one with `penstock storage recover`, or use an empty "
+                "folder; nothing was deleted"
             )
         if held:
             raise Conflict(

@@ -131,7 +131,7 @@ class Log:
         if found != FORMAT:
             raise CorruptFile(
                 f"{self._path}: format {found}; this version reads format {FORMAT}; finish the run with the version of "
-                "Penstock that began it, or begin a new folder"
+                "Penstock that began it, or copy its groups to a new one with `penstock storage recover --into`"
             )
 
     def take_over(self) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -40,10 +41,12 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"{planned} ranks first, or begin a new folder"
         )
     _log_changes(settings, log)
-    if (began, planned) != (replay, ranks) or not log.text("ranks"):
+    storage = "" if settings.storage is None else str(Path(settings.storage.removeprefix("file://")).resolve())
+    if (began, planned) != (replay, ranks) or not log.text("ranks") or log.text("storage") != storage:
         with log.transaction():
             log.set_meta("replay", replay)
             log.set_meta("ranks", ranks)
+            log.set_meta("storage", storage)  # commands that read the run's folder find the frames by this
 
 
 def _log_changes(settings: PlaneSettings, log: Log) -> None:

@@ -1,0 +1,293 @@
+"""Compare a run's log with its storage, and put frames that the log has lost back into it.
+
+  penstock storage check runs/mine                  read every frame; exit 1 if one is missing or damaged
+  penstock storage check runs/mine --fast           look at sizes only
+  penstock storage recover runs/mine                say what would be done, ask, do it
+  penstock storage recover runs/mine --step 501     the trainer's checkpoint is of step 500
+  penstock storage recover runs/old --into runs/new copy the groups of an old folder, an archive or any files
+
+`check` changes nothing, and a plane may be at work on the run. `recover` needs the plane to be stopped. It deletes
+nothing: the log, its witness and the marker are copied to before-recover-1/ in the run's folder first. docs/storage.md
+says what lies where, and what to do when a plane refuses to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands.tables import aligned, printable, size
+from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.serve.decisions.recover import Plan
+    from penstock.serve.decisions.storage_check import Report
+
+_SHOWN = 20
+"""Lines of each kind that are printed for people; `--json` has all of them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check", "recover"])
+    parser.add_argument("where", metavar="RUN", help="the run's folder, or its plane's folder")
+    parser.add_argument("--storage", metavar="DIR", help="where the frames are, if not in the run's folder")
+    parser.add_argument("--fast", action="store_true", help="check: compare sizes, read no frame")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--yes", action="store_true", help="recover: do not ask")
+    parser.add_argument(
+        "--as",
+        dest="state",
+        choices=["held", "quarantined", "dropped"],
+        default="held",
+        help="recover: groups wait for training (the default); or are set aside until `penstock quarantine` releases "
+        "them; or are only known, so that they are not put again, and the next plane frees their frames",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="recover: the step that the trainer goes on with")
+    parser.add_argument(
+        "--policy-version", type=int, metavar="V", help="recover: the version the trainer published last"
+    )
+    parser.add_argument("--into", type=Path, metavar="DIR", help="recover: copy all groups into the run in this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action == "check":
+        return _check(args)
+    return _recover(args)
+
+
+class _Progress:
+    """How much was read, on a terminal, a few times a second."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._bytes, self._shown = what, 0, 0.0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        if sys.stderr.isatty() and time.monotonic() > self._shown + 0.2:
+            self._shown = time.monotonic()
+            sys.stderr.write(f"\r\x1b[K{self._what}: {size(self._bytes)}")
+
+    def end(self) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+
+
+def _plane_folder(where: str) -> Path:
+    """The folder of a run's plane, whether or not its log is there."""
+    root = Path(where)
+    laid_out = root / "plane"
+    return laid_out if laid_out.is_dir() and not _is_run(root) else root
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("log.sqlite", "log.witness", "storage", "frames"))
+
+
+# ------------------------------------------------------------------ check
+
+
+def _check(args: argparse.Namespace) -> int:
+    from penstock.serve.decisions.storage_check import check
+
+    if args.into or args.step is not None or args.policy_version is not None:
+        raise InvalidInput("check: --into, --step and --policy-version are for recover")
+    progress = _Progress("read")
+    report = check(_plane_folder(args.where), storage=args.storage, fast=args.fast, progress=progress)
+    progress.end()
+    print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join(check_lines(report)))
+    return 0 if report.ok else 1
+
+
+def check_lines(report: Report) -> list[str]:
+    """A check, for people."""
+    looked = "sizes compared" if report.fast else "all read"
+    rows = [
+        ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, decision {report.op}")],
+        ["marker", _state(report, "marker", _marker_words(report))],
+        ["witness", _state(report, "witness", _witness_words(report))],
+        ["frames", f"{report.frames:,} needed, {size(report.bytes)}, {looked}"],
+        ["missing", f"{len(report.missing):,}"],
+        ["damaged", f"{len(report.damaged):,}"],
+        ["not in the log", "not looked for" if report.fast else f"{report.lost:,} groups"],
+        ["unregistered", f"{len(report.unregistered):,} of {report.segments:,} segments"],
+        ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions decided and not done yet"],
+    ]
+    lines = [f"{report.folder}, frames in {report.storage}", *aligned(rows, left=2)]
+    lines += _some("missing", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.missing])
+    lines += _some("damaged", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.damaged])
+    lines += _some("not in the log", [f"group {group!r}" for group in report.lost_groups])
+    lines += _some("unregistered", [f"segment {name}: {size(count)}" for name, count in report.unregistered.items()])
+    lines += _some("no whole frame", report.broken)
+    return [*lines, *_advice(report)]
+
+
+def _state(report: Report, name: str, words: str) -> str:
+    return f"WRONG: {report.disagreements[name]}" if name in report.disagreements else words
+
+
+def _marker_words(report: Report) -> str:
+    if report.marker is None:
+        return "none yet"
+    found = f"run {report.marker['run_id'][:12]}, epoch {report.marker['epoch']}, decision {report.marker['op']}"
+    return f"{found}; behind the log, as after a kill" if report.marker["epoch"] < report.epoch else found
+
+
+def _witness_words(report: Report) -> str:
+    return "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
+
+
+def _some(what: str, lines: list[str]) -> list[str]:
+    shown = [f"  {what}: {printable(line)}" for line in lines[:_SHOWN]]
+    return [*shown, *([f"  {what}: and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else [])]
+
+
+def _advice(report: Report) -> list[str]:
+    found = []
+    if report.disagreements:
+        found.append("A plane does not start here: put the newest copy back, or see `penstock storage recover --help`.")
+    if report.missing or report.damaged:
+        found.append(
+            "Put these segments back from a copy; otherwise a step that draws one of these groups sets it aside."
+        )
+    if report.lost:
+        found.append("Groups that are in storage and not in the log are added by `penstock storage recover`.")
+    if report.unregistered:
+        found.append("While there are unregistered segments nothing is deleted: recover them, or move them away.")
+    if report.ok and not found:
+        found.append("Log and storage agree.")
+    return found
+
+
+# ------------------------------------------------------------------ recover
+
+
+def _recover(args: argparse.Namespace) -> int:
+    from penstock.serve.decisions.recover import owning, plan_copy, plan_recovery
+    from penstock.serve.decisions.recovered_log import Choices, recover, recover_into
+
+    _check_choices(args)
+    if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
+        raise InvalidInput(f"{args.where}: no run in it; give the folder of a run, or where its frames are (--storage)")
+    folder, progress = _plane_folder(args.where), _Progress("read")
+    choices = Choices(state=args.state, step=args.step, policy_version=args.policy_version)
+    with nullcontext() if args.into else owning(folder):
+        plan = (
+            plan_copy(args.where, args.into, progress) if args.into else plan_recovery(folder, args.storage, progress)
+        )
+        progress.end()
+        if args.step is not None and args.step < plan.next_step:
+            raise InvalidInput(
+                f"--step {args.step}: the log is at step {plan.next_step}; a trainer that begins earlier says so itself"
+            )
+        facts = plan_facts(plan, args)
+        say: Callable[[str], None] = (lambda _: None) if args.json else print
+        say("\n".join(plan_lines(plan, facts)))
+        if not facts["needed"]:
+            say("Nothing to recover: nothing was changed.")
+            return _end(args, facts, None)
+        if not args.yes and not _asked(args):
+            say("Nothing was changed.")
+            _end(args, facts, None)
+            return 1
+        progress = _Progress("written")
+        done = recover_into(plan, choices, progress) if args.into else recover(plan, choices, progress)
+        progress.end()
+    aside = f" What was there before is in {done.aside}." if done.aside else ""
+    say(f"Done: {done.groups:,} groups were added, as {args.state}. A plane can be started.{aside}")
+    return _end(args, facts, asdict(done))
+
+
+def _check_choices(args: argparse.Namespace) -> None:
+    if args.fast:
+        raise InvalidInput("recover: --fast is for check")
+    if args.into and args.storage:
+        raise InvalidInput("recover --into: give the folder that holds the frames as RUN, without --storage")
+    for name, least in (("step", 1), ("policy_version", 0)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < 2**31:
+            raise InvalidInput(f"--{name.replace('_', '-')} {value}: give a number from {least} up")
+
+
+def _asked(args: argparse.Namespace) -> bool:
+    if args.json:
+        return False
+    print("Go on? [y/N] ", end="", flush=True)
+    answer = sys.stdin.readline().strip().lower()
+    return answer in ("y", "yes")
+
+
+def _end(args: argparse.Namespace, facts: dict[str, Any], done: dict[str, Any] | None) -> int:
+    if args.json:
+        print(json.dumps({"plan": facts, "done": done}, indent=1))
+    return 0
+
+
+def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """What would be done, for programs."""
+    lost = plan.found.lost
+    return {
+        "folder": str(plan.run.folder),
+        "storage": str(plan.run.storage.folder),
+        "copied": plan.copied,
+        "needed": plan.is_needed or (not plan.copied and args.step not in (None, plan.next_step)),
+        "problems": plan.problems,
+        "new_log": plan.log is None,
+        "run_id": plan.run_id,
+        "groups": [frame.group for frame in lost],
+        "samples": sum(frame.samples for frame in lost),
+        "tokens": sum(frame.tokens for frame in lost),
+        "bytes": sum(frame.size for frame in lost),
+        "as": args.state,
+        "known": plan.found.repeated,
+        "register": plan.register,
+        "left": plan.left,
+        "conflicts": [one.why for one in plan.found.conflicts],
+        "unusable": [f"{one.path} at {one.offset}: {one.why}" for one in plan.found.unusable],
+        "without_frame": plan.without_frame,
+        "step": plan.next_step if args.step is None else args.step,
+        "policy_version": plan.newest_version if args.policy_version is None else args.policy_version,
+    }
+
+
+def plan_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
+    """What would be done, for people."""
+    lines = [f"{what}: {words}" for what, words in plan.problems.items()]
+    count = f"{len(facts['groups']):,} groups ({facts['samples']:,} samples, {size(facts['bytes'])})"
+    if plan.copied:
+        lines.append(f"{count} would be copied to {facts['folder']}, as {facts['as']}.")
+    elif plan.log is None:
+        whose = f"run {plan.run_id[:12]}" if plan.run_id else "a new run"
+        lines.append(f"A new log of {whose} would be made, with {count}, as {facts['as']}.")
+    elif facts["needed"]:
+        lines.append(f"{count} would be added to the log of run {plan.run_id[:12]}, as {facts['as']}.")
+    if plan.register:
+        lines.append(f"{len(plan.register):,} segments would be registered.")
+    lines += _some("left alone", [f"{one}: no whole frame in it; move it away if nobody needs it" for one in plan.left])
+    lines += _some("not accepted", [*facts["conflicts"], *facts["unusable"]])
+    if plan.ended:
+        lines.append(f"{plan.ended:,} groups are left out: the damaged log says that no step needs them any more.")
+    if plan.without_frame:
+        lines.append(
+            f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the "
+            "log was made, or lost. A step that draws one of them sets it aside and goes on without it."
+        )
+    lines.append(f"The trainer would go on with step {facts['step']}, policy version {facts['policy_version']}.")
+    return [*lines, *_warning(plan)]
+
+
+def _warning(plan: Plan) -> list[str]:
+    """What a frame does not say."""
+    if not plan.found.lost:
+        return []
+    return [
+        "A frame does not say what became of its group. Some of these may have been trained before, and would be "
+        "trained again; some may have been put for evaluation. If that matters, use --as quarantined and release the "
+        "groups that you want, or --as dropped.",
+    ]

@@ -1,0 +1,222 @@
+"""Compares a run's log with its storage: frames that are missing or damaged, and bytes that no group needs.
+
+Nothing is written, and a plane may be at work on the run. It may free a frame between the moment in which the log was
+read and the one in which the frame is looked at, so whatever is wrong with a frame is looked up in the log again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.arrays.digests import sample_digests
+from penstock.encode.reading import describe
+from penstock.errors import CorruptFrame, PenstockError
+from penstock.keep.facts import GroupFacts
+from penstock.serve.decisions.log import State
+from penstock.serve.decisions.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
+from penstock.serve.decisions.read_log import LOG, reading
+from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
+from penstock.storage import Away, FolderStorage, Gone, Location
+
+_BATCH = 256
+"""Groups whose metadata is read at a time: a long transaction would keep a plane's write-ahead log from shrinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadFrame:
+    """A frame that the log needs and storage does not have as it was."""
+
+    group: str
+    location: str
+    why: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found."""
+
+    folder: str
+    storage: str
+    fast: bool
+    run_id: str = ""
+    epoch: int = 0
+    op: int = 0
+    marker: dict[str, Any] | None = None
+    witness: dict[str, Any] | None = None
+    disagreements: dict[str, str] = field(default_factory=dict)
+    """What keeps a plane from starting here: log, marker or witness -> why."""
+    frames: int = 0
+    """Needed by the log."""
+    bytes: int = 0
+    missing: list[BadFrame] = field(default_factory=list)
+    damaged: list[BadFrame] = field(default_factory=list)
+    segments: int = 0
+    unregistered: dict[str, int] = field(default_factory=dict)
+    """Segments that the log never registered -> bytes. While there are any, nothing is deleted."""
+    dead_bytes: int = 0
+    """In registered segments, that no group needs."""
+    pending_frees: int = 0
+    """Frames and segments that are to be deleted."""
+    lost: int = 0
+    """Groups in storage that the log does not have: `penstock storage recover` adds them."""
+    lost_groups: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Pieces of frames that the log does not know either."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.damaged or self.disagreements)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+
+def check(
+    folder: str | Path, *, storage: str | Path | None = None, fast: bool = False, progress: Progress = no_progress
+) -> Report:
+    """Compare log and storage. `fast` looks at the sizes of segments only; otherwise every frame is read."""
+    run = look_at(folder, storage)
+    refuse_old(run)
+    if not fast:
+        find_damage(run)
+    report = Report(str(run.folder), str(run.storage.folder), fast, disagreements=run.disagreements())
+    report.marker = (
+        None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "op")}
+    )
+    report.witness = None if run.witness is None else asdict(run.witness)
+    log = run.log or LogView()
+    report.run_id, report.epoch, report.op = log.run_id, log.epoch, log.last_op
+    _check_frames(run, log, report, progress)
+    _count_bytes(run.storage, log, report)
+    if not fast:
+        found = survey(sources_of(run.storage, log), {g.id: g.digest for g in log.groups.values()}, progress)
+        _add_survey(run, found, report)
+    return report
+
+
+def sources_of(storage: FolderStorage, log: LogView) -> list[Source]:
+    """The segments of a storage, oldest first, without the bytes that the log knows."""
+    extents, found = log.extents(), []
+    for name in storage.segments():
+        if name not in log.frees:
+            path = storage.path(name)
+            found.append((_stat(path, "st_mtime_ns"), name, Source(path, name, extents.get(name, ()))))
+    return [source for _, _, source in sorted(found, key=lambda one: one[:2])]
+
+
+def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
+    since = _groups_now(run) if found.lost else set()  # a plane at work accepts groups meanwhile
+    report.lost_groups = [frame.group for frame in found.lost if frame.group not in since]
+    report.lost = len(report.lost_groups)
+    report.broken = [_words(one) for one in (*found.unusable, *found.conflicts)]
+
+
+def _words(one: Unusable) -> str:
+    return f"{one.path.name} at {one.offset}: {one.why}"
+
+
+def _groups_now(run: StoredRun) -> set[str]:
+    if run.log is None:
+        return set()
+    with reading(run.folder / LOG) as log:
+        return {name for (name,) in log.execute("SELECT id FROM groups")}
+
+
+# ------------------------------------------------------------------ frames
+
+
+def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progress) -> None:
+    kept = sorted(log.kept, key=lambda one: (one[1].segment, one[1].offset))
+    for first in range(0, len(kept), _BATCH):
+        batch = kept[first : first + _BATCH]
+        facts = None if report.fast else _facts(run, [group.op for group, _ in batch])
+        for group, at in batch:
+            report.frames += 1
+            report.bytes += at.size
+            bad = _look_at_frame(run, group, at, facts)
+            if bad is not None and _is_needed(run, group):
+                found = BadFrame(group.id, group.location, str(bad))
+                (report.missing if isinstance(bad, Gone) else report.damaged).append(found)
+            progress(at.size)
+
+
+def _look_at_frame(
+    run: StoredRun, group: KnownGroup, at: Location, facts: dict[int, bytes] | None
+) -> PenstockError | None:
+    """What is wrong with a frame; without `facts` only its size counts."""
+    try:
+        if facts is None:
+            _check_size(run.storage, at)
+        else:
+            _check_frame(run.storage, group, facts.get(group.op))
+    except Away as error:
+        run.storage.segments()  # raises Away, too, where all of the storage is away
+        return error
+    except PenstockError as error:
+        return error
+    return None
+
+
+def _check_size(storage: FolderStorage, at: Location) -> None:
+    with storage.opened(at.segment) as file:
+        size = os.fstat(file).st_size
+    if size < at.end:
+        raise Gone(f"{storage.path(at.segment)}: ends {at.end - size} bytes before the frame at {at.offset} does")
+
+
+def _check_frame(storage: FolderStorage, group: KnownGroup, facts: bytes | None) -> None:
+    """Raise unless the samples in storage are those that were accepted."""
+    frame = storage.read(group.location)[0]
+    if not any(frame):
+        raise Gone(f"{group.location}: was deleted: nothing but zeros is there")
+    if group.state is State.EVALUATION or facts is None:
+        if xxhash.xxh3_128_digest(frame) != group.digest:
+            raise CorruptFrame(f"{group.location}: not the bytes that were accepted")
+        return
+    _, samples, _ = describe(frame, limits=LIMITS)
+    if tuple(sample_digests(samples)) != GroupFacts.from_bytes(facts).digests:
+        raise CorruptFrame(f"{group.location}: other samples than were accepted")
+
+
+def _facts(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
+    """The metadata of groups, by op."""
+    marks = ", ".join("?" * len(ops))
+    with reading(run.folder / LOG) as log:
+        return dict(log.execute(f"SELECT op, facts FROM facts WHERE op IN ({marks})", ops))  # noqa: S608 - marks
+
+
+def _is_needed(run: StoredRun, group: KnownGroup) -> bool:
+    """Whether the log still has the frame: a plane at work may have freed it since."""
+    with reading(run.folder / LOG) as log:
+        row = log.execute("SELECT location FROM groups WHERE op = ?", (group.op,)).fetchone()
+    return row is not None and row[0] == group.location
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def _count_bytes(storage: FolderStorage, log: LogView, report: Report) -> None:
+    found = storage.segments()
+    needed: dict[str, int] = {}
+    for _, at in log.kept:
+        needed[at.segment] = needed.get(at.segment, 0) + at.size
+    report.segments = len(found)
+    report.unregistered = {name: size for name, size in sorted(found.items()) if name not in log.segments}
+    for name, size in found.items():
+        if name in log.segments:
+            # A file takes whole blocks, and less than its size where frames were deleted.
+            written = min(size, _stat(storage.path(name), "st_size"))
+            report.dead_bytes += max(written - needed.get(name, 0), 0)
+    report.pending_frees = len(log.frees)
+
+
+def _stat(path: Path, what: str) -> int:
+    try:
+        return int(getattr(path.stat(), what))
+    except OSError:
+        return 0

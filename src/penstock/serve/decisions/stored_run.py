@@ -1,0 +1,229 @@
+"""A run's log and its storage side by side, read without owning either: do they belong together, and which lacks what?
+
+The order of reading matters beside a plane at work. It moves the witness after a commit and the marker after the
+decision it names, so both are read before the log: what is ahead of the log then is ahead for good.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.serve.decisions.decision_records import Advance, EvictRun, Weigh, read_record
+from penstock.serve.decisions.log import FORMAT, State
+from penstock.serve.decisions.read_log import LOG, reading
+from penstock.serve.decisions.witness import Seen, read_witness
+from penstock.storage import FolderStorage, Location, Marker, parse_location, read_marker
+from penstock.storage.interface import Range, is_segment_name
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGroup:
+    """A group that the log has."""
+
+    op: int
+    id: str
+    digest: bytes
+    """XXH3-128 of its frame."""
+    state: State
+    location: str
+    """Empty once its frame was freed."""
+
+
+@dataclass(slots=True)
+class LogView:
+    """What a log says, at one moment."""
+
+    run_id: str = ""
+    epoch: int = 0
+    commits: int = 0
+    last_op: int = 0
+    next_step: int = 1
+    last_step: int = 0
+    policy_version: int = 0
+    storage: str = ""
+    """Where its frames are; empty: in the folder of the log."""
+    members: set[str] = field(default_factory=set)
+    """Tenants that have a table of their own."""
+    groups: dict[str, KnownGroup] = field(default_factory=dict)
+    segments: set[str] = field(default_factory=set)
+    frees: set[str] = field(default_factory=set)
+    """Frames and segments that are to be deleted."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever decided in it."""
+        return not self.run_id or not (self.last_op or self.groups)
+
+    @property
+    def kept(self) -> list[tuple[KnownGroup, Location]]:
+        """The groups whose frames are needed."""
+        return [(group, parse_location(group.location)) for group in self.groups.values() if group.location]
+
+    def extents(self) -> dict[str, list[Range]]:
+        """Segment -> the bytes in it that the log knows: those of groups, and those that are to be deleted."""
+        found: dict[str, list[Range]] = {}
+        places = [at for _, at in self.kept]
+        places += [parse_location(name) for name in self.frees if not is_segment_name(name)]
+        for at in places:
+            found.setdefault(at.segment, []).append((at.offset, at.end))
+        return found
+
+
+@dataclass(slots=True)
+class StoredRun:
+    """A run's folder, as it is found."""
+
+    folder: Path
+    storage: FolderStorage
+    log: LogView | None
+    log_problem: str = ""
+    """Why there is no log; empty if there is one."""
+    log_format: int = FORMAT
+    salvaged: LogView | None = None
+    """What could be read of a damaged log."""
+    marker: Marker | None = None
+    marker_problem: str = ""
+    """Why the marker cannot be read; empty also where there is none."""
+    witness: Seen | None = None
+
+    @property
+    def usable(self) -> LogView | None:
+        """The log, if it holds anything."""
+        return None if self.log is None or self.log.is_empty else self.log
+
+    def disagreements(self) -> dict[str, str]:
+        """What is wrong between log, marker and witness: which of them -> what. A plane does not start while there is
+        anything here."""
+        found = {}
+        log, marker, seen = self.log, self.marker, self.witness
+        if log is None or (log.is_empty and (marker is not None or seen is not None)):
+            found["log"] = self.log_problem or "empty, and the run began before"
+        if self.marker_problem or (marker is None and self.storage.segments()):
+            found["marker"] = self.marker_problem or "missing"
+        if log is None:
+            return found
+        if marker is not None and marker.run_id != log.run_id:
+            found["marker"] = f"of run {marker.run_id[:12]}, and the log is of run {log.run_id[:12] or '(none)'}"
+        elif marker is not None and (marker.epoch > log.epoch or marker.op > log.last_op):
+            found["marker"] = (
+                f"ahead: epoch {marker.epoch}, decision {marker.op}; the log ends at epoch {log.epoch}, decision "
+                f"{log.last_op}: it lacks decisions"
+            )
+        if seen is None and log.commits > 1:
+            found["witness"] = "missing or damaged"
+        elif seen is not None and seen.run_id != log.run_id:
+            found["witness"] = f"of run {seen.run_id[:12]}, and the log is of run {log.run_id[:12] or '(none)'}"
+        elif seen is not None and seen.commits > log.commits:
+            found["witness"] = f"ahead: {seen.commits} transactions; the log has {log.commits}: it lacks decisions"
+        return found
+
+
+def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
+    """A run's folder; `storage`: where its frames are, if they are elsewhere and the log cannot say so."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise InvalidInput(f"{root}: no such folder; give the folder of a run")
+    early = FolderStorage(str(storage).removeprefix("file://") if storage else _recorded(root), create=False)
+    marker, problem = _marker(early)
+    seen = read_witness(root)
+    run = StoredRun(root, early, None, marker=marker, marker_problem=problem, witness=seen)
+    try:
+        run.log, run.log_format = read_view(root / LOG)
+    except CorruptFile as error:
+        run.log_problem = str(error)
+    if not (root / LOG).exists():
+        run.log, run.log_problem = None, "missing"
+    elif run.log_format != FORMAT:
+        run.log, run.log_problem = None, f"format {run.log_format}; this version reads format {FORMAT}"
+    there = early.folder.is_dir() and (early.folder / "segments").is_dir()
+    if run.log is None and not there and not seen and not any(root.iterdir()):
+        raise InvalidInput(f"{root}: empty; give the folder of a run")
+    return run
+
+
+def refuse_old(run: StoredRun) -> None:
+    """Raise if the log is of an earlier version, or the folder is: its frames were elsewhere, without a marker."""
+    is_old = not (run.folder / LOG).exists() and (run.folder / "frames").is_dir() and not run.storage.folder.is_dir()
+    if run.log_format != FORMAT or is_old:
+        raise InvalidInput(
+            f"{run.folder}: a run of an earlier version; its frames can be used in a new run: "
+            f"`penstock storage recover {run.folder} --into NEW_FOLDER`"
+        )
+
+
+def find_damage(run: StoredRun) -> None:
+    """Have SQLite look for damage: a damaged log is none."""
+    if run.log is None or run.log.is_empty:
+        return
+    with reading(run.folder / LOG) as log:
+        found = str(log.execute("PRAGMA quick_check(1)").fetchone()[0])
+    if found != "ok":
+        run.log, run.log_problem, run.salvaged = None, f"damaged: {found}", run.log
+
+
+def _recorded(root: Path) -> Path:
+    """Where the log says the frames are; in the folder itself if it says nothing."""
+    try:
+        log, _ = read_view(root / LOG, brief=True)
+    except CorruptFile:
+        log = LogView()
+    return Path(log.storage.removeprefix("file://")) if log.storage else root / "storage"
+
+
+def _marker(storage: FolderStorage) -> tuple[Marker | None, str]:
+    try:
+        return read_marker(storage), ""
+    except CorruptFile as error:
+        return None, str(error)
+
+
+def read_view(path: Path, *, brief: bool = False) -> tuple[LogView, int]:
+    """What a log says, and its format; `brief`: without groups and segments. Raises CorruptFile if it cannot be
+    read; a log without tables is empty."""
+    view = LogView()
+    if not path.is_file():
+        return view, FORMAT
+    with reading(path) as log:
+        tables = {name for (name,) in log.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if "meta" not in tables:
+            return view, FORMAT
+        meta = dict(log.execute("SELECT name, value FROM meta"))
+        found = _number(meta, "format", FORMAT)
+        if found != FORMAT or brief or "frees" not in tables:
+            view.storage = str(meta.get("storage", ""))
+            return view, found
+        try:
+            _fill(view, log, meta)
+        except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
+            raise CorruptFile(f"{path}: {type(error).__name__}: {error}; the log cannot be read") from None
+    return view, found
+
+
+def _fill(view: LogView, log: sqlite3.Connection, meta: dict[str, Any]) -> None:
+    view.run_id, view.storage = str(meta.get("run_id", "")), str(meta.get("storage", ""))
+    view.epoch, view.commits = _number(meta, "epoch", 0), _number(meta, "commits", 0)
+    view.next_step = _number(meta, "next_step", 1)
+    for table in ("groups", "records", "steps", "snapshots"):
+        found = log.execute(f"SELECT MAX(op) FROM {table}").fetchone()[0]  # noqa: S608 - our own names
+        view.last_op = max(view.last_op, found or 0)
+    view.last_step = log.execute("SELECT MAX(step) FROM steps").fetchone()[0] or 0
+    for op, name, digest, state, location in log.execute("SELECT op, id, digest, state, location FROM groups"):
+        view.groups[name] = KnownGroup(op, name, digest, State(state), location)
+    view.segments = {name for (name,) in log.execute("SELECT name FROM segments")}
+    view.frees = {name for (name,) in log.execute("SELECT name FROM frees")}
+    for (data,) in log.execute("SELECT data FROM records ORDER BY op"):
+        record = read_record(data)
+        if isinstance(record, Advance):
+            view.policy_version = record.policy_version
+        elif isinstance(record, Weigh):
+            view.members.add(record.run)
+        elif isinstance(record, EvictRun):
+            view.members.discard(record.run)
+
+
+def _number(meta: dict[str, Any], name: str, default: int) -> int:
+    return int(meta.get(name, default))
