@@ -25,6 +25,7 @@ COMMANDS = {
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs first differ: step, sample, token and column",
     "replay": "put an archived run into a plane again, or compare its steps with the record",
+    "storage": "what a run keeps in its storage: let a run that keeps everything forget what it has trained",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "inspect": "show what a frame or a run's folder holds",
     "convert": "samples from one file format to another: frames, Parquet, what other trainers use",

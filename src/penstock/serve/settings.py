@@ -170,6 +170,14 @@ class PlaneSettings:
             "disk is full too",
         ),
     ] = 1 << 30
+    retain: Annotated[
+        Literal["steps", "all"],
+        Meta(
+            description='what is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every '
+            "plan, for good, so that the run is its own archive; a run that began to keep everything goes on with it "
+            "until `penstock storage forget`"
+        ),
+    ] = "steps"
     archive: Annotated[
         str | None,
         Meta(

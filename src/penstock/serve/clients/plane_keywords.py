@@ -76,6 +76,12 @@ class PlaneKeywords(TypedDict, total=False):
     locking: Literal["wal", "exclusive"]
     """How the log is locked; "exclusive" for a folder on a network filesystem: no other process may read it
     meanwhile."""
+    storage: str | Path | None
+    """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
+    run's folder."""
+    direct: bool
+    """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
+    plane."""
     max_disk_bytes: int | None
     """Bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has."""
     disk_reserve_bytes: int
@@ -84,6 +90,10 @@ class PlaneKeywords(TypedDict, total=False):
     """Committed steps that can still be served again, to a trainer that resumes from an older checkpoint."""
     retain_eval_bytes: int
     """Bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the disk is full too."""
+    retain: Literal["steps", "all"]
+    """What is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every plan, for good,
+    so that the run is its own archive; a run that began to keep everything goes on with it until `penstock storage
+    forget`."""
     archive: str | None
     """Where trained and evaluation groups are recorded for good, so that the run can be replayed: a folder, or an
     object store such as s3://BUCKET/PREFIX; one for each run; none: nowhere."""

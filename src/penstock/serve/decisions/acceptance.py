@@ -147,7 +147,7 @@ class Acceptance:
     def _check_evaluation_room(self, group: str, size: int) -> None:
         """Raise unless there is room on the disk: no table has to have any."""
         most = self._settings.retain_eval_bytes
-        if size > most:
+        if size > most and not self._journal.keeps_all:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
@@ -194,6 +194,8 @@ class Acceptance:
         """Half of the steps that are kept for a rewind, then half of what is kept of evaluations, then half of what
         waits for the archive; False if nothing."""
         state, counts = self._journal.state, self._journal.counts
+        if state.keeps_all:
+            return False
         kept = state.next_step - state.oldest_step
         if kept > 0 and not state.is_drawing:
             with self._journal.transaction():

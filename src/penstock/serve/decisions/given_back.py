@@ -25,9 +25,9 @@ class Archived:
 class GivenBack:
     """What the next transaction gives back, and what waits for the archive."""
 
-    def __init__(self, archived: Archived | None = None) -> None:
-        """`archived`: how far the archive is; None: there is none, and nothing waits."""
-        self._archived = archived
+    def __init__(self, archived: Archived | None = None, *, keeps_all: bool = False) -> None:
+        """`archived`: how far the archive is; None: there is none, and nothing waits. `keeps_all`: nothing is freed."""
+        self._archived, self._keeps_all = archived, keeps_all
         self.ops: list[int] = []
         """Groups to be given back with the next transaction."""
         self._locations: list[str] = []
@@ -44,7 +44,9 @@ class GivenBack:
         return {*self.ops, *self._waiting}
 
     def add(self, row: GroupRow, *, step: int = 0) -> None:
-        """A frame is wanted no more. `step` is the last one that used it; 0: none did."""
+        """A frame is not needed any longer. `step` is the last one that used it; 0: none did."""
+        if self._keeps_all:
+            return
         if row.location and self._is_awaited(row, step):
             self._waiting[row.op] = (row, step)
             self.waiting_bytes += row.size

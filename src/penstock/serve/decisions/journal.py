@@ -14,6 +14,7 @@ from penstock.serve.decisions.decision_records import Discard, Record
 from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
+from penstock.serve.decisions.remembered import keeps_all
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.segments import Segments
 from penstock.serve.decisions.state import PlaneState
@@ -30,6 +31,8 @@ class Journal:
 
     def __init__(self, settings: PlaneSettings, log: Log, segments: Segments) -> None:
         self._settings, self.log, self.segments = settings, log, segments
+        self.keeps_all = log.disk.keeps_all = keeps_all(settings, log)
+        """Whether no frame, metadata or plan of an accepted group is ever freed."""
         self.counts: Counter[str] = Counter()
         """What happened since this plane started, for `penstock top`."""
         self.run_beside: Callable[[Job, Then], None] = run_at_once
@@ -48,7 +51,13 @@ class Journal:
     def rebuild(self) -> None:
         """Make memory anew from the log: what was not written down did not happen."""
         settings = self._settings
-        self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps, archived=self.archived)
+        self.state = rebuild(
+            self.log,
+            settings.replay,
+            retain_steps=settings.retain_steps,
+            archived=self.archived,
+            keeps_all=self.keeps_all,
+        )
         self.state.give_back_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]

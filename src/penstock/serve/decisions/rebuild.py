@@ -15,15 +15,18 @@ from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import Replay
 
 
-def rebuild(log: Log, replay: Replay, *, retain_steps: int, archived: Archived | None = None) -> PlaneState:
+def rebuild(
+    log: Log, replay: Replay, *, retain_steps: int, archived: Archived | None = None, keeps_all: bool = False
+) -> PlaneState:
     """Do again, in order, what the log says was done since memory was last written down."""
-    state = PlaneState(replay, retain_steps=retain_steps, archived=archived)
+    state = PlaneState(replay, retain_steps=retain_steps, archived=archived, keeps_all=keeps_all)
     found = log.snapshot()
     saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
     try:
         rows = {} if saved is None else state.load(saved, log)
     except CorruptFile:  # tables in a form of another version
-        state, rows = PlaneState(replay, retain_steps=retain_steps, archived=archived), {}
+        state = PlaneState(replay, retain_steps=retain_steps, archived=archived, keeps_all=keeps_all)
+        rows = {}
     since, recorded = state.op, list(log.steps(first=state.oldest_step))
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
@@ -40,7 +43,8 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, archived: Archived |
     state.evaluations = Evaluations((row, _eval_facts(log, row.op)) for row in log.groups_in(State.EVALUATION))
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
-    frames = log.with_frames()
+    # A run that keeps everything frees nothing, so what it holds need not be read: that grows with the run.
+    frames = set() if keeps_all else log.with_frames()
     state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, frames)
     _wait_again(state, log, frames)
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import msgspec
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.settings import PlaneSettings
+
+logger = logging.getLogger("penstock.plane")
 
 
 def check_settings(settings: PlaneSettings, log: Log) -> None:
@@ -40,6 +43,21 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
         with log.transaction():
             log.set_meta("replay", replay)
             log.set_meta("ranks", ranks)
+
+
+def keeps_all(settings: PlaneSettings, log: Log) -> bool:
+    """Whether the run frees nothing. Remembered: a plane that is started without `retain="all"` goes on with it."""
+    known = log.text("retain") == "all"
+    if settings.retain == "all" and not known:
+        with log.transaction():
+            log.set_meta("retain", "all")
+    elif settings.retain != "all" and known:
+        logger.warning(
+            '%s: this run keeps everything (retain="all") since an earlier start, and goes on with that; '
+            "`penstock storage forget` ends it",
+            log.folder or "memory",
+        )
+    return known or settings.retain == "all"
 
 
 def _check_capacity(capacity: int, log: Log) -> None:

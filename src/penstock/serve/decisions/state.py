@@ -52,7 +52,9 @@ from penstock.serve.settings import Replay, Target
 class PlaneState:
     """Groups, steps, the replay table and the ledger."""
 
-    def __init__(self, replay: Replay, *, retain_steps: int, archived: Archived | None = None) -> None:
+    def __init__(
+        self, replay: Replay, *, retain_steps: int, archived: Archived | None = None, keeps_all: bool = False
+    ) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The trainer's published version."""
@@ -88,7 +90,9 @@ class PlaneState:
         """What the table let go of and is not settled yet."""
         self._unwritten: dict[int, tuple[State, str]] = {}
         self._unwritten_steps: dict[int, State] = {}
-        self.given_back = GivenBack(archived)
+        self.keeps_all = keeps_all
+        """Whether the log and the storage forget nothing; memory forgets all the same."""
+        self.given_back = GivenBack(archived, keeps_all=keeps_all)
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
@@ -128,7 +132,9 @@ class PlaneState:
         self.evaluations.add(row, facts)
 
     def give_back_evaluations(self, most_bytes: int) -> None:
-        """The frames of the oldest evaluation groups, until no more than so many bytes of them are kept."""
+        """Free the frames of the oldest evaluation groups, until at most `most_bytes` of them are kept."""
+        if self.keeps_all:
+            return
         for row in self.evaluations.give_back(most_bytes):
             self.given_back.add(row)
 
@@ -298,7 +304,7 @@ class PlaneState:
             log.set_steps(step, step, state)
         if self.given_back.ops:
             log.forget_frames(self.given_back.ops)
-        for step in self._to_slim:
+        for step in () if self.keeps_all else self._to_slim:
             digests = self.slim[step].digests if self.given_back.is_behind(step) else ()
             slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=digests)
             log.set_manifest(step, msgspec.msgpack.encode(slim))
