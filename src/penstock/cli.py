@@ -24,7 +24,7 @@ COMMANDS = {
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs first differ: step, sample, token and column",
-    "replay": "put an archived run into a plane again, or compare its steps with the record",
+    "replay": "put a run into a plane again, or decide it again and compare its steps",
     "storage": "what a run keeps in its storage: let a run that keeps everything forget what it has trained",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "inspect": "show what a frame or a run's folder holds",

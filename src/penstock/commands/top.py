@@ -130,8 +130,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"ledger     {ledger_line(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
     ]
-    if now.get("archive"):
-        lines.append(f"archive    {_archive(now['archive'])}")
+    if now.get("retain") == "all":
+        lines.append("retain     all: this run frees nothing")
     if now.get("runs"):
         lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(runs.table(now["runs"]))]
     if now["source"] == "plane":
@@ -156,18 +156,6 @@ def _waiting(now: dict[str, Any]) -> str:
     if now.get("producers_waiting"):
         words += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
     return words
-
-
-def _archive(now: dict[str, Any]) -> str:
-    """How far the archive is, and why not further."""
-    parts = [f"step {now['step']} at {now['where']}"]
-    if now["behind_steps"]:
-        parts.append(f"{now['behind_steps']:,} steps behind")
-    if now["waiting_groups"]:
-        parts.append(f"{now['waiting_groups']:,} groups, {size(now['waiting_bytes'])}, kept for it")
-    if now["not_archived"]:
-        parts.append(f"{now['not_archived']:,} groups NOT ARCHIVED")
-    return ", ".join([*parts, *filter(None, [now["error"]])])
 
 
 def _watch(look: Look, interval: float) -> None:

@@ -178,22 +178,6 @@ class PlaneSettings:
             "until `penstock storage forget`"
         ),
     ] = "steps"
-    archive: Annotated[
-        str | None,
-        Meta(
-            description="where trained and evaluation groups are recorded for good, so that the run can be replayed: "
-            "a folder, or an object store such as s3://BUCKET/PREFIX; one for each run; none: nowhere"
-        ),
-    ] = None
-    archive_hold_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="bytes of groups that are kept beyond `retain_steps` and `retain_eval_bytes` because they are "
-            "not archived yet; beyond, and while the disk is full, the oldest are given back and counted as not "
-            "archived",
-        ),
-    ] = 16 << 30
     snapshot_every: Annotated[
         int,
         Meta(
@@ -222,11 +206,6 @@ class PlaneSettings:
         check(self)
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
-        if self.locking == "exclusive" and self.archive is not None:
-            raise ConfigError(
-                f"archive: {self.archive!r} with locking 'exclusive'; it reads the log beside the plane, which nobody "
-                "may then; leave one of the two out"
-            )
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:

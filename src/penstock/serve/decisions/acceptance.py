@@ -191,8 +191,8 @@ class Acceptance:
                 return
 
     def _give_back(self) -> bool:
-        """Half of the steps that are kept for a rewind, then half of what is kept of evaluations, then half of what
-        waits for the archive; False if nothing."""
+        """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,
+        or the run keeps everything."""
         state, counts = self._journal.state, self._journal.counts
         if state.keeps_all:
             return False
@@ -206,11 +206,7 @@ class Acceptance:
         with self._journal.transaction():
             state.give_back_evaluations(state.evaluations.num_bytes // 2)
         counts["eval_groups_given_back_early"] += state.evaluations.given_back - before
-        lost = state.given_back.give_up(state.given_back.waiting_bytes // 2)
-        if lost:  # a store that is away must not stop the plane
-            with self._journal.transaction():
-                counts["groups_not_archived"] += lost
-        return state.evaluations.given_back > before or lost > 0
+        return state.evaluations.given_back > before
 
     def arrive(self, group: str, facts: GroupFacts, location: str, eval_facts: EvalFacts | None = None) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""

@@ -40,7 +40,7 @@ from penstock.serve.decisions.decision_records import (
     Weigh,
 )
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
-from penstock.serve.decisions.given_back import Archived, GivenBack
+from penstock.serve.decisions.given_back import GivenBack
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
@@ -52,9 +52,7 @@ from penstock.serve.settings import Replay, Target
 class PlaneState:
     """Groups, steps, the replay table and the ledger."""
 
-    def __init__(
-        self, replay: Replay, *, retain_steps: int, archived: Archived | None = None, keeps_all: bool = False
-    ) -> None:
+    def __init__(self, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The trainer's published version."""
@@ -92,7 +90,7 @@ class PlaneState:
         self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
         """Whether the log and the storage forget nothing; memory forgets all the same."""
-        self.given_back = GivenBack(archived, keeps_all=keeps_all)
+        self.given_back = GivenBack(keeps_all=keeps_all)
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
@@ -305,8 +303,7 @@ class PlaneState:
         if self.given_back.ops:
             log.forget_frames(self.given_back.ops)
         for step in () if self.keeps_all else self._to_slim:
-            digests = self.slim[step].digests if self.given_back.is_behind(step) else ()
-            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=digests)
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.given_back.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
@@ -365,9 +362,9 @@ class PlaneState:
     def _forget(self, op: int, *, frame: bool) -> None:
         row = self.rows.pop(op)
         self.by_id.pop(row.id)
-        step = self._last_step_of.pop(op, 0)
+        self._last_step_of.pop(op, None)
         if frame:
-            self.given_back.add(row, step=step)
+            self.given_back.add(row)
 
     def retire(self, oldest: int = 1) -> None:
         """Forget steps that can no longer be asked for, and the groups that ended with them."""
