@@ -7,6 +7,7 @@ one that became slow makes the fast lane slow, which is how it is noticed.
 from __future__ import annotations
 
 PROCESS = {
+    "archive/test_copy.py::test_the_command_follows_a_run_beside_training",
     "bench/test_path.py",
     "assets/test_asset_store.py::test_killed_writers_leave_whole_images_or_none",
     "assets/test_asset_store.py::test_the_store_works_the_same_on_s3",

@@ -25,6 +25,7 @@ COMMANDS = {
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs first differ: step, sample, token and column",
     "replay": "put a run into a plane again, or decide it again and compare its steps",
+    "copy": "copy a run to another folder, or keep the copy up to date beside training",
     "storage": "what a run keeps in its storage: let a run that keeps everything forget what it has trained",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "inspect": "show what a frame or a run's folder holds",

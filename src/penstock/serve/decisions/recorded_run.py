@@ -165,8 +165,11 @@ class RecordedRun:
 
 def _groups(log: sqlite3.Connection) -> Iterator[GroupEntry]:
     rows = log.execute(
-        "SELECT op, id, digest, policy_version, samples, tokens, size, run, prompt, kinds, state, at, location "
-        "FROM groups ORDER BY op"
+        "SELECT op, id, digest, policy_version, samples, tokens, size, run, prompt, kinds, state = ?, at, location "
+        "FROM groups ORDER BY op",
+        (int(State.EVALUATION),),
     )
-    for *front, kinds, state, at, location in rows:
-        yield GroupEntry(*front, _KINDS.decode(kinds), state == State.EVALUATION, at, location)
+    for row in rows:
+        values = list(row)
+        values[9], values[10] = _KINDS.decode(row[9]), bool(row[10])
+        yield GroupEntry(*values)
