@@ -45,5 +45,5 @@ def _forget(args: argparse.Namespace) -> int:
 
 def _agreed() -> bool:
     if not sys.stdin.isatty():
-        raise InvalidInput("storage forget: asks before it changes anything, and nobody is there to answer; give --yes")
+        raise InvalidInput("storage forget: asks before it changes anything, and there is no terminal to ask; give --yes")
     return input("Forget them? [y/N] ").strip().lower() in ("y", "yes")

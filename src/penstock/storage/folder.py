@@ -264,7 +264,8 @@ def _typed(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _NO_ROOM:
-            raise DiskFull(f"{path}: {error.strerror}; nothing was kept; make room, or raise max_disk_bytes") from None
+            words = 'nothing was kept; make room (a run with retain="all" frees nothing by itself)'
+            raise DiskFull(f"{path}: {error.strerror}; {words}") from None
         if error.errno == errno.EROFS:
             raise StorageError(f"{path}: the volume is read-only; mount it writable, or use another folder") from None
         raise StorageError(f"{path}: {error.strerror}") from None

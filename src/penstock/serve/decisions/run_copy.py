@@ -196,7 +196,7 @@ class RunCopy:
         return frame if xxhash.xxh3_128_digest(frame) == one.digest else f"{one.at}: not as it was written"
 
     def _is_freed(self, one: _Needed) -> bool:
-        """Whether the source has given a frame up. The log forgets a location before its bytes are deleted."""
+        """Whether the source has freed a frame. The log forgets a location before its bytes are deleted."""
         with reading(self.source / LOG) as log:
             row = log.execute("SELECT location FROM groups WHERE id = ?", (one.group,)).fetchone()
         return bool(row != (str(one.at),))
