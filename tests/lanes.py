@@ -7,9 +7,7 @@ one that became slow makes the fast lane slow, which is how it is noticed.
 from __future__ import annotations
 
 PROCESS = {
-    "archive/test_archive_process.py",
-    "archive/test_archiving.py::test_an_object_store_is_an_archive",
-    "archive/test_replay.py::test_the_command_feeds_a_plane_from_an_object_store",
+    "archive/test_copy.py::test_the_command_follows_a_run_beside_training",
     "bench/test_path.py",
     "assets/test_asset_store.py::test_killed_writers_leave_whole_images_or_none",
     "assets/test_asset_store.py::test_the_store_works_the_same_on_s3",
@@ -70,7 +68,6 @@ PROCESS = {
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
-    "archive/test_archiving.py::test_nothing_is_missing_or_doubled_after_lost_requests_and_kills",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
     "integrations/test_verifiers_rollouts.py",

@@ -1,52 +1,23 @@
-"""Planes that archive, and buckets to archive to."""
+"""Planes whose runs are read again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import penstock as ps
-from penstock.archive import RecordedRun
 from penstock.encode import encode
+from penstock.pack import Packing
+from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
+from penstock.serve.decisions.log import Log
+from penstock.serve.settings import PlaneSettings, Target
+from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace, stretched
 
 FAST = stretched(Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2), pace())
 SETTINGS: dict[str, Any] = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "timeouts": FAST}
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments are sent as soon as there is something to send."""
-    monkeypatch.setattr("penstock.serve.process.archiver.COLLECT_S", 0.0)
-
-
-@pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Makes a bucket, and an address in it, which the environment lets us reach."""
-    import boto3
-
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
-    for name, value in {**keys, "AWS_ENDPOINT_URL": s3_endpoint, "AWS_ALLOW_HTTP": "true"}.items():
-        monkeypatch.setenv(name, value)
-
-    def bucket(name: str) -> str:
-        client: Any = boto3.client(
-            "s3",
-            endpoint_url=s3_endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
-        )
-        client.create_bucket(Bucket=name)
-        client.close()
-        return f"s3://{name}/run"
-
-    return bucket
 
 
 def put(plane: ps.Plane, *names: str, evaluation: bool = False, **more: Any) -> None:
@@ -72,9 +43,23 @@ def train(plane: ps.Plane, steps: int, *, version: int = 0) -> list[tuple[str, .
     return found
 
 
-def frames_of(recorded: RecordedRun) -> dict[str, bytes]:
-    return {entry.id: recorded.frame(entry.op) for entry in recorded.in_order()}
+def open_engine(folder: Path, **settings: Any) -> DirectEngine:
+    made = PlaneSettings(packing=Packing(ranks=2, seq_len=64), target=Target(groups=2), **settings)
+    return DirectEngine(made, Log(folder))
 
 
-def folder_of(tmp_path: Path) -> str:
-    return str(tmp_path / "archive")
+def put_to(engine: DirectEngine, *names: str, evaluation: bool = False) -> None:
+    for name in names:
+        assert engine.put(name, name, encode(named_group(name)), evaluation=evaluation) is None
+    assert all(outcome.error is None for outcome in engine.flush())
+
+
+def step(engine: DirectEngine, number: int) -> None:
+    staged = engine.plan_step(number)
+    assert isinstance(staged, Staged), staged
+    engine.commit(number, number)
+
+
+def end(engine: DirectEngine) -> None:
+    engine.close()
+    engine.log.close()

@@ -1,10 +1,10 @@
-"""A recorded run, decided again, makes the same steps; fed into another plane, it arrives as it did."""
+"""A run, decided again from its log and storage, makes the same steps; fed into another plane, it arrives as it did."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,18 @@ import pytest
 import xxhash
 
 import penstock as ps
-from penstock.archive import RecordedRun, open_place
-from penstock.archive.recorded import segment_of
-from penstock.archive.segment import name_of, write_segment
 from penstock.cli import main
 from penstock.encode import encode
-from penstock.errors import InvalidInput
+from penstock.errors import CorruptFile, InvalidInput
 from penstock.hold import Fifo, Prioritized, Uniform
 from penstock.serve.clients.feed import feed
-from penstock.serve.process.archiver import Archiver, reader_of
+from penstock.serve.decisions.recorded_run import RecordedRun
 from penstock.serve.process.rerun import rerun
 from penstock.serve.settings import Replay
-from penstock.testing.engines import DirectEngine
+from penstock.storage import Gone
+from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
-from tests.archive.conftest import SETTINGS, folder_of, put, train
-from tests.archive.test_archiving import end, open_engine, put_to, step, wait_for
-
-
-def archive_of(engine: DirectEngine, where: str) -> RecordedRun:
-    """Send everything that there is."""
-    archiver = Archiver(where, engine.settings, engine.log, reader_of(engine.storage), collect_s=0.0)
-    wait_for(lambda: archiver.progress.cursor.step == engine.next_step - 1)
-    archiver.close()
-    end(engine)
-    return RecordedRun.open(where)
+from tests.archive.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 
 
 def random_life(engine: DirectEngine, seed: int) -> None:
@@ -75,19 +63,20 @@ REPLAYS = {
 
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize("seed", range(2))
-def test_every_step_of_a_recorded_run_is_made_again(name: str, seed: int, tmp_path: Path) -> None:
-    engine = open_engine(tmp_path / "run", archive=folder_of(tmp_path), replay=REPLAYS[name])
+def test_every_step_of_a_run_that_keeps_everything_is_made_again(name: str, seed: int, tmp_path: Path) -> None:
+    engine = open_engine(tmp_path / "run", retain="all", retain_steps=1, replay=REPLAYS[name])
     random_life(engine, seed)
     steps = engine.next_step - 1
     assert steps > 2
-    recorded = archive_of(engine, folder_of(tmp_path))
+    end(engine)
+    recorded = RecordedRun.open(tmp_path / "run")
+    assert recorded.num_frames == len(recorded.groups)
     found = rerun(recorded, tmp_path / "again")
     assert (found.same, found.steps, found.skipped) == (True, steps, 0), found.sentence
 
 
 def test_a_run_with_shares_and_other_settings_in_between_is_made_again(tmp_path: Path) -> None:
-    where = folder_of(tmp_path)
-    engine = open_engine(tmp_path / "run", archive=where, shares={"x": 1.0, "y": 2.0})
+    engine = open_engine(tmp_path / "run", shares={"x": 1.0, "y": 2.0})
 
     def put_runs(engine: DirectEngine, *numbers: int) -> None:
         for number in numbers:
@@ -100,81 +89,126 @@ def test_a_run_with_shares_and_other_settings_in_between_is_made_again(tmp_path:
     for number in (1, 2, 3):
         step(engine, number)
     engine.evict("x", "enough")
-    archive_of(engine, where)
-    engine = open_engine(tmp_path / "run", archive=where, shares={"x": 1.0, "y": 2.0}, retain_steps=2)
-    engine.share("x", 1.0)
-    put_runs(engine, 4, 5, 6)
-    for number in (4, 5, 6):
-        step(engine, number)
-    recorded = archive_of(engine, where)
+    end(engine)
+    for _ in range(2):  # the second start changes nothing
+        engine = open_engine(tmp_path / "run", shares={"x": 1.0, "y": 2.0}, retain_steps=65)
+        if engine.next_step == 4:
+            engine.share("x", 1.0)
+            put_runs(engine, 4, 5, 6)
+            for number in (4, 5, 6):
+                step(engine, number)
+        end(engine)
+    recorded = RecordedRun.open(tmp_path / "run")
     assert len(recorded.settings) == 2
     found = rerun(recorded, tmp_path / "again")
     assert (found.same, found.steps) == (True, 6), found.sentence
 
 
+def alter_group(folder: Path, name: str, frame: bytes) -> None:
+    """Write another frame in place of a group's, checksum and all: as if it had been put so."""
+    log = sqlite3.connect(folder / "log.sqlite")
+    ((location,),) = log.execute("SELECT location FROM groups WHERE id = ?", (name,))
+    segment = location.partition(":")[0]
+    path = folder / "storage" / "segments" / segment
+    at = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(frame)
+    new = (f"{segment}:{at}:{len(frame)}", len(frame), xxhash.xxh3_128_digest(frame), name)
+    log.execute("UPDATE groups SET location = ?, size = ?, digest = ? WHERE id = ?", new)
+    log.commit()
+    log.close()
+
+
 def test_a_difference_is_named_by_step_and_rank(tmp_path: Path) -> None:
-    where = folder_of(tmp_path)
-    engine = open_engine(tmp_path / "run", archive=where)
+    engine = open_engine(tmp_path / "run")
     put_to(engine, *"abcdef")
     for number in (1, 2, 3):
         step(engine, number)
-    archive_of(engine, where)
-    alter_group(where, "d", encode(named_group("d", tokens=8)))
-    found = rerun(RecordedRun.open(where), tmp_path / "again")
+    end(engine)
+    alter_group(tmp_path / "run", "d", encode(named_group("d", tokens=8)))
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
     assert not found.same and (found.steps, found.step) == (1, 2)
     assert found.sentence.startswith("The run first differs at step 2, rank ") and found.recorded != found.replayed
-    alter_group(where, "d", b"not a frame")
-    found = rerun(RecordedRun.open(where), tmp_path / "third")
+    alter_group(tmp_path / "run", "d", b"not a frame")
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "third")
     assert not found.same and "Group d was accepted when it was recorded, and is refused now" in found.sentence
 
 
-def alter_group(where: str, name: str, frame: bytes) -> None:
-    """Write the last segment anew with another frame for a group, checksums and all: as if it had been recorded so."""
-    import msgspec
-
-    blobs = open_place(where)
-    number = RecordedRun.open(where).num_segments
-    segment = segment_of(blobs, number)
-    front, op = segment.front, next(g.op for g in RecordedRun.open(where).groups.values() if g.id == name)
-    bodies, frames, at = [], [], 0
-    for entry in front.frames:
-        data = blobs.part(name_of(number), start=segment.start + entry.offset, size=entry.size)
-        data = frame if entry.op == op else data
-        frames.append(msgspec.structs.replace(entry, offset=at, size=len(data), digest=xxhash.xxh3_128_digest(data)))
-        bodies.append(data)
-        at += len(data)
-    blobs.delete(name_of(number))
-    blobs.put_if_absent(name_of(number), write_segment(msgspec.structs.replace(front, frames=tuple(frames)), bodies))
-
-
-def test_steps_whose_frames_were_given_back_are_left_out_and_said(tmp_path: Path) -> None:
-    """The archive was set when the run had begun."""
+def test_steps_whose_frames_were_freed_are_left_out_and_said(tmp_path: Path) -> None:
+    """The run keeps everything only since its second start."""
     engine = open_engine(tmp_path / "run", retain_steps=1)
     put_to(engine, *"abcdef")
     for number in (1, 2, 3):
         step(engine, number)
     end(engine)
-    engine = open_engine(tmp_path / "run", retain_steps=1, archive=folder_of(tmp_path))
+    engine = open_engine(tmp_path / "run", retain_steps=1, retain="all")
     put_to(engine, *"gh")
     step(engine, 4)
-    recorded = archive_of(engine, folder_of(tmp_path))
-    assert len(recorded.missing) == 4
+    end(engine)
+    recorded = RecordedRun.open(tmp_path / "run")
+    assert len(recorded.groups) - recorded.num_frames == 4
     found = rerun(recorded, tmp_path / "again")
     assert (found.same, found.steps, found.skipped) == (True, 2, 2)
     assert "2 steps could not be compared" in found.sentence
 
 
+def test_frames_that_are_freed_while_a_live_run_is_read_are_counted(tmp_path: Path) -> None:
+    engine = open_engine(tmp_path / "run", retain_steps=0)
+    put_to(engine, *"abcdef")
+    step(engine, 1)
+    recorded = RecordedRun.open(tmp_path / "run")  # beside the plane
+    assert recorded.num_frames == 6 - 2 * (not recorded.has_frame(1))
+    step(engine, 2)
+    put_to(engine, "g")  # the transaction that frees the frames of step 2
+    gone = [entry.id for entry in recorded.in_order() if _is_gone(recorded, entry.op)]
+    assert {"c", "d"} <= set(gone) <= set("abcd")
+    with ps.open("memory:", **SETTINGS) as plane:
+        fed = feed(recorded, plane, speed=None)
+    assert fed.groups == 2 and recorded.verify() == 2  # e and f, which are held
+    end(engine)
+
+
+def _is_gone(recorded: RecordedRun, op: int) -> bool:
+    try:
+        recorded.frame(op)
+    except Gone:
+        return True
+    return False
+
+
+def test_damage_is_told_from_a_frame_that_was_freed(tmp_path: Path) -> None:
+    engine = open_engine(tmp_path / "run", retain="all")
+    put_to(engine, *"abcd")
+    step(engine, 1)
+    damage_frame(engine, "b")
+    step(engine, 2)
+    end(engine)
+    recorded = RecordedRun.open(tmp_path / "run")
+    with pytest.raises(CorruptFile, match="group 'b'"):
+        recorded.verify()
+    found = rerun(recorded, tmp_path / "again")
+    assert (found.same, found.steps, found.skipped) == (True, 1, 1)
+
+
+def test_a_storage_elsewhere_is_found(tmp_path: Path) -> None:
+    with ps.open(tmp_path / "run", storage=str(tmp_path / "elsewhere"), **SETTINGS) as plane:
+        put(plane, *"abcd")
+        train(plane, 2)
+    recorded = RecordedRun.open(tmp_path / "run")
+    assert recorded.verify() == 4
+    assert rerun(recorded, tmp_path / "again").same
+    assert sorted(path.name for path in (tmp_path / "elsewhere" / "segments").iterdir())  # untouched by the rerun
+
+
 # ------------------------------------------------------------------ into another plane
 
 
-def record(tmp_path: Path, *names: str) -> str:
-    where = folder_of(tmp_path)
-    with ps.open(tmp_path / "run", archive=where, **SETTINGS) as plane:
+def record(tmp_path: Path, *names: str) -> Path:
+    with ps.open(tmp_path / "run", retain="all", **SETTINGS) as plane:
         put(plane, *names)
         put(plane, "e0", evaluation=True)
         train(plane, len(names) // 2)
-        wait_for(lambda: plane.status()["archive"]["step"] == len(names) // 2)
-    return where
+    return tmp_path / "run"
 
 
 def test_a_plane_that_is_fed_a_recorded_run_makes_the_same_steps(tmp_path: Path) -> None:
@@ -183,15 +217,14 @@ def test_a_plane_that_is_fed_a_recorded_run_makes_the_same_steps(tmp_path: Path)
         for entry in list(recorded.in_order())[:3]:  # a replay that was interrupted
             plane.put_frame(entry.id, recorded.frame(entry.op), evaluation=entry.evaluation)
         fed = feed(recorded, plane, speed=None)
-        assert (fed.groups, fed.known) == (4, 3)
+        assert (fed.groups, fed.known, fed.gone) == (4, 3, 0)
         assert train(plane, 3) == [recorded.steps[n].digests for n in (1, 2, 3)]
         assert plane.ledger.evaluation == 2
 
 
 @pytest.mark.parametrize("speed", [1.0, 4.0])
 def test_groups_arrive_in_their_order_and_time(tmp_path: Path, speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = folder_of(tmp_path)
-    engine = open_engine(tmp_path / "run", archive=where)
+    engine = open_engine(tmp_path / "run")
     at = [1000.0]
     monkeypatch.setattr("penstock.serve.decisions.log.time.time", lambda: at[0])
     for name, when in zip("abcd", (1000.0, 1000.5, 1000.6, 1002.0), strict=True):
@@ -200,7 +233,8 @@ def test_groups_arrive_in_their_order_and_time(tmp_path: Path, speed: float, mon
     for number in (1, 2):
         step(engine, number)
     monkeypatch.undo()
-    recorded = archive_of(engine, where)
+    end(engine)
+    recorded = RecordedRun.open(tmp_path / "run")
     assert [round(entry.at - 1000, 1) for entry in recorded.in_order()] == [0.0, 0.5, 0.6, 2.0]
     arrived: list[tuple[str, float]] = []
     with ps.open("memory:", **SETTINGS) as plane:
@@ -221,38 +255,37 @@ def test_a_speed_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_verifies_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = record(tmp_path, *"abcd")
-    assert main(["replay", where]) == 0
+    run = record(tmp_path, *"abcd")
+    assert main(["replay", str(run)]) == 0
     assert "2 steps, 5 groups (1 for evaluation)" in capsys.readouterr().out
-    assert main(["replay", where, "--verify"]) == 0
+    assert main(["replay", str(run), "--verify"]) == 0
     assert "5 frames read: all as written" in capsys.readouterr().out
-    assert main(["replay", f"file://{where}", "--diff"]) == 0
+    assert main(["replay", str(run), "--diff"]) == 0
     assert capsys.readouterr().out == "No difference in 2 steps of run 'run'.\n"
-    alter_group(where, "c", encode(named_group("c", tokens=8)))
-    assert main(["replay", where, "--diff", "--json"]) == 1
+    alter_group(run, "c", encode(named_group("c", tokens=8)))
+    assert main(["replay", str(run), "--diff", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["step"]) == (False, 2)
-    (tmp_path / "archive" / name_of(1)).write_bytes(b"x")
-    assert main(["replay", where]) == 1
-    assert "segments/00000001" in capsys.readouterr().err
+    (path,) = [path for path in (run / "storage" / "segments").iterdir() if path.stat().st_size]
+    path.write_bytes(b"x")
+    assert main(["replay", str(run), "--verify"]) == 1
+    assert "group 'a'" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_the_command_feeds_a_plane_from_an_object_store(
-    tmp_path: Path, s3: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+def test_the_command_feeds_a_plane_and_reads_a_run_whose_plane_is_at_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = s3("replayed")
-    with ps.open(tmp_path / "run", archive=where, **SETTINGS) as plane:
-        put(plane, *"abcd")
-        digests = train(plane, 2)
-        wait_for(lambda: plane.status()["archive"]["step"] == 2)
     url = f"ipc://{tmp_path}/socket"
-    with ps.open(tmp_path / "new", listen=[url], **SETTINGS) as plane:
-        assert main(["replay", where, "--plane", url, "--as-fast-as-possible"]) == 0
+    with ps.open(tmp_path / "run", **SETTINGS) as old, ps.open(tmp_path / "new", listen=[url], **SETTINGS) as plane:
+        put(old, *"abcd")
+        digests = train(old, 2)
+        assert main(["replay", str(tmp_path / "run"), "--plane", url, "--as-fast-as-possible"]) == 0
         assert "4 groups put, 0 were there already" in capsys.readouterr().out
-        assert main(["replay", where, "--plane", url, "--speed", "100", "--json"]) == 0
+        assert main(["replay", str(tmp_path / "run"), "--plane", url, "--speed", "100", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["known"] == 4
+        assert main(["replay", str(tmp_path / "run"), "--diff"]) == 0
         assert train(plane, 2) == digests
 
 
@@ -260,4 +293,4 @@ def test_help_tells_replaying_a_run_from_replay_tables(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["--help"])
     found: Any = capsys.readouterr().out
-    assert "put an archived run into a plane again" in " ".join(found.split())
+    assert "put a run into a plane again" in " ".join(found.split())

@@ -66,6 +66,8 @@ def test_parts_are_built_from_names_and_tables() -> None:
         ("packing.seq_lne=3", "packing.seq_lne: unknown key; did you mean 'seq_len'?"),
         ("colour=red", "colour: unknown key; known are packing"),
         ("copies=2", "copies: removed; a plane writes frames to its own storage: use a folder on a shared filesystem"),
+        ("archive=s3://bucket/run", 'archive: removed; a run that is started with retain="all" keeps everything'),
+        ("archive_hold_bytes=1", 'archive_hold_bytes: removed; a run that is started with retain="all"'),
         ("timeouts.keeper_s=60", "timeouts.keeper_s: removed; a plane writes frames to its own storage"),
         ("packing.seq_len=long", "packing.seq_len: 'long'; must be a whole number from 1 up"),
         ("timeouts.peer_s=true", "timeouts.peer_s: True; must be a number above 0"),

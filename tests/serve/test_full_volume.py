@@ -62,6 +62,36 @@ print("drained", trained >= held // 4 - 2, accepted)
 """
 
 
+KEEP = """
+import sys
+import penstock as ps
+from penstock.errors import DiskFull
+from penstock.serve.decisions.read_log import kept_groups
+from penstock.testing.groups import named_group
+
+folder, direct = sys.argv[1:]
+settings = dict(ranks=1, seq_len=64, groups_per_step=4, retain="all", retain_steps=0, direct=direct == "direct")
+plane = ps.open(folder, **settings)
+source, put, words = plane.source(0), 0, []
+while len(words) < 3:
+    try:
+        plane.put(named_group(f"g{put}", tokens=20_000), timeout=60)
+        put += 1
+    except DiskFull as error:
+        words.append(str(error))
+        continue
+    if put % 4 == 0:
+        source.commit(source.step(timeout=60))
+source.flush(60)
+assert put > 40 and plane.ledger.balanced, put
+assert all('retain="all"' in text for text in words), words
+source.close()
+plane.close()
+assert len(kept_groups(folder)) == put
+print("kept")
+"""
+
+
 def _can_mount() -> bool:
     probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
@@ -76,3 +106,15 @@ def test_a_volume_that_puts_have_filled_is_drained_by_training_and_writable_agai
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout.splitlines()[-1] == "drained True 12"
+
+
+@pytest.mark.parametrize("way", ["direct", "passing"])
+def test_a_full_volume_frees_nothing_of_a_run_that_keeps_everything(tmp_path: Path, way: str) -> None:
+    if not _can_mount():
+        pytest.skip("needs a private mount namespace")
+    mount = f'mount -t tmpfs -o size=24m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run {way}'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, KEEP], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.splitlines()[-1] == "kept"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.errors import ConfigError, Conflict
+from penstock.errors import Conflict
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.read_log import read_run
 from penstock.testing.groups import named_group
@@ -53,8 +53,3 @@ def test_a_second_log_is_refused_by_the_file_too(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="another process has it open"):
         Log(tmp_path, exclusive=True)
     log.close()
-
-
-def test_an_archive_needs_a_log_that_it_can_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave one of the two out"):
-        ps.open(tmp_path / "run", locking="exclusive", archive=str(tmp_path / "archive"), **SMALL)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sqlite3
+import struct
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import penstock as ps
-from penstock.archive.segment import FrameEntry, Front, write_segment
 from penstock.cli import main
 from penstock.encode import decode, encode
 from penstock.encode.layout import MAGIC
@@ -698,20 +699,9 @@ def test_golden_frames_and_archives_are_read(tmp_path: Path) -> None:
     archive = tmp_path / "archive" / "segments"
     archive.mkdir(parents=True)
     frame = encode(named_group("archived"))
-    front = Front(
-        number=1,
-        previous=b"",
-        run_id="r",
-        run="run",
-        epoch=1,
-        settings="",
-        through_op=1,
-        through_step=1,
-        step_op=1,
-        through_part=0,
-        frames=(FrameEntry(op=1, offset=0, size=len(frame), digest=bytes(16)),),
-    )
-    (archive / "00000001").write_bytes(write_segment(front, [frame]))
+    front = b"what an earlier version wrote down"
+    header = struct.pack("<8sII16s", b"PSARCHIV", 1, len(front), xxhash.xxh3_128_digest(front))
+    (archive / "00000001").write_bytes(header + front + frame)
     recover(tmp_path / "archive", "--into", str(tmp_path / "new"))
     recover(golden / "plain_group_fast.frame", "--into", str(tmp_path / "new"))
     engine = opened(tmp_path / "new")

@@ -1,15 +1,16 @@
-"""Feed an archived run into a plane again, or decide it again and compare its steps with the record.
+"""Feed a run into a plane again, or decide it again and compare its steps with what its log says.
 
-  penstock replay s3://bucket/run                            what the archive holds
-  penstock replay archives/demo --verify                     read every frame; exit 1 if one is damaged
-  penstock replay archives/demo --diff                       make a plane with the recorded settings, put the same
-                                                             groups, compare the digests of every step; exit 1 if
-                                                             one differs, and say which
-  penstock replay archives/demo --plane tcp://HOST:7440      put the groups in their order, with their times between
-  penstock replay archives/demo --plane tcp://HOST:7440 --as-fast-as-possible
+  penstock replay runs/demo                              what the run still has
+  penstock replay runs/demo --verify                     read every frame; exit 1 if one is damaged
+  penstock replay runs/demo --diff                       make a plane with the recorded settings, put the same groups,
+                                                         compare the digests of every step; exit 1 if one differs,
+                                                         and say which
+  penstock replay runs/demo --plane tcp://HOST:7440      put the groups in their order, with their times between
+  penstock replay runs/demo --plane tcp://HOST:7440 --as-fast-as-possible
 
-An archive is what `penstock serve --archive` records (docs/archive.md). Groups keep their ids, so a replay that was
-interrupted is started again: a plane takes no group twice.
+A run that is started with retain="all" has all of it (docs/archive.md); any other has its last steps. Its plane may be
+at work: frames that are freed meanwhile are counted. Groups keep their ids, so a replay that was interrupted is started
+again: a plane takes no group twice.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.archive import GroupEntry, RecordedRun
 from penstock.commands.tables import size
+from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
 from penstock.serve.clients.api import open as open_plane
 from penstock.serve.clients.feed import Fed, feed
+from penstock.serve.decisions.recorded_run import GroupEntry, RecordedRun
 from penstock.serve.process.rerun import rerun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("archive", metavar="ARCHIVE", help="a folder, or an address such as s3://BUCKET/PREFIX")
+    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plane", metavar="URL", help="put the groups into this plane")
     what.add_argument("--diff", action="store_true", help="decide the run again, and compare the digests of its steps")
@@ -46,31 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recorded = RecordedRun.open(args.archive)
+    recorded = RecordedRun.open(plane_folder(args.where, args.keys))
     if args.plane is not None:
         return _feed(recorded, args)
     if args.diff:
         return _diff(recorded, args)
     if args.verify:
-        recorded.verify()
+        recorded.verify()  # counts what is gone, too
     _print(summary(recorded), words(recorded, verified=args.verify), as_json=args.json)
     return 0
 
 
 def summary(recorded: RecordedRun) -> dict[str, Any]:
-    """What an archive holds, as plain data."""
+    """What a run still has, as plain data."""
     times = [entry.at for entry in recorded.groups.values() if entry.at]
     return {
         "run": recorded.run,
         "run_id": recorded.run_id,
-        "segments": recorded.num_segments,
+        "retain": "all" if recorded.retains_all else "steps",
         "steps": len(recorded.steps),
         "last_step": max(recorded.steps, default=0),
+        "planned_steps": sum(bool(entry.digests) for entry in recorded.steps.values()),
         "groups": recorded.num_frames,
         "evaluation_groups": sum(recorded.groups[op].evaluation for op in recorded.groups if recorded.has_frame(op)),
         "accepted_groups": len(recorded.groups),
         "bytes": recorded.num_bytes,
-        "not_archived": len(recorded.missing),
+        "freed": sum(not entry.location for entry in recorded.groups.values()),
+        "gone": len(recorded.gone),
         "first_at": min(times, default=None),
         "last_at": max(times, default=None),
     }
@@ -80,13 +84,16 @@ def words(recorded: RecordedRun, *, verified: bool) -> str:
     found = summary(recorded)
     lines = [
         f"run {found['run']!r} ({found['run_id'][:12]}): {found['steps']:,} steps, {found['groups']:,} groups "
-        f"({found['evaluation_groups']:,} for evaluation), {size(found['bytes'])} in {found['segments']:,} segments"
+        f"({found['evaluation_groups']:,} for evaluation), {size(found['bytes'])}, retain {found['retain']!r}"
     ]
     if found["first_at"] is not None:
         first, last = (datetime.fromtimestamp(found[name], UTC) for name in ("first_at", "last_at"))
         lines.append(f"  accepted {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC")
-    rest = found["accepted_groups"] - found["groups"] - found["not_archived"]
-    lines.append(f"  without a frame: {rest:,} groups that no archived step used, {found['not_archived']:,} given back")
+    if found["freed"]:
+        plans = found["steps"] - found["planned_steps"]
+        lines.append(f"  freed: frames of {found['freed']:,} groups, plans of {plans:,} steps")
+    if found["gone"]:
+        lines.append(f"  freed while they were read: frames of {found['gone']:,} groups")
     if verified:
         lines.append(f"  {found['groups']:,} frames read: all as written")
     return "\n".join(lines)
@@ -102,7 +109,8 @@ def _feed(recorded: RecordedRun, args: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     late = f"; the last {fed.late_s:.1f} s late" if fed.late_s > 1 else ""
-    text = f"{fed.groups:,} groups put, {fed.known:,} were there already, {size(fed.num_bytes)}{late}"
+    gone = f", {fed.gone:,} were freed meanwhile" if fed.gone else ""
+    text = f"{fed.groups:,} groups put, {fed.known:,} were there already{gone}, {size(fed.num_bytes)}{late}"
     _print(asdict(fed), text, as_json=args.json)
     return 0
 

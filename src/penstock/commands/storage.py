@@ -1,14 +1,16 @@
-"""Compare a run's log with its storage, and put frames that the log has lost back into it.
+"""Compare a run's log with its storage, put back what the log has lost, or let a run forget.
 
   penstock storage check runs/mine                  read every frame; exit 1 if one is missing or damaged
   penstock storage check runs/mine --fast           look at sizes only
   penstock storage recover runs/mine                say what would be done, ask, do it
   penstock storage recover runs/mine --step 501     the trainer's checkpoint is of step 500
   penstock storage recover runs/old --into runs/new copy the groups of an old folder, an archive or any files
+  penstock storage forget runs/mine                 end retain="all": keep from now on what retain_steps says
 
 `check` changes nothing, and a plane may be at work on the run. `recover` needs the plane to be stopped. It deletes
 nothing: the log, its witness and the marker are copied to before-recover-1/ in the run's folder first. docs/storage.md
-says what lies where, and what to do when a plane refuses to start.
+says what lies where, and what to do when a plane refuses to start. `forget` needs the plane to be stopped too; it says
+how much would be freed, and asks. The next plane that is started on the folder frees the frames.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check", "recover"])
+    parser.add_argument("action", choices=["check", "recover", "forget"])
     parser.add_argument("where", metavar="RUN", help="the run's folder, or its plane's folder")
     parser.add_argument("--storage", metavar="DIR", help="where the frames are, if not in the run's folder")
     parser.add_argument("--fast", action="store_true", help="check: compare sizes, read no frame")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--yes", action="store_true", help="recover: do not ask")
+    parser.add_argument("--yes", action="store_true", help="recover, forget: do not ask")
     parser.add_argument(
         "--as",
         dest="state",
@@ -57,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.action == "check":
-        return _check(args)
-    return _recover(args)
+    return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
 
 
 class _Progress:
@@ -291,3 +291,30 @@ def _warning(plan: Plan) -> list[str]:
         "trained again; some may have been put for evaluation. If that matters, use --as quarantined and release the "
         "groups that you want, or --as dropped.",
     ]
+
+
+# ------------------------------------------------------------------ forget
+
+
+def _forget(args: argparse.Namespace) -> int:
+    from penstock.commands.which_run import plane_folder
+    from penstock.serve.decisions.forgetting import forget, forgettable
+
+    folder = plane_folder(args.where)
+    found = forgettable(folder)
+    what = f"{found.groups:,} groups ({size(found.num_bytes)}) and the plans of steps before {found.before_step:,}"
+    print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be brought back")
+    if not args.yes and not _agreed_to_forget():
+        print("Nothing was changed.")
+        return 1
+    forget(folder)
+    print("The run keeps steps only from now on. The next plane on this folder frees the rest.")
+    return 0
+
+
+def _agreed_to_forget() -> bool:
+    if not sys.stdin.isatty():
+        raise InvalidInput(
+            "storage forget: asks before it changes anything, and there is no terminal to ask; give --yes"
+        )
+    return input("Forget them? [y/N] ").strip().lower() in ("y", "yes")

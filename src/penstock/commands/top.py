@@ -134,8 +134,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         lines.append(f"storage    {_storage(now)}")
     if any(ledger["over_length"].values()):
         lines.append(f"too long   {over_length_line(ledger['over_length'])}")
-    if now.get("archive"):
-        lines.append(f"archive    {_archive(now['archive'])}")
+    if now.get("retain") == "all":
+        lines.append("retain     all: this run frees nothing")
     if now.get("runs"):
         lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(runs.table(now["runs"]))]
     if now["source"] == "plane":
@@ -176,18 +176,6 @@ def _storage(now: dict[str, Any]) -> str:
     if inline:
         parts.append(f"cannot read it: {', '.join(sorted(inline)[:8])}")
     return ", ".join(parts)
-
-
-def _archive(now: dict[str, Any]) -> str:
-    """How far the archive is, and why not further."""
-    parts = [f"step {now['step']} at {now['where']}"]
-    if now["behind_steps"]:
-        parts.append(f"{now['behind_steps']:,} steps behind")
-    if now["waiting_groups"]:
-        parts.append(f"{now['waiting_groups']:,} groups, {size(now['waiting_bytes'])}, kept for it")
-    if now["not_archived"]:
-        parts.append(f"{now['not_archived']:,} groups NOT ARCHIVED")
-    return ", ".join([*parts, *filter(None, [now["error"]])])
 
 
 def _watch(look: Look, interval: float) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _STORAGE = "a plane writes frames to its own storage"
+_ALL = 'a run that is started with retain="all" keeps everything and is its own archive'
 REMOVED = {
     "copies": f"{_STORAGE}: use a folder on a shared filesystem",
     "node": f"{_STORAGE}, and every process is served alike: leave it out",
     "keeper_s": f"{_STORAGE}, and waits for no other process to store one: leave it out",
+    "archive": f"{_ALL}; `penstock copy RUN TARGET` copies a run elsewhere",
+    "archive_hold_bytes": f"{_ALL}, and waits for no archive",
     "frames": f"{_STORAGE}, the folder of `log`: give `log` a folder on a shared filesystem",
 }
 """Name -> what to do instead."""
@@ -19,7 +22,7 @@ REMOVED_COMMANDS = {
 }
 """Command -> what to do instead."""
 REMOVED_FLAGS = {
-    **{("serve", f"--{name}"): REMOVED[name] for name in ("copies", "node", "frames")},
+    **{("serve", f"--{name}"): REMOVED[name] for name in ("copies", "node", "frames", "archive")},
     ("keys", "--keeper"): "use --writer NAME for a process that you trust",
 }
 """Command and flag -> what to do instead."""

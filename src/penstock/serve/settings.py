@@ -206,22 +206,14 @@ class PlaneSettings:
             "disk is full too",
         ),
     ] = 1 << 30
-    archive: Annotated[
-        str | None,
+    retain: Annotated[
+        Literal["steps", "all"],
         Meta(
-            description="where trained and evaluation groups are recorded for good, so that the run can be replayed: "
-            "a folder, or an object store such as s3://BUCKET/PREFIX; one for each run; none: nowhere"
+            description='what is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every '
+            "plan, for good, so that the run is its own archive; a run that began to keep everything goes on with it "
+            "until `penstock storage forget`"
         ),
-    ] = None
-    archive_hold_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="bytes of groups that are kept beyond `retain_steps` and `retain_eval_bytes` because they are "
-            "not archived yet; beyond, and while the disk is full, the oldest are given back and counted as not "
-            "archived",
-        ),
-    ] = 16 << 30
+    ] = "steps"
     snapshot_every: Annotated[
         int,
         Meta(
@@ -253,11 +245,6 @@ class PlaneSettings:
                 raise ConfigError(f"{setting}: {problem}")
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
-        if self.locking == "exclusive" and self.archive is not None:
-            raise ConfigError(
-                f"archive: {self.archive!r} with locking 'exclusive'; it reads the log beside the plane, which nobody "
-                "may then; leave one of the two out"
-            )
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:

@@ -67,6 +67,21 @@ class FolderStorage:
                 raise
         return FolderSegment(segment, self.path(segment), file)
 
+    def restore(self, segment: str, frames: Iterable[tuple[Location, Buffer]]) -> None:
+        """Write frames of a segment that is copied from another storage, each at its place; durable when this returns.
+
+        What lies between them stays a hole. Writing a frame again changes nothing, so a copy may be repeated."""
+        with _typed(self.folder):
+            file = os.open(self.path(segment), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                for at, frame in frames:
+                    os.lseek(file, at.offset, os.SEEK_SET)
+                    _write(file, [frame])
+                os.fdatasync(file)
+            finally:
+                os.close(file)
+            sync(self._segments)
+
     # -------------------------------------------------------------- reading
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
@@ -254,6 +269,7 @@ def _typed(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in _NO_ROOM:
-            raise DiskFull(f"{path}: {error.strerror}; nothing was kept; make room, or raise max_disk_bytes") from None
+            words = 'nothing was kept; make room (a run with retain="all" frees nothing by itself)'
+            raise DiskFull(f"{path}: {error.strerror}; {words}") from None
         remedy = REMEDIES.get(error.errno or 0, "look at the volume")
         raise StorageError(f"{error.filename or path}: {error.strerror}; {remedy}") from None

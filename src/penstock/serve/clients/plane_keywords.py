@@ -97,12 +97,10 @@ class PlaneKeywords(TypedDict, total=False):
     """Committed steps that can still be served again, to a trainer that resumes from an older checkpoint."""
     retain_eval_bytes: int
     """Bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the disk is full too."""
-    archive: str | None
-    """Where trained and evaluation groups are recorded for good, so that the run can be replayed: a folder, or an
-    object store such as s3://BUCKET/PREFIX; one for each run; none: nowhere."""
-    archive_hold_bytes: int
-    """Bytes of groups that are kept beyond `retain_steps` and `retain_eval_bytes` because they are not archived yet;
-    beyond, and while the disk is full, the oldest are given back and counted as not archived."""
+    retain: Literal["steps", "all"]
+    """What is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every plan, for good,
+    so that the run is its own archive; a run that began to keep everything goes on with it until `penstock storage
+    forget`."""
     snapshot_every: int
     """Decisions (groups, steps, reports) after which the plane's memory is written down; a restart does again only
     what came later."""

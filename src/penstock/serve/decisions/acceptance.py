@@ -158,7 +158,7 @@ class Acceptance:
     def _check_evaluation_room(self, group: str, size: int) -> None:
         """Raise unless there is room on the disk: no table has to have any."""
         most = self._settings.retain_eval_bytes
-        if size > most:
+        if size > most and not self._journal.keeps_all:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
@@ -202,9 +202,11 @@ class Acceptance:
                 return
 
     def _give_back(self) -> bool:
-        """Half of the steps that are kept for a rewind, then half of what is kept of evaluations, then half of what
-        waits for the archive; False if nothing."""
+        """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,
+        or the run keeps everything."""
         state, counts = self._journal.state, self._journal.counts
+        if state.keeps_all:
+            return False
         kept = state.next_step - state.oldest_step
         if kept > 0 and not state.is_drawing:
             with self._journal.transaction():
@@ -215,11 +217,7 @@ class Acceptance:
         with self._journal.transaction():
             state.give_back_evaluations(state.evaluations.num_bytes // 2)
         counts["eval_groups_given_back_early"] += state.evaluations.given_back - before
-        lost = state.given_back.give_up(state.given_back.waiting_bytes // 2)
-        if lost:  # a store that is away must not stop the plane
-            with self._journal.transaction():
-                counts["groups_not_archived"] += lost
-        return state.evaluations.given_back > before or lost > 0
+        return state.evaluations.given_back > before
 
     def arrive(
         self,

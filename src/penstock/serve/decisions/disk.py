@@ -24,6 +24,10 @@ from penstock.serve.decisions import fork
 logger = logging.getLogger("penstock.disk")
 RESERVE = "reserve"
 _LOCK_S = 0.05
+_FREES_NOTHING = (
+    'this run keeps everything (retain="all") and frees nothing: make room, raise max_disk_bytes, or let it forget '
+    "what was trained with `penstock storage forget`"
+)
 
 
 class Disk:
@@ -33,21 +37,25 @@ class Disk:
         self._folder, self._quota = folder, quota
         self._path = None if folder is None else folder / RESERVE
         self.reserve_bytes = reserve_bytes
+        self.keeps_all = False
+        """Whether the run frees nothing (`retain="all"`), so that training makes no room."""
         if folder is not None:
             volume = os.statvfs(folder)
             self.reserve_bytes = min(reserve_bytes, volume.f_blocks * volume.f_frsize // 8)
 
     def check(self, size: int, used: int) -> None:
-        """Raise DiskFull unless so many bytes of groups may be put where so many are used."""
+        """Raise DiskFull unless `size` bytes of groups may be put where `used` are used."""
         if self._quota is not None and used + size > self._quota:
+            todo = _FREES_NOTHING if self.keeps_all else "raise it, or wait until steps are committed"
             raise DiskFull(
                 f"{self._folder or 'memory'}: {used:,} bytes are used and {size:,} more do not fit max_disk_bytes "
-                f"{self._quota:,}; raise it, or wait until steps are committed"
+                f"{self._quota:,}; {todo}"
             )
         if not self.restore():
+            why = _FREES_NOTHING if self.keeps_all else "training goes on and makes room"
             raise DiskFull(
-                f"{self._folder}: the volume is full; training goes on and makes room; groups are taken again when "
-                f"{self.reserve_bytes:,} bytes are free"
+                f"{self._folder}: the volume is full; {why}; groups are taken again when {self.reserve_bytes:,} bytes "
+                "are free"
             )
 
     def restore(self) -> bool:
@@ -70,7 +78,8 @@ class Disk:
         if self._path is None or not self._path.exists():
             return False
         self._path.unlink(missing_ok=True)
-        logger.warning("%s: the volume is full; groups are refused until training has made room", self._folder)
+        until = "there is room: this run frees nothing" if self.keeps_all else "training has made room"
+        logger.warning("%s: the volume is full; groups are refused until %s", self._folder, until)
         return True
 
 

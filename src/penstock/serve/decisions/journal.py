@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from penstock.errors import Fenced, PenstockError
 from penstock.serve.decisions.decision_records import Discard, Record, Shorten
-from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.rebuild import rebuild
+from penstock.serve.decisions.remembered import keeps_all
 from penstock.serve.decisions.run_tables import RunTables
 from penstock.serve.decisions.segments import Segments
 from penstock.serve.decisions.state import PlaneState
@@ -30,12 +30,12 @@ class Journal:
 
     def __init__(self, settings: PlaneSettings, log: Log, segments: Segments) -> None:
         self._settings, self.log, self.segments = settings, log, segments
+        self.keeps_all = log.disk.keeps_all = keeps_all(settings, log)
+        """Whether no frame, metadata or plan of an accepted group is ever freed."""
         self.counts: Counter[str] = Counter()
         """What happened since this plane started, for `penstock top`."""
         self.run_beside: Callable[[Job, Then], None] = run_at_once
         """Runs a job and passes its result on; a server does that beside its loop."""
-        self.archived = None if settings.archive is None else Archived()
-        """How far the archive is, as far as it has said; None: there is none."""
         self.state: PlaneState
         self.saved_op = 0
         """The last decision that is in the snapshot."""
@@ -48,7 +48,12 @@ class Journal:
     def rebuild(self) -> None:
         """Make memory anew from the log: what was not written down did not happen."""
         settings = self._settings
-        self.state = rebuild(self.log, settings.replay, retain_steps=settings.retain_steps, archived=self.archived)
+        self.state = rebuild(
+            self.log,
+            settings.replay,
+            retain_steps=settings.retain_steps,
+            keeps_all=self.keeps_all,
+        )
         self.state.give_back_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
@@ -72,20 +77,6 @@ class Journal:
         self.segments.written(freed)
         self.state.given_back.done()
         self.delete_freed()
-
-    def follow_archive(self, archived: Archived) -> None:
-        """The archive has come so far: frames that waited for it are given back, and some of them unarchived where
-        all of them take more than may be held for it."""
-        self.archived = archived
-        given_back = self.state.given_back
-        given_back.follow(archived)
-        lost = given_back.give_up(self._settings.archive_hold_bytes)
-        if lost:
-            self.counts["groups_not_archived"] += lost
-            logger.warning("%d groups are not archived: the archive is too far behind (archive_hold_bytes)", lost)
-        if given_back.ops:
-            with self.transaction():
-                pass
 
     def delete_freed(self) -> None:
         """Have storage delete what the log says is free. What fails stays in the log and is tried again."""

@@ -211,7 +211,7 @@ class Log:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
-        """Groups, each with its facts. Nothing is decided by the time; an archive tells it to whoever replays."""
+        """Groups, each with its facts. Nothing is decided by the time; a replay waits by it."""
         marks, at = ", ".join("?" * 14), time.time()
         self._db.executemany(
             f"INSERT INTO groups ({GROUP_COLUMNS}, at) VALUES ({marks})",  # noqa: S608 - our own names
@@ -346,6 +346,11 @@ class Log:
         """What is remembered under a name, as text; empty if nothing is."""
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return "" if row is None else str(row[0])
+
+    def texts(self, prefix: str) -> dict[str, str]:
+        """Everything that is remembered under names that begin with this."""
+        query = "SELECT name, value FROM meta WHERE name >= ? AND name < ?"
+        return {name: str(value) for name, value in self._db.execute(query, (prefix, prefix + "\U0010ffff"))}
 
     def facts(self, op: int) -> bytes | None:
         row = self._db.execute("SELECT facts FROM facts WHERE op = ?", (op,)).fetchone()

@@ -65,6 +65,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
             "epoch": meta.get("epoch", 0),
             "session": meta.get("session", 0),
             "next_step": next_step,
+            "retain": str(found.get("retain", "steps")),
             **_counts(log, next_step),
             "steps": _steps(log, steps, next_step),
             "groups": _groups(log, groups),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from penstock.errors import ConfigError, CorruptFile, WaitTimeout
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
-from penstock.serve.decisions.given_back import Archived
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.serve.decisions.snapshot import Saved
@@ -15,15 +14,15 @@ from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import Replay
 
 
-def rebuild(log: Log, replay: Replay, *, retain_steps: int, archived: Archived | None = None) -> PlaneState:
+def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> PlaneState:
     """Do again, in order, what the log says was done since memory was last written down."""
-    state = PlaneState(replay, retain_steps=retain_steps, archived=archived)
+    state = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all)
     found = log.snapshot()
     saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
     try:
         rows = {} if saved is None else state.load(saved, log)
     except CorruptFile:  # tables in a form of another version
-        state, rows = PlaneState(replay, retain_steps=retain_steps, archived=archived), {}
+        state, rows = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all), {}
     since, recorded = state.op, list(log.steps(first=state.oldest_step))
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
@@ -40,19 +39,18 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, archived: Archived |
     state.evaluations = Evaluations((row, _eval_facts(log, row.op)) for row in log.groups_in(State.EVALUATION))
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
-    frames = log.with_frames()
+    # A run that keeps everything frees nothing, so what it holds need not be read: that grows with the run.
+    frames = set() if keeps_all else log.with_frames()
     state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, frames)
-    _wait_again(state, log, frames)
+    _free_left(state, log, frames)
     return state
 
 
-def _wait_again(state: PlaneState, log: Log, frames: set[int]) -> None:
-    """Frames that are kept although nothing here knows of them waited to be archived, and do so again."""
-    left = frames.difference(state.rows, state.quarantined, state.evaluations.ops, state.given_back.all_ops)
-    if left:
-        steps = {op: step for step, _, data, _ in log.steps() for op in left.intersection(read_manifest(data).groups)}
-        for row in log.groups_of(sorted(left)):
-            state.given_back.add(row, step=steps.get(row.op, 0))
+def _free_left(state: PlaneState, log: Log, frames: set[int]) -> None:
+    """Free frames of groups that have ended: of a run that kept everything until `penstock storage forget`."""
+    known = state.given_back.ops
+    for row in log.groups_of(sorted(frames.difference(state.rows, state.quarantined, state.evaluations.ops, known))):
+        state.given_back.add(row)
 
 
 def _eval_facts(log: Log, op: int) -> EvalFacts | None:

@@ -7,15 +7,19 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 
+from penstock.config import template
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
+SETTINGS = "settings "
+"""Begins the names under which a log remembers settings; the first decision they hold for follows."""
 
 
 def check_settings(settings: PlaneSettings, log: Log) -> None:
@@ -41,12 +45,46 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"{planned} ranks first, or begin a new folder"
         )
     _log_changes(settings, log)
-    storage = "" if settings.storage is None else str(Path(settings.storage.removeprefix("file://")).resolve())
-    if (began, planned) != (replay, ranks) or not log.text("ranks") or log.text("storage") != storage:
+    _remember(log, {"replay": replay, "ranks": ranks, "storage": _storage(settings)}, as_toml(settings))
+
+
+def _remember(log: Log, values: dict[str, int | str], settings: str) -> None:
+    """Write down what changed. Settings are kept with the first decision they hold for: a rerun needs all of them."""
+    changed = {name: value for name, value in values.items() if log.text(name) != str(value)}
+    known = log.texts(SETTINGS)
+    if not known or known[max(known)] != settings:
+        changed[f"{SETTINGS}{log.last_op + 1:020}"] = settings
+    if changed:
         with log.transaction():
-            log.set_meta("replay", replay)
-            log.set_meta("ranks", ranks)
-            log.set_meta("storage", storage)  # commands that read the run's folder find the frames by this
+            for name, value in changed.items():
+                log.set_meta(name, value)
+
+
+def _storage(settings: PlaneSettings) -> str:
+    """Where readers of the run's folder find its frames; empty: in that folder."""
+    return "" if settings.storage is None else str(Path(settings.storage.removeprefix("file://")).resolve())
+
+
+def as_toml(settings: PlaneSettings) -> str:
+    """Every setting of the plane with its value, without comments; not those of the process around it."""
+    plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)})
+    lines = template(plane, title="", all_values=True).splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
+
+
+def keeps_all(settings: PlaneSettings, log: Log) -> bool:
+    """Whether the run frees nothing. Remembered: a plane that is started without `retain="all"` goes on with it."""
+    known = log.text("retain") == "all"
+    if settings.retain == "all" and not known:
+        with log.transaction():
+            log.set_meta("retain", "all")
+    elif settings.retain != "all" and known:
+        logger.warning(
+            '%s: this run keeps everything (retain="all") since an earlier start, and goes on with that; '
+            "`penstock storage forget` ends it",
+            log.folder or "memory",
+        )
+    return known or settings.retain == "all"
 
 
 def _log_changes(settings: PlaneSettings, log: Log) -> None:

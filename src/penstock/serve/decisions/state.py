@@ -47,7 +47,7 @@ from penstock.serve.decisions.decision_records import (
     Weigh,
 )
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
-from penstock.serve.decisions.given_back import Archived, GivenBack
+from penstock.serve.decisions.given_back import GivenBack
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
@@ -60,7 +60,7 @@ from penstock.serve.settings import Replay, Target
 class PlaneState:
     """Groups, steps, the replay table and the ledger."""
 
-    def __init__(self, replay: Replay, *, retain_steps: int, archived: Archived | None = None) -> None:
+    def __init__(self, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The trainer's published version."""
@@ -97,7 +97,9 @@ class PlaneState:
         """What the table let go of and is not settled yet."""
         self._unwritten: dict[int, tuple[State, str]] = {}
         self._unwritten_steps: dict[int, State] = {}
-        self.given_back = GivenBack(archived)
+        self.keeps_all = keeps_all
+        """Whether the log and the storage forget nothing; memory forgets all the same."""
+        self.given_back = GivenBack(keeps_all=keeps_all)
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
@@ -139,7 +141,9 @@ class PlaneState:
         self.evaluations.add(row, facts)
 
     def give_back_evaluations(self, most_bytes: int) -> None:
-        """The frames of the oldest evaluation groups, until no more than so many bytes of them are kept."""
+        """Free the frames of the oldest evaluation groups, until at most `most_bytes` of them are kept."""
+        if self.keeps_all:
+            return
         for row in self.evaluations.give_back(most_bytes):
             self.given_back.add(row)
 
@@ -321,9 +325,8 @@ class PlaneState:
             log.set_steps(step, step, state)
         if self.given_back.ops:
             log.forget_frames(self.given_back.ops)
-        for step in self._to_slim:
-            digests = self.slim[step].digests if self.given_back.is_behind(step) else ()
-            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=digests)
+        for step in () if self.keeps_all else self._to_slim:
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.given_back.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
@@ -375,9 +378,9 @@ class PlaneState:
     def _forget(self, op: int, *, frame: bool) -> None:
         row = self.rows.pop(op)
         self.by_id.pop(row.id)
-        step = self._last_step_of.pop(op, 0)
+        self._last_step_of.pop(op, None)
         if frame:
-            self.given_back.add(row, step=step)
+            self.given_back.add(row)
 
     def retire(self, oldest: int = 1) -> None:
         """Forget steps that can no longer be asked for, and the groups that ended with them."""

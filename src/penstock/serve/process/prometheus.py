@@ -26,7 +26,6 @@ _SIDES = {
     "ledger": "where every accepted sample is",
     "run": "the runs that share the trainer",
     "plane": "the plane itself",
-    "archive": "the archive of the run",
     "storage": "where frames are",
     "perf": "how fast",
 }
@@ -142,8 +141,6 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield "penstock_run_held_bytes", "gauge", labels, facts["held_bytes"]
         yield "penstock_run_taken_tokens_total", "counter", labels, facts["taken_tokens"]
         yield "penstock_run_evicted", "gauge", labels, float(facts["evicted"] is not None)
-    if status.get("archive"):
-        yield from _archive(status["archive"])
     for phase in _PHASES:
         yield "penstock_plane_phase", "gauge", {"phase": phase}, float(status["phase"] == phase)
     yield "penstock_plane_missing_processes", "gauge", {}, len(status["missing"])
@@ -155,12 +152,3 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_storage_{name}_segments", "gauge", {}, len(status["storage"][name])
     yield "penstock_plane_held_bytes", "gauge", {}, status["held_bytes"]
     yield "penstock_plane_held_groups", "gauge", {}, status["held_groups"]
-
-
-def _archive(found: dict[str, Any]) -> Iterator[Point]:
-    for name in ("step", "behind_steps", "waiting_groups", "waiting_bytes"):
-        yield f"penstock_archive_{name}", "gauge", {}, found[name]
-    for name in ("groups", "bytes"):
-        yield f"penstock_archive_{name}_total", "counter", {}, found[name]
-    yield "penstock_archive_not_archived_groups_total", "counter", {}, found["not_archived"]
-    yield "penstock_archive_failing", "gauge", {}, float(bool(found["error"]))

@@ -16,10 +16,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.archive import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.config import build
 from penstock.config.removed import without_removed
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.keep import GroupFacts
 from penstock.serve.decisions.decision_records import (
     DropGroup,
@@ -35,8 +34,10 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Dropped, Incoming, Intake, Refused
 from penstock.serve.decisions.log import GroupRow, Log
 from penstock.serve.decisions.open_log import storage_of
+from penstock.serve.decisions.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import Gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Rerun:
     steps: int = 0
     """Compared and the same."""
     skipped: int = 0
-    """Steps of which not all frames, or no digests, were archived."""
+    """Steps whose plan, or not all of whose frames, the run still has."""
     step: int | None = None
     rank: int | None = None
     recorded: str | None = None
@@ -66,8 +67,10 @@ class _Differs(Exception):
 
 def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = lambda _step: None) -> Rerun:
     """Decide a recorded run again in an empty folder, and compare its steps."""
+    if not recorded.settings:
+        raise InvalidInput(f"{recorded.folder}: its log does not say which settings it began with")
     if not recorded.steps:
-        raise InvalidInput(f"run {recorded.run!r}: no step in the archive yet; there is nothing to compare")
+        raise InvalidInput(f"run {recorded.run!r}: no step was committed yet; there is nothing to compare")
     life = _Life(recorded, folder)
     try:
         for entry in _in_order(recorded):
@@ -93,7 +96,7 @@ def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = 
         )
     finally:
         life.close()
-    left_out = f" {life.skipped} steps could not be compared: not all of them was archived." if life.skipped else ""
+    left_out = f" {life.skipped} steps could not be compared: not all of them is kept." if life.skipped else ""
     return Rerun(
         same=True,
         sentence=f"No difference in {life.same:,} steps of run {recorded.run!r}.{left_out}",
@@ -103,7 +106,7 @@ def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = 
 
 
 def _in_order(recorded: RecordedRun) -> Iterator[GroupEntry | RecordEntry | StepEntry]:
-    """What was decided, up to the last step that was archived."""
+    """What was decided, up to the last step that was committed."""
     last = max(entry.op for entry in recorded.steps.values())
     groups = [entry for entry in recorded.groups.values() if not entry.evaluation]
     entries: list[GroupEntry | RecordEntry | StepEntry] = [*groups, *recorded.records.values()]
@@ -116,6 +119,8 @@ class _Life:
     def __init__(self, recorded: RecordedRun, folder: Path) -> None:
         self._recorded, self._folder = recorded, folder
         self._to_come = list(recorded.settings)
+        self._without: set[int] = set()
+        """Groups that were put without a frame."""
         self._next_step = 1
         self._engine: Engine | None = None
         self.same = self.skipped = 0
@@ -143,9 +148,11 @@ class _Life:
             self._engine = None
 
     def put(self, entry: GroupEntry) -> None:
-        if self._recorded.has_frame(entry.op):
-            self._put_frame(entry)
+        frame = self._frame(entry)
+        if frame is not None:
+            self._put_frame(entry, frame)
             return
+        self._without.add(entry.op)
         row = GroupRow(
             op=self.engine.state.op + 1,
             id=entry.id,
@@ -162,8 +169,17 @@ class _Life:
             self.engine.log.add_groups([(row, b"")])
         self.engine.state.take_in(row)
 
-    def _put_frame(self, entry: GroupEntry) -> None:
-        frame, acceptance = self._recorded.frame(entry.op), self.engine.acceptance
+    def _frame(self, entry: GroupEntry) -> bytes | None:
+        """A group's frame; None if it is freed or damaged: draws depend on the group all the same."""
+        if not self._recorded.has_frame(entry.op):
+            return None
+        try:
+            return self._recorded.frame(entry.op)
+        except (Gone, CorruptFile):
+            return None
+
+    def _put_frame(self, entry: GroupEntry, frame: bytes) -> None:
+        acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
         outcomes = [acceptance.offer(None, entry.id, digest, len(frame), entry.run)]
         if outcomes[0] is True:
@@ -209,7 +225,7 @@ class _Life:
     def step(self, entry: StepEntry) -> None:
         """Draw and plan a step, and compare it."""
         self._next_step = entry.step
-        if not entry.digests or not all(self._recorded.has_frame(op) for op in entry.groups):
+        if not entry.digests or not self._without.isdisjoint(entry.groups):
             self._draw_only(entry)
             self.skipped += 1
         else:
@@ -271,7 +287,8 @@ def settings_of(text: str) -> PlaneSettings:
         listen=(),
         keys=None,
         locking="wal",
-        archive=None,
+        storage=None,
+        retain="steps",
         shares={},  # given by the decisions that were recorded
         max_held_bytes=1 << 60,
         max_disk_bytes=None,

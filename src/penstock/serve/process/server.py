@@ -50,7 +50,6 @@ from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
-from penstock.serve.process.archiver import Archiving
 from penstock.serve.process.damage import Damage
 from penstock.serve.process.effect_runner import EffectRunner
 from penstock.serve.process.pipeline import (
@@ -108,7 +107,6 @@ class Server:
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """What ended the loop, if anything did."""
-        self.archiving = Archiving(self.engine)
 
     @property
     def urls(self) -> list[str]:
@@ -147,7 +145,6 @@ class Server:
         self._workers.close()  # first: what is being written has an end
         self.engine.journal.run_beside = run_at_once
         try:
-            self.archiving.close()
             if self.failure is None:
                 self.engine.close()
         except PenstockError as error:
@@ -183,7 +180,6 @@ class Server:
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
         self.story.look()
-        self.archiving.turn()
         self._on_turn()
 
     def _unstage(self) -> None:
@@ -337,12 +333,9 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
-        more = {
-            "archive": self.archiving.status(),
-            "uptime_s": time.monotonic() - self._started,
-            "inline_ranks": dict(self.damage.inline),
-        }
-        return status_of(self.engine, self.coordinator, self.admission) | more
+        found = status_of(self.engine, self.coordinator, self.admission)
+        more = {"uptime_s": time.monotonic() - self._started, "inline_ranks": dict(self.damage.inline)}
+        return found | more
 
 
 def _writer_of(peer: Peer) -> str:

@@ -1,0 +1,71 @@
+"""Copy a run to another folder, or keep the copy up to date beside training.
+
+  penstock copy runs/demo backup/demo               once; the plane may be at work
+  penstock copy runs/demo backup/demo               again: only what is new
+  penstock copy runs/demo backup/demo --follow      until Ctrl-C, whenever the run has changed
+  penstock copy runs/demo moved/demo --same-run     the copy keeps the run's id; its plane must be stopped
+
+TARGET is a new folder, or an earlier copy of the same run that no plane was opened on since. Every frame is compared
+with its digest. `penstock.open(TARGET)` and every command take a copy like any run; its id is new unless --same-run is
+given. What lies beside the plane's folder, such as token exports and checkpoints, is not copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.commands.tables import size
+from penstock.commands.which_run import plane_folder
+from penstock.serve.decisions.run_copy import Copied, RunCopy
+
+_REST = 9
+"""Times as long as a round took, the next one is waited for: copying takes a tenth of one core and disk at most."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="RUN", help="the run: its folder, or its plane's folder")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="a new folder, or an earlier copy of this run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--follow", action="store_true", help="keep the copy up to date until interrupted")
+    what.add_argument("--same-run", action="store_true", help="keep the run's id; needs a run that no plane has open")
+    parser.add_argument(
+        "--every", type=float, default=5.0, metavar="S", help="with --follow: seconds between two looks"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each round")
+
+
+def run(args: argparse.Namespace) -> int:
+    with RunCopy(plane_folder(args.where), args.target, same_run=args.same_run) as copy:
+        found = _round(copy, as_json=args.json)
+        if args.follow:
+            _follow(copy, args)
+    return 1 if found.damaged else 0
+
+
+def _follow(copy: RunCopy, args: argparse.Namespace) -> None:
+    rest = args.every
+    try:
+        while True:
+            time.sleep(rest)
+            rest = args.every
+            if copy.is_behind():
+                began = time.monotonic()
+                _round(copy, as_json=args.json)
+                rest = max(args.every, _REST * (time.monotonic() - began))
+    except KeyboardInterrupt:  # between two rounds, or in one: the copy is what the last finished round made it
+        return
+
+
+def _round(copy: RunCopy, *, as_json: bool) -> Copied:
+    found = copy.round()
+    text = (
+        f"{copy.target}: run {found.run_id[:12]}, up to transaction {found.commits:,}: {found.groups:,} groups "
+        f"({size(found.num_bytes)}) copied, {found.freed:,} freed"
+    )
+    words = [text, *(f"  not copied: group {group!r}: {why}" for group, why in found.damaged.items())]
+    print(json.dumps(asdict(found)) if as_json else "\n".join(words), flush=True)
+    return found
