@@ -74,7 +74,7 @@ def test_a_copy_is_brought_up_to_date_and_frees_what_the_source_freed(tmp_path: 
         found = copy.round()
         assert found.groups == 4 and found.freed >= 2
         assert names_in(target) == list("efgh") == names_in(run)
-        with pytest.raises(Conflict, match="another plane or copy"):
+        with pytest.raises(Conflict, match="has it open already"):
             RunCopy(run, target)
         with pytest.raises(Conflict):
             ps.open(target, **SETTINGS)
