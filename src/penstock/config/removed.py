@@ -13,6 +13,7 @@ REMOVED = {
     "keeper_s": f"{_STORAGE}, and waits for no other process to store one: leave it out",
     "archive": f"{_ALL}; `penstock copy RUN TARGET` copies a run elsewhere",
     "archive_hold_bytes": f"{_ALL}, and waits for no archive",
+    "locking": "a log on a network filesystem is locked exclusively by itself: leave it out",
     "frames": f"{_STORAGE}, the folder of `log`: give `log` a folder on a shared filesystem",
 }
 """Name -> what to do instead."""
@@ -22,7 +23,7 @@ REMOVED_COMMANDS = {
 }
 """Command -> what to do instead."""
 REMOVED_FLAGS = {
-    **{("serve", f"--{name}"): REMOVED[name] for name in ("copies", "node", "frames", "archive")},
+    **{("serve", f"--{name}"): REMOVED[name] for name in ("copies", "node", "frames", "archive", "locking")},
     ("keys", "--keeper"): "use --writer NAME for a process that you trust",
 }
 """Command and flag -> what to do instead."""

@@ -114,8 +114,6 @@ def where(name: str) -> Address:
 def _create_or_check(name: str, address: str, given: Given, node: str | None) -> None:
     if calls.find(actor_of(name), anew=True) is None:
         settings = _absolute(name, build(ClusterSettings, given))
-        if "log" in given.tables and "locking" not in given.tables:
-            settings = replace(settings, locking="exclusive")  # a folder that several hosts see
         text = template(settings, title=f"The plane {address}.", all_values=True)
         pinned = "log" not in given.tables
         head = next((found.id for found in calls.nodes() if found.is_head), None)

@@ -160,13 +160,6 @@ class PlaneSettings:
     max_held_bytes: Annotated[
         int, Meta(ge=1, description="encoded bytes that may wait for training; beyond, puts wait or raise Overloaded")
     ] = 4 << 30
-    locking: Annotated[
-        Literal["wal", "exclusive"],
-        Meta(
-            description='how the log is locked; "exclusive" for a folder on a network filesystem: no other process may '
-            "read it meanwhile"
-        ),
-    ] = "wal"
     storage: Annotated[
         str | None,
         Meta(

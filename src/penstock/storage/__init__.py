@@ -8,6 +8,7 @@ Engines know nothing of groups, tables or steps. `in_memory.py` is the one to re
 """
 
 from penstock.storage.custody import Custody, Marker, check_log, read_marker
+from penstock.storage.filesystem import is_shared
 from penstock.storage.folder import FolderStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
@@ -29,6 +30,7 @@ __all__ = [
     "Writer",
     "check_log",
     "gather_picks",
+    "is_shared",
     "parse_location",
     "read_marker",
 ]

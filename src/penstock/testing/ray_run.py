@@ -141,7 +141,7 @@ def _put_there(address: str, numbers: range) -> None:
 
 
 def _may_write(log: Path) -> bool:
-    """Whether somebody else could write to a log that has `locking="wal"` now."""
+    """Whether somebody else could write to a log on a local disk now."""
     db = sqlite3.connect(log, isolation_level=None, timeout=0)
     try:
         db.execute("BEGIN IMMEDIATE")

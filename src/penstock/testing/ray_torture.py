@@ -9,14 +9,13 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import nested
 from penstock.errors import PenstockError
 from penstock.ray import LocalCluster, calls, open_given
 from penstock.ray.local_cluster import kill
-from penstock.serve.settings import ClusterSettings, PlaneSettings
+from penstock.serve.settings import ClusterSettings
 from penstock.testing.processes import timeouts_at
 from penstock.testing.torture import RANKS, Result, Run
 
@@ -78,9 +77,6 @@ class RayTorture(Run):
 
     def end(self) -> None:
         self._plane.kill()
-
-    def settings(self) -> PlaneSettings:
-        return replace(super().settings(), locking="exclusive")
 
 
 def torture_ray(folder: Path, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> Result:

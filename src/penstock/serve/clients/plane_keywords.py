@@ -80,9 +80,6 @@ class PlaneKeywords(TypedDict, total=False):
     """Bytes that a group may decode to; none: 2 GiB."""
     max_held_bytes: int
     """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
-    locking: Literal["wal", "exclusive"]
-    """How the log is locked; "exclusive" for a folder on a network filesystem: no other process may read it
-    meanwhile."""
     storage: str | Path | None
     """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
     run's folder."""

@@ -8,17 +8,21 @@ from pathlib import Path
 from penstock.atomic import folder_errors
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log
+from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
-    """The log in a folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it."""
+    """The log in a folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it.
+
+    SQLite's write-ahead log shares memory between the processes of one host. On a filesystem that other hosts see, the
+    plane therefore has the log to itself.
+    """
     with folder_errors(folder or "memory:"):
         return Log(
             folder,
             max_disk_bytes=settings.max_disk_bytes,
             disk_reserve_bytes=settings.disk_reserve_bytes,
-            exclusive=settings.locking == "exclusive",
+            exclusive=folder is not None and is_shared(folder),
             guard=partial(check_log, storage_of(settings, folder)),
         )
 

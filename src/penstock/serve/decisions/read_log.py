@@ -162,7 +162,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
             raise Conflict(
-                f'{path}: its plane has it alone (locking = "exclusive"); ask the plane by its address, or stop it'
+                f"{path}: on a network filesystem its plane has it alone; ask the plane by its address, or stop it"
             ) from None
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
 

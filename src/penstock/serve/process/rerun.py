@@ -286,7 +286,6 @@ def settings_of(text: str) -> PlaneSettings:
         over_length="drop" if found.over_length == "drop" else "truncate",
         listen=(),
         keys=None,
-        locking="wal",
         storage=None,
         retain="steps",
         shares={},  # given by the decisions that were recorded
