@@ -139,7 +139,7 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     rank: int
     world: int
     digest: str
-    """xxh3-128 of the plan and the digests of the samples, however they are encoded."""
+    """xxh3-128 of the rank's plan and its samples' digests (`arrays.digests.step_digest`), however they are encoded."""
     plan: bytes
     """The rank's part of the plan, and the step's global numbers."""
     schema: int = SCHEMA
