@@ -226,9 +226,11 @@ class Acceptance:
         location: str,
         eval_facts: EvalFacts | None = None,
         over_length: OverLength = NONE,
+        metadata: bytes = b"",
     ) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""
         arrival = self._arrivals[group]
+        arrival.metadata = metadata
         arrival.kept, arrival.eval_facts, arrival.over_length = (facts, location), eval_facts, over_length
 
     def drop(self, group: str, over_length: OverLength) -> list[Outcome]:

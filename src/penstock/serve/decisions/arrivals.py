@@ -29,6 +29,8 @@ class Arrival:
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
     priority: float = 1.0
+    metadata: bytes = b""
+    """Its facts as they came, where the log takes them as they are."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -100,5 +102,5 @@ class Arrivals:
                 kinds=tuple(sorted(facts.kinds.items())),
                 location=location,
             )
-            rows.append((row, (arrival.eval_facts or facts).to_bytes()))
+            rows.append((row, arrival.metadata or (arrival.eval_facts or facts).to_bytes()))
         return rows

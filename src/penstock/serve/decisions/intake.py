@@ -13,7 +13,8 @@ import xxhash
 
 from penstock.arrays.columns import Column
 from penstock.arrays.own_columns import words_for
-from penstock.encode import Limits, RangedFrame, read_head
+from penstock.encode import Limits, front_size, read_head
+from penstock.encode.layout import frame_size
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.keep.facts import GroupFacts, check_group, join_facts
@@ -69,6 +70,8 @@ class Arrived:
     """Of an evaluation group."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
+    metadata: bytes = b""
+    """The facts as they came, where the log may take them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,8 @@ class Intake:
         found = NONE if stored.evaluation else OverLength.of(facts)
         if not stored.evaluation and self._is_dropped(facts):
             return Dropped(stored.group, found, stored.location)
-        return Arrived(stored.group, facts, stored.location, shown, found)
+        same = not stored.evaluation and facts.seq_len == self._settings.packing.seq_len
+        return Arrived(stored.group, facts, stored.location, shown, found, stored.metadata if same else b"")
 
     def _facts_of(self, stored: Stored) -> GroupFacts:
         """Metadata that belongs to the frame at its location, within the plane's limits, made for its `seq_len`."""
@@ -130,11 +134,16 @@ class Intake:
         name = f"group {stored.group!r}"
         if facts.group != stored.group or not facts.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {facts.group!r}, {facts.num_samples} samples")
-        ranged = RangedFrame(facts.front, limits=self.limits)
-        if not facts.size == ranged.size == size or len(ranged) != facts.num_samples:
+        # Only the sizes: what else the front says is checked by the rank that reads with it.
+        if not facts.size == frame_size(facts.front) == size or front_size(facts.front) != len(facts.front):
             raise CorruptFrame(
-                f"{name}: metadata of {facts.size} bytes and {facts.num_samples} samples, a front of {ranged.size} and "
-                f"{len(ranged)}, at a location of {size}; they must agree"
+                f"{name}: metadata of a frame of {facts.size} bytes with a front of {len(facts.front)}, at a location of "
+                f"{size}; they must agree"
+            )
+        if facts.num_tokens > self.limits.max_tokens or facts.num_samples > self.limits.max_samples:
+            raise InvalidInput(
+                f"{name}: {facts.num_tokens:,} tokens in {facts.num_samples:,} samples; at most "
+                f"{self.limits.max_tokens:,} (max_group_tokens) in {self.limits.max_samples:,}"
             )
         if stored.evaluation or facts.fits(self._settings.packing.seq_len):
             return facts

@@ -148,7 +148,7 @@ class Pipeline:
             self._engine.segments.verified(result.location)
             self._engine.counts["groups_direct"] += 1
             self._engine.acceptance.arrive(
-                result.group, result.facts, result.location, result.eval_facts, result.over_length
+                result.group, result.facts, result.location, result.eval_facts, result.over_length, result.metadata
             )
             return
         self._engine.segments.reject(result.location)
