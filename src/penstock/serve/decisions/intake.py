@@ -137,7 +137,7 @@ class Intake:
         # Only the sizes: what else the front says is checked by the rank that reads with it.
         if not facts.size == frame_size(facts.front) == size or front_size(facts.front) != len(facts.front):
             raise CorruptFrame(
-                f"{name}: metadata of a frame of {facts.size} bytes with a front of {len(facts.front)}, at a location of "
+                f"{name}: metadata of a frame of {facts.size} bytes, front of {len(facts.front)}, at a location of "
                 f"{size}; they must agree"
             )
         if facts.num_tokens > self.limits.max_tokens or facts.num_samples > self.limits.max_samples:
