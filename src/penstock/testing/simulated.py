@@ -164,6 +164,8 @@ class Rank(Process):
     def __init__(self, world: Simulation, rank: int) -> None:
         super().__init__(world, f"rank{rank}")
         self.rank = rank
+        self.can_read = False
+        """Whether it reads storage itself."""
         self.next = 0
         self.rank_session: RankSession
 
@@ -173,17 +175,21 @@ class Rank(Process):
         self.busy = False
         self.arrived: dict[int, str] = {}
         self.released: set[int] = set()
-        self.rank_session = RankSession(
+        self.rank_session = self._new_session()
+        now = self.world.clock.now
+        self.handle([*self.rank_session.start(now), *self.rank_session.request(self.next, now)])
+        self.tick()
+
+    def _new_session(self) -> RankSession:
+        return RankSession(
             run="simulated",
             rank=self.rank,
             world=self.world.ranks,
             step=self.next,
             incarnation=self.peer,
             timeouts=self.world.timeouts,
+            can_read=lambda _attached: self.can_read,
         )
-        now = self.world.clock.now
-        self.handle([*self.rank_session.start(now), *self.rank_session.request(self.next, now)])
-        self.tick()
 
     def tick(self) -> None:
         life = self.life

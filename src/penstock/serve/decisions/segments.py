@@ -38,6 +38,16 @@ _MAX_OPEN = 4096
 """Unsealed segments of one writer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What segments take from outside; simulations have their own."""
+
+    wall: Callable[[], float] = time.time
+    steady: Callable[[], float] = time.monotonic
+    """Only tells how old something is."""
+    new_name: Callable[[], str] = new_segment_name
+
+
 class Sealed(Conflict):
     """The segment takes no more frames: write the frame again, to a new one."""
 
@@ -62,8 +72,8 @@ class _Segment:
 class Segments:
     """All segments of a run, and the deletions that were decided."""
 
-    def __init__(self, log: Log, storage: Storage, custody: Custody, *, clock: Callable[[], float] = time.time) -> None:
-        self._log, self._storage, self._custody, self._clock = log, storage, custody, clock
+    def __init__(self, log: Log, storage: Storage, custody: Custody, outside: Outside | None = None) -> None:
+        self._log, self._storage, self._custody, self._outside = log, storage, custody, outside or Outside()
         self._all = {row.name: _Segment(row, 0.0) for row in log.segments()}
         self.live_bytes = 0
         for text in log.locations():
@@ -91,7 +101,7 @@ class Segments:
         self._open: Counter[str] = Counter()
         """Unsealed segments of this epoch, by writer."""
         self._tick_at = 0.0
-        self._maybe_empty = set(self._all)
+        self._maybe_empty = dict.fromkeys(self._all)
         """Segments that may hold no frame: looked at when something changes."""
         self._seal_earlier_epochs()
         self._report(found)
@@ -133,11 +143,11 @@ class Segments:
         """New segments for a writer, in the log when this returns."""
         if self._open[writer] + count > _MAX_OPEN:
             raise InvalidInput(f"writer {writer[:80]!r}: {_MAX_OPEN} segments are open; finish some first")
-        rows = [SegmentRow(new_segment_name(), writer, self._log.epoch) for _ in range(count)]
+        rows = [SegmentRow(self._outside.new_name(), writer, self._log.epoch) for _ in range(count)]
         with self._log.transaction():
             for row in rows:
                 self._log.add_segment(row)
-        self._all |= {row.name: _Segment(row, time.monotonic()) for row in rows}
+        self._all |= {row.name: _Segment(row, self._outside.steady()) for row in rows}
         self._open[writer] += count
         return [row.name for row in rows]
 
@@ -221,7 +231,7 @@ class Segments:
             insort(one.extents, (at.offset, at.end))
         else:
             self.dead_bytes += at.size
-            self._maybe_empty.add(at.segment)
+            self._maybe_empty[at.segment] = None
 
     def reject(self, location: str) -> None:
         """A frame that was expected is not wanted: free it."""
@@ -248,7 +258,7 @@ class Segments:
 
     def tick(self) -> None:
         """Seal what is old; free segments that hold nothing. Looks once a second at most."""
-        now = time.monotonic()
+        now = self._outside.steady()
         if now < self._tick_at:
             return
         self._tick_at = now + 1.0
@@ -259,11 +269,11 @@ class Segments:
 
     def _look_for_empty(self) -> None:
         """Sealed segments without a frame are freed as a whole."""
-        now = self._clock()
+        now = self._outside.wall()
         for name in list(self._maybe_empty):
             one = self._all.get(name)
             if one is None or one.live or one.is_freed:
-                self._maybe_empty.discard(name)
+                del self._maybe_empty[name]
             elif one.row.sealed_at and not one.pending and self._is_known(one, now):
                 one.is_freed = True
                 self._to_free.append(name)
@@ -279,7 +289,7 @@ class Segments:
 
     def write(self, freed: Sequence[str] = ()) -> None:
         """Inside a transaction: what was decided. `freed`: frames that this transaction makes the log forget."""
-        at = self._clock()
+        at = self._outside.wall()
         for name, clean in self._to_seal.items():
             self._log.seal_segment(name, at=at, clean=clean)
         self._log.add_frees([*self._to_free, *freed])
@@ -287,11 +297,11 @@ class Segments:
 
     def written(self, freed: Sequence[str] = ()) -> None:
         """The transaction went through."""
-        at = self._clock()
+        at = self._outside.wall()
         for name, clean in self._to_seal.items():
             one = self._all[name]
             one.row = replace(one.row, sealed_at=at, clean=clean)
-            self._maybe_empty.add(name)
+            self._maybe_empty[name] = None
             if one.row.epoch == self._log.epoch:
                 self._open[one.row.writer] -= 1
         for text in freed:
@@ -300,7 +310,7 @@ class Segments:
             self.dead_bytes += place.size
             if place.segment in self._all:
                 self._all[place.segment].live -= 1
-                self._maybe_empty.add(place.segment)
+                self._maybe_empty[place.segment] = None
         for name in self._deleted:
             self._all.pop(name, None)
         self._frees += [*self._to_free, *freed]
