@@ -176,43 +176,41 @@ class Liar(DirectProducer):
     LIES = ("metadata", "content", "other", "overlap", "beyond", "again")
 
     def __init__(self, world: StorageSimulation, number: int, groups: Iterator[int]) -> None:
-        super().__init__(world, number, groups, is_elsewhere=False)
-        self._lie = ""
-        self._accepted: list[str] = []
-        """Locations of its own that count, as far as it knows."""
-        self._last = ""
+        super().__init__(world, number, groups, at_once=3, is_elsewhere=False)
+        self._lies: dict[str, str] = {}
+        """What it says of a group; empty: the truth."""
+        self._said: list[str] = []
+        """Locations that it has put."""
 
     def frame_to_write(self, group: str) -> bytes:
-        self._lie = self.world.lies.choice(self.LIES) if self.world.lies.random() < 0.6 else ""
+        self._lies[group] = lie = self.world.lies.choice(self.LIES) if self.world.lies.random() < 0.6 else ""
         frame = super().frame_to_write(group)
-        return bytes(len(frame)) if self._lie == "content" else frame
+        return bytes(len(frame)) if lie == "content" else frame
 
     def vouch(self, group: str, location: str) -> tuple[str, bytes]:
         told, metadata = super().vouch(group, location)
-        if self._lie == "metadata":
+        lie = self._lies.get(group, "")
+        if lie == "metadata":
             frame = self._frames[group].replace(group.encode(), b"?" * len(group))
             metadata = plain_facts("?" * len(group), frame).to_bytes()
-        elif self._lie == "other":
+        elif lie == "other":
             told = self.world.lies.choice(self.world.told) if self.world.told else told
-        elif self._lie == "overlap" and self._accepted:
-            at = parse_location(self.world.lies.choice(self._accepted))
+        elif lie == "overlap" and self._said:
+            at = parse_location(self.world.lies.choice(self._said[-4:]))
             told = f"{at.segment}:{at.offset + self.world.lies.randrange(3)}:{len(self._frames[group])}"
-        elif self._lie == "beyond":
+        elif lie == "beyond":
             at = parse_location(location)
             told = f"{at.segment}:{at.end + 1000}:{at.size}"
-        if self._lie in ("content", "beyond", "other", "overlap") and (told != location or self._lie == "content"):
-            self.world.note(f"{self.name} lies about {group}: {self._lie}")
+        if told != location or lie == "content":
+            self.world.note(f"{self.name} lies about {group}: {lie}")
             self.world.lied.add(group)
-        self._last = told
+        self._said.append(told)
         return told, metadata
 
     def accepted(self, group: str) -> None:
-        if group:
-            self._accepted.append(self._last)
-            if self._lie == "again":  # once more, elsewhere: known, and the new bytes are free
-                self._frames_again = (group, self._frames[group])
-                frame = self._frames[group]
-                self.world.clock.after(0.1, lambda: self.hears(partial(self._once_more, group, frame)))
+        if self._lies.get(group) == "again":  # once more, elsewhere: known, and the new bytes are free
+            frame = self._frames[group]
+            self.world.clock.after(0.1, lambda: self.hears(partial(self._once_more, group, frame)))
 
     def _once_more(self, group: str, frame: bytes) -> None:
         self._frames.setdefault(group, frame)

@@ -76,8 +76,8 @@ class Engine:
         """The last metrics that ranks reported, by name."""
         with damage_named(log):
             check_settings(settings, log)
-            op = log.last_op
-            check_log(storage, run_id=log.run_id, epoch=log.epoch, op=op, held=log.num_frames, is_new=not op)
+            op, is_new = log.position, not log.last_op
+            check_log(storage, run_id=log.run_id, epoch=log.epoch, op=op, held=log.num_frames, is_new=is_new)
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, op=op)
             self.segments = Segments(log, storage, custody, outside)
             self.journal = Journal(settings, log, self.segments)

@@ -167,7 +167,7 @@ class Log:
         self.run_id = found or secrets.token_hex(16)
         """Tells this run from any other, also from one that lay in the same folder before."""
         if self._guard is not None:
-            self._guard(run_id=self.run_id, epoch=epoch, op=self.last_op, held=self.num_frames, is_new=not found)
+            self._guard(run_id=self.run_id, epoch=epoch, op=self.position, held=self.num_frames, is_new=not found)
         self.epoch = epoch
         if self.folder is not None and self._witness is None:
             self._witness = Witness(self.folder)
@@ -401,6 +401,11 @@ class Log:
     def num_frames(self) -> int:
         """How many frames the log needs."""
         return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()[0])
+
+    @property
+    def position(self) -> int:
+        """Transactions that were committed: how far the log is, also where a transaction has no decision's number."""
+        return self._commits
 
     @property
     def last_op(self) -> int:

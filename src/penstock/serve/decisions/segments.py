@@ -24,7 +24,7 @@ from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.log_rows import SegmentRow
 from penstock.storage import Custody, Location, Storage, parse_location
-from penstock.storage.engine import new_segment_name
+from penstock.storage.engine import is_segment_name, new_segment_name
 from penstock.storage.writer import SEGMENT_AGE_S
 
 logger = logging.getLogger("penstock.storage")
@@ -62,8 +62,12 @@ class _Segment:
     pending: int = 0
     """Frames that were put and are not accepted or rejected yet."""
     accepted_bytes: int = 0
-    extents: list[tuple[int, int]] = field(default_factory=list)
-    """What was accepted in this epoch, in order of offset; locations are never used twice."""
+    taken: list[tuple[int, int]] = field(default_factory=list)
+    """What was accepted in this epoch, or is being looked at, in order of offset; locations are never used twice."""
+    rejected: list[tuple[int, int]] = field(default_factory=list)
+    """What was freed in this epoch without being accepted: a put that is repeated must not bring it back."""
+    is_begun: bool = False
+    """Whether it is known to have been created."""
     verified: bool = False
     """Whether the plane has read a frame of it back."""
     is_freed: bool = False
@@ -81,6 +85,7 @@ class Segments:
             self.live_bytes += at.size
             if at.segment in self._all:
                 self._all[at.segment].live += 1
+                self._all[at.segment].is_begun = True
         found = storage.segments()
         self.unregistered = sorted(found.keys() - self._all.keys())
         """Segments in storage that this log never registered: while there are any, nothing is deleted."""
@@ -196,26 +201,28 @@ class Segments:
             raise Sealed(f"segment {at.segment}: sealed or unknown here; write the frame again to a new segment")
         if one.row.writer != writer:
             raise InvalidInput(f"segment {at.segment}: belongs to another writer")
-        self._check_free(one, at)
-        one.pending += 1
+        if _overlaps(one.rejected, at):
+            raise Sealed(f"location {at}: was rejected before and is freed; write the frame again to a new segment")
+        if not at.size or _overlaps(one.taken, at):
+            raise InvalidInput(f"location {at}: overlaps a frame that was put before; locations are never reused")
+        self._expect(one, at)
         return not one.verified
 
     def expect_own(self, location: str) -> None:
         """The plane itself has written a frame."""
-        one = self._all[parse_location(location).segment]
-        one.verified = True
-        one.pending += 1
+        at = parse_location(location)
+        one = self._all[at.segment]
+        one.verified = one.is_begun = True
+        self._expect(one, at)
 
-    def _check_free(self, one: _Segment, at: Location) -> None:
-        k = bisect_left(one.extents, (at.offset, at.end))
-        before = one.extents[k - 1][1] if k else 0
-        after = one.extents[k][0] if k < len(one.extents) else at.end
-        if not at.size or before > at.offset or after < at.end:
-            raise InvalidInput(f"location {at}: overlaps a frame that was accepted before; locations are never reused")
+    def _expect(self, one: _Segment, at: Location) -> None:
+        one.pending += 1
+        insort(one.taken, (at.offset, at.end))
 
     def verified(self, location: str) -> None:
         """The plane has read this frame and it is what was put."""
-        self._all[parse_location(location).segment].verified = True
+        one = self._all[parse_location(location).segment]
+        one.verified = one.is_begun = True
 
     def settle(self, location: str, *, accepted: bool) -> None:
         """A frame that was expected is in the log, or is not going to be."""
@@ -228,14 +235,17 @@ class Segments:
             one.live += 1
             one.accepted_bytes += at.size
             self.live_bytes += at.size
-            insort(one.extents, (at.offset, at.end))
         else:
             self.dead_bytes += at.size
+            one.taken.remove((at.offset, at.end))
             self._maybe_empty[at.segment] = None
 
     def reject(self, location: str) -> None:
         """A frame that was expected is not wanted: free it."""
         self.settle(location, accepted=False)
+        at = parse_location(location)
+        if at.segment in self._all:
+            insort(self._all[at.segment].rejected, (at.offset, at.end))
         self.free([location])
 
     # -------------------------------------------------------------- sealing and freeing, with the next transaction
@@ -332,10 +342,15 @@ class Segments:
         self._under_way = set(names)
         return names
 
-    def delete(self, names: Sequence[str], op: int) -> dict[str, int]:
-        """From any thread: move the marker, then delete. Returns what storage holds afterwards."""
+    def delete(self, names: Sequence[str], op: int) -> tuple[list[str], dict[str, int]]:
+        """From any thread: move the marker, then delete. Returns what is deleted for good, and what storage holds
+        afterwards. A segment that was not there may still be created by a writer that stood still: it stays listed,
+        and is deleted again by the next plane."""
+        segments = set(filter(is_segment_name, names))
+        late = segments - self._storage.segments().keys() if segments else set()
+        late = {name for name in late if name in self._all and not self._all[name].is_begun}
         self._custody.delete(names, op)
-        return self._storage.segments()
+        return [name for name in names if name not in late], self._storage.segments()
 
     def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
         """Storage has deleted these; the next transaction says so."""
@@ -347,3 +362,9 @@ class Segments:
         """Storage did not delete these: they stay listed, and are tried again."""
         self._under_way = set()
         self._frees = [*names, *self._frees]
+
+
+def _overlaps(extents: Sequence[tuple[int, int]], at: Location) -> bool:
+    """Whether a place has bytes in common with one of these, which are in order and apart from each other."""
+    k = bisect_left(extents, (at.offset, at.end))
+    return bool(k and extents[k - 1][1] > at.offset) or bool(k < len(extents) and extents[k][0] < at.end)
