@@ -162,6 +162,8 @@ class Process:
         self.paused_until = -1.0
         self.life = 0
         """Counts starts; what was meant for an earlier life finds nobody."""
+        self.may_start = True
+        """Whether it begins again after a crash."""
 
     @property
     def peer(self) -> str:
@@ -203,6 +205,8 @@ class Rank(Process):
         self.rank_session: RankSession
 
     def start(self) -> None:
+        if not self.may_start:
+            return
         self.up, self.life = True, self.life + 1
         self.next = self.first = self.world.checkpoint + 1
         self.busy = False

@@ -40,6 +40,8 @@ class Producer(Process):
         """Puts under way."""
 
     def start(self) -> None:
+        if not self.may_start:
+            return
         self.up, self.life = True, self.life + 1
         self._session = self._new_session()
         self._tickets = {}

@@ -30,7 +30,8 @@ class SimulatedStorage(MemoryStorage):
         """Segments of which a sync failed: the kernel believes that later writes are on disk, and they are not."""
         self._volatile: list[str] = []
         self._visible_at: dict[str, float] = {}
-        self.created: set[str] = set()
+        self.deletions, self.deleted_at = 0, -1.0
+        """Frames that were deleted, and when the last one was."""
 
     def happens(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
@@ -102,8 +103,6 @@ class StorageView:
     def create(self, segment: str) -> SegmentFile:
         with self._effect():
             self._bytes.create(segment)
-            if not self._is_elsewhere:
-                self._storage.created.add(segment)
             return SimulatedSegment(segment, self._storage, self)
 
     def append(self, segment: str, offset: int, frames: Sequence[bytes]) -> None:
@@ -145,6 +144,9 @@ class StorageView:
                 if self._storage.happens(self._storage.faults.delete_fails):
                     raise Away("simulated: storage went away in the middle of a deletion")
                 self._bytes.delete([name])
+                if ":" in name:
+                    self._storage.deletions += 1
+                    self._storage.deleted_at = self._storage.now()
 
     def segments(self) -> dict[str, int]:
         with self._effect():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -60,12 +61,13 @@ class StorageSimulation(Simulation):
         self._skew_s = 0.0
         """What has passed for the plane beyond the simulation's time."""
         self._names = itertools.count(1)
-        self._copies: list[tuple[float, bytes, int]] = []
+        self._copies: deque[tuple[float, bytes]] = deque(maxlen=60)
+        """The log as it was before the last turns of the plane."""
         self._is_restored = False
         self._must_stay: dict[str, bytes] = {}
         """Groups that a restored log does not know: their bytes must stay."""
         self._ending = draws.choice(["", "", "", "restored", "restored", "empty"])
-        self._ends_at = 1.0 + draws.random() * 3.0
+        self._ends_at = 0.5 + draws.random() * 3.0
         self._old_planes: list[tuple[Server, Wire]] = []
         self.oracle = _Oracle(self)
         self.settings = replace(self.settings, retain_steps=draws.choice([0, 1, 64]))
@@ -98,7 +100,7 @@ class StorageSimulation(Simulation):
     def run(self) -> None:
         self.clock.after(0.1, self._watch)
         if self._ending:
-            self.clock.after(self._ends_at, self._restore)
+            self.clock.after(self._ends_at, self._wait_for_deletion)
         try:
             super().run()
         except _OperatorEnds:
@@ -108,8 +110,6 @@ class StorageSimulation(Simulation):
         """Trouble of storage and log; and what must hold at any time."""
         if self.clock.now < 4.0:
             self._storage_trouble()
-            if not self._is_restored and self._ending == "restored":
-                self._copies.append((self.clock.now, self.log.saved(), len(self._copies)))
         self.check_storage()
         self.clock.after(0.05, self._watch)
 
@@ -188,7 +188,7 @@ class StorageSimulation(Simulation):
             self._open_plane()
         except Crash:
             self._start_again("crashes while it starts")
-        except Conflict as error:
+        except (Conflict, Fenced) as error:
             if not self._is_restored:
                 self.oracle.check(False, f"the plane refuses its own log: {error}")
             self.note(f"the plane refuses: {error}")
@@ -228,6 +228,8 @@ class StorageSimulation(Simulation):
         )
 
     def _turn(self) -> None:
+        if not self._is_restored and self._ending == "restored":
+            self._copies.append((self.clock.now, self.log.saved()))
         try:
             super()._turn()
         except Fenced as error:
@@ -275,6 +277,18 @@ class StorageSimulation(Simulation):
 
     # -------------------------------------------------------------- the operator
 
+    def _wait_for_deletion(self) -> None:
+        """A log is lost at any time; the worst is right after something was deleted."""
+        seen, until = self.storage.deletions, 3.9
+
+        def look() -> None:
+            if self.storage.deletions == seen and self.clock.now < until:
+                self.clock.after(0.01, look)
+            else:
+                self._restore()
+
+        look()
+
     def _restore(self) -> None:
         """The log is lost, and the operator puts back what there is."""
         if not self._ending:
@@ -288,8 +302,11 @@ class StorageSimulation(Simulation):
             self.note("the operator starts with an empty log")
             self.log = KeptLog()
         else:
-            recent = [(at, data) for at, data, _ in self._copies]
-            at, data = recent[-min(int(self._draws.expovariate(0.3)) + 1, len(recent))]
+            copies = list(self._copies)
+            if self._draws.random() < 0.5:  # from just before something was deleted
+                copies = [one for one in copies if one[0] <= self.storage.deleted_at] or copies
+            back = int(self._draws.expovariate(self._draws.choice([2.0, 0.1])))
+            at, data = copies[-1 - min(back, len(copies) - 1)]
             self.note(f"the operator restores the log of {at:.2f} s")
             self.log.put_back(data)
         self.log.now = lambda: self.clock.now
@@ -373,6 +390,7 @@ class StorageSimulation(Simulation):
         """Days later, only segments that hold a group, or are being written, are left."""
         for member in self.members:
             member.stop()
+            member.may_start = False
         self._crash_plane()  # the next one deletes again what was created too late
         for _ in range(4):
             self._skew_s += _WEEK_S
