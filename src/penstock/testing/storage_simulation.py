@@ -63,6 +63,8 @@ class StorageSimulation(Simulation):
         self._names = itertools.count(1)
         self._copies: deque[tuple[float, bytes]] = deque(maxlen=60)
         """The log as it was before the last turns of the plane."""
+        self._old_copies: list[tuple[float, bytes]] = []
+        """The same, every tenth of a second."""
         self._is_restored = False
         self._must_stay: dict[str, bytes] = {}
         """Groups that a restored log does not know: their bytes must stay."""
@@ -230,6 +232,8 @@ class StorageSimulation(Simulation):
     def _turn(self) -> None:
         if not self._is_restored and self._ending == "restored":
             self._copies.append((self.clock.now, self.log.saved()))
+            if not self._old_copies or self.clock.now > self._old_copies[-1][0] + 0.1:
+                self._old_copies.append(self._copies[-1])
         try:
             super()._turn()
         except Fenced as error:
@@ -277,9 +281,18 @@ class StorageSimulation(Simulation):
 
     # -------------------------------------------------------------- the operator
 
+    def _chosen_copy(self) -> tuple[float, bytes]:
+        if self._draws.random() < 0.3:
+            return self._draws.choice(self._old_copies)
+        copies = list(self._copies)
+        if self._draws.random() < 0.7:  # from just before something was deleted
+            copies = [one for one in copies if one[0] <= self.storage.deleted_at] or copies
+        back = int(self._draws.expovariate(self._draws.choice([2.0, 0.1])))
+        return copies[-1 - min(back, len(copies) - 1)]
+
     def _wait_for_deletion(self) -> None:
         """A log is lost at any time; the worst is right after something was deleted."""
-        seen, until = self.storage.deletions, 3.9
+        seen, until = self.storage.deletions, self._draws.choice([0.0, 3.9])
 
         def look() -> None:
             if self.storage.deletions == seen and self.clock.now < until:
@@ -302,11 +315,7 @@ class StorageSimulation(Simulation):
             self.note("the operator starts with an empty log")
             self.log = KeptLog()
         else:
-            copies = list(self._copies)
-            if self._draws.random() < 0.5:  # from just before something was deleted
-                copies = [one for one in copies if one[0] <= self.storage.deleted_at] or copies
-            back = int(self._draws.expovariate(self._draws.choice([2.0, 0.1])))
-            at, data = copies[-1 - min(back, len(copies) - 1)]
+            at, data = self._chosen_copy()
             self.note(f"the operator restores the log of {at:.2f} s")
             self.log.put_back(data)
         self.log.now = lambda: self.clock.now
