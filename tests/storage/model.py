@@ -1,4 +1,4 @@
-"""The rules of storage as a small program: register, accept, seal, free; and the marker. No clock, no bytes, no digests.
+"""The rules of storage as a small program: register, accept, seal, free; and the marker. No clock and no bytes.
 
 Random histories of planes, writers, an operator and a slow network must keep one promise:
 
@@ -62,7 +62,7 @@ class History:
     """One of many."""
 
     def __init__(self, seed: int, without: str = "") -> None:
-        self.rng, self._without = Random(seed), without  # noqa: S311 - a history, not a secret
+        self.rng, self._without = Random(seed), without
         self.log, self.disk = Log(), Disk()
         self.copies: list[Log] = []
         self.planes: list[Plane] = []

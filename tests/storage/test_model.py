@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.storage.model import RULES, first_broken
 
 HISTORIES = 400
@@ -12,7 +13,6 @@ def test_every_rule_together_keeps_the_promise() -> None:
     assert first_broken("", HISTORIES) is None
 
 
-@pytest.mark.deep
 def test_every_rule_together_keeps_the_promise_in_many_histories() -> None:
     assert first_broken("", 5_000) is None
 

@@ -39,9 +39,7 @@ class Bench:
         """Put a group; its errors, or None where it was accepted."""
         frame = encode(named_group(group))
         metadata = check_group(frame, group=group, seq_len=64).to_bytes()
-        put = Put(
-            ticket=1, group=group, digest=xxhash.xxh3_128_digest(frame), location=location, metadata=metadata
-        )
+        put = Put(ticket=1, group=group, digest=xxhash.xxh3_128_digest(frame), location=location, metadata=metadata)
         found = self.engine.pipeline.put_stored("ticket", put, "client")
         outcomes = [found] if found is not None else self.engine.pipeline.collect()
         return [outcome.error for outcome in outcomes]

@@ -1,8 +1,8 @@
 """The right to delete in a storage: its run, its newest epoch, and a log that is not older than the storage.
 
 The marker says which run the frames belong to, which epoch of its plane came last, and up to which transaction of
-its log frames were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker is missing
-decisions, and a plane that cannot move the marker deletes nothing:
+its log frames were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker
+is missing transactions, and a plane that cannot move the marker deletes nothing:
 
     epoch 3, op 900     the log ends at 850: restored from a copy. Refused.
     epoch 4, op 0       the log says epoch 3: the copy of an earlier life. Refused.
@@ -48,7 +48,8 @@ def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
 def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None:
     """Raise Conflict unless a log may go on with this storage as `epoch`. Changes nothing.
 
-    `op` is the number of the log's transactions, `held` the number of frames it needs; `is_new`: the log has just been made.
+    `op` is the number of the log's transactions, `held` the number of frames it needs; `is_new`: the log has just
+    been made.
     """
     found = read_marker(storage)
     if found is None:
@@ -76,9 +77,9 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, 
         )
     if found.epoch >= epoch or found.op > op:
         raise Conflict(
-            f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.op}, and this log ends before "
-            f"(epoch {epoch - 1}, transaction {op}): it was restored from a copy, or another plane uses this storage; "
-            "put the newest log back, or add what it lacks with `penstock storage recover`; nothing was deleted"
+            f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.op}, and this log ends "
+            f"before (epoch {epoch - 1}, transaction {op}): it was restored from a copy, or another plane uses this "
+            "storage; put the newest log back, or add what it lacks with `penstock storage recover`; nothing was deleted"
         )
 
 

@@ -78,7 +78,9 @@ class StorageView:
 
     url = "simulated:storage"
 
-    def __init__(self, storage: SimulatedStorage, *, late: bool = False, elsewhere: MemoryStorage | None = None) -> None:
+    def __init__(
+        self, storage: SimulatedStorage, *, late: bool = False, elsewhere: MemoryStorage | None = None
+    ) -> None:
         """`late`: sees what others write a moment later. `elsewhere`: another storage is mounted here."""
         self._storage, self._late = storage, late
         self._bytes: MemoryStorage = elsewhere or storage
@@ -109,7 +111,7 @@ class StorageView:
         with self._effect():
             if self._is_elsewhere:
                 for frame in frames:
-                    self._bytes._frames[segment][offset] = frame  # noqa: SLF001 - another disk, without faults
+                    self._bytes._frames[segment][offset] = frame
                     offset += len(frame)
                 return
             self._write(segment, offset, frames)

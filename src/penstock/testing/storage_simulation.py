@@ -14,25 +14,22 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-import xxhash
-
 from penstock.errors import Conflict, Fenced, PenstockError, StorageError
 from penstock.send.messages import Frames
-from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.segments import Outside
 from penstock.serve.process.server import Server
-from penstock.storage import parse_location
 from penstock.testing.fault_rates import StorageFaults
-from penstock.testing.oracle import Oracle
 from penstock.testing.plain_groups import plain_look
 from penstock.testing.simulated import Crash, KeptLog, Process, Rank, Wire
 from penstock.testing.simulated_direct import PASSING, DirectProducer, DirectRank, Liar
 from penstock.testing.simulated_producer import Producer
 from penstock.testing.simulated_storage import SimulatedStorage, SlowWorkers, StorageView
 from penstock.testing.simulation import Simulation, run_seeds
+from penstock.testing.storage_oracle import StorageOracle
 
 _WEEK_S = 7 * 24 * 3600.0
 _AGED_S = 700.0
@@ -45,6 +42,7 @@ class StorageSimulation(Simulation):
     """One run."""
 
     storage: SimulatedStorage
+    oracle: StorageOracle
 
     def __init__(self, seed: int, *, note: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(seed, note=note)
@@ -66,12 +64,12 @@ class StorageSimulation(Simulation):
         self._old_copies: list[tuple[float, bytes]] = []
         """The same, every tenth of a second."""
         self._is_restored = False
-        self._must_stay: dict[str, bytes] = {}
+        self.must_stay: dict[str, bytes] = {}
         """Groups that a restored log does not know: their bytes must stay."""
         self._ending = draws.choice(["", "", "", "restored", "restored", "empty"])
         self._ends_at = 0.5 + draws.random() * 3.0
         self._old_planes: list[tuple[Server, Wire]] = []
-        self.oracle = _Oracle(self)
+        self.oracle = StorageOracle(self)
         self.settings = replace(self.settings, retain_steps=draws.choice([0, 1, 64]))
         self._make_members()
 
@@ -103,16 +101,14 @@ class StorageSimulation(Simulation):
         self.clock.after(0.1, self._watch)
         if self._ending:
             self.clock.after(self._ends_at, self._wait_for_deletion)
-        try:
+        with suppress(_OperatorEnds):
             super().run()
-        except _OperatorEnds:
-            pass
 
     def _watch(self) -> None:
         """Trouble of storage and log; and what must hold at any time."""
         if self.clock.now < 4.0:
             self._storage_trouble()
-        self.check_storage()
+        self.oracle.check_storage()
         self.clock.after(0.05, self._watch)
 
     def _storage_trouble(self) -> None:
@@ -154,7 +150,7 @@ class StorageSimulation(Simulation):
                 member.crash()
         if self.plane.up:
             self._crash_plane()
-        self.check_storage()
+        self.oracle.check_storage()
 
     def _jump(self) -> None:
         """A while passes for the plane, in which a producer stands still."""
@@ -261,7 +257,7 @@ class StorageSimulation(Simulation):
         except (Crash, PenstockError) as error:
             self.note(f"an old plane ends: {type(error).__name__}")
             self._old_planes.remove(old)
-        self.check_storage()
+        self.oracle.check_storage()
 
     def arrive(self, peer: str, header: bytes, frames: Frames) -> None:
         if self._old_planes and self._draws.random() < 0.3:
@@ -321,7 +317,7 @@ class StorageSimulation(Simulation):
         self.log.now = lambda: self.clock.now
         self._is_restored = True
         known = {row.id for row in self.log.groups()}
-        self._must_stay = {
+        self.must_stay = {
             group: newest[group].digest
             for group in sorted(self.oracle.acked & newest.keys() - known - self.lied - self.damaged)
         }
@@ -336,53 +332,13 @@ class StorageSimulation(Simulation):
             self.clock.after(self._draws.random(), member.start)
 
     def _end_restored(self) -> None:
-        self.check_storage()
+        self.oracle.check_storage()
         raise _OperatorEnds
 
-    # -------------------------------------------------------------- what must hold
-
-    def check_storage(self) -> None:
-        """Every group that the log holds is in storage as it was sent, and everything acknowledged is in the log."""
-        if not self.plane.up:
-            return  # what the log holds is known when a plane has opened it
-        check, storage = self.oracle.check, self.storage
-        ends: dict[str, list[tuple[int, int, str]]] = {}
-        rows = {row.id: row for row in self.log.groups()}
-        for row in rows.values():
-            self._check_row(row, ends)
-        for segment, extents in ends.items():
-            extents.sort()
-            for (_, end, one), (start, _, other) in itertools.pairwise(extents):
-                check(end <= start, f"{one} and {other} overlap in segment {segment}")
-        lost = self.oracle.acked - rows.keys()
-        check(not lost, f"acknowledged, and not in the log: {sorted(lost)}")
-        for group in self.oracle.acked - self.lied - self.damaged:
-            row = rows[group]
-            left = row.state in (State.COMMITTED, State.EVALUATION) or (
-                row.state is State.DROPPED and row.reason != "lost"
-            )
-            check(bool(row.location) or left, f"{group} is {row.state.name} {row.reason} and has no frame")
-        if self._must_stay:
-            there = {xxhash.xxh3_128_digest(frame) for frame in storage.all_frames()}
-            for group, digest in self._must_stay.items():
-                check(digest in there, f"{group} was acknowledged; the log was restored; and its bytes are deleted")
-
-    def _check_row(self, row: GroupRow, ends: dict[str, list[tuple[int, int, str]]]) -> None:
-        if not row.location:
-            return
-        at = parse_location(row.location)
-        ends.setdefault(at.segment, []).append((at.offset, at.end, row.id))
-        if row.id in self.lied or row.id in self.damaged:
-            return
-        frame = self.storage.peek(row.location)
-        self.oracle.check(frame is not None, f"the log holds {row.id}, and its bytes at {row.location} are gone")
-        assert frame is not None
-        self.oracle.check(xxhash.xxh3_128_digest(frame) == row.digest, f"{row.id}: other bytes at {row.location}")
-        self.told.append(row.location)
-        del self.told[:-20]
+    # -------------------------------------------------------------- the end
 
     def _check_groups(self) -> None:
-        self.check_storage()
+        self.oracle.check_storage()
         trained = [group for step in range(1, self.last + 1) for group in self._groups_of(step)]
         if self.is_queue:
             twice = sorted({group for group in trained if trained.count(group) > 1})
@@ -390,13 +346,13 @@ class StorageSimulation(Simulation):
 
     def _check_end(self) -> None:
         if self._is_restored:
-            self.check_storage()
+            self.oracle.check_storage()
             return
         super()._check_end()
         self._check_leaks()
 
     def _check_leaks(self) -> None:
-        """Days later, only segments that hold a group, or are being written, are left."""
+        """Days pass, and another plane starts."""
         for member in self.members:
             member.stop()
             member.may_start = False
@@ -408,28 +364,10 @@ class StorageSimulation(Simulation):
                 self.clock.step()
             with self.server.engine.journal.transaction():
                 pass
-        held = {parse_location(row.location).segment for row in self.log.groups() if row.location}
-        rows = {row.name: row for row in self.log.segments()}
-        check, segments = self.oracle.check, self.server.engine.segments
-        check(not segments.unregistered, f"segments that nobody registered: {segments.unregistered}")
-        for name in self.storage.segments():
-            row = rows.get(name)
-            check(row is not None, f"segment {name} is in storage, and the log does not know it")
-            assert row is not None
-            is_open = row.writer == "plane" and not row.sealed_at
-            check(name in held or is_open, f"segment {name} of {row.writer} holds no group and is not freed")
+        self.oracle.check_leaks()
 
 
-class _Oracle(Oracle):
-    def returned(self, rank: Rank, step: int, digest: str) -> None:
-        world = self._world
-        assert isinstance(world, StorageSimulation)
-        if world.damaged or world.lied:  # a step that is served again may lack what was damaged
-            self.digests.pop((step, rank.rank), None)
-        super().returned(rank, step, digest)
-
-
-class _OperatorEnds(Exception):  # noqa: N818 - no error: the run has shown what it was to show
+class _OperatorEnds(Exception):
     """The run ends here."""
 
 
