@@ -180,6 +180,25 @@ def test_a_step_that_is_lost_is_asked_for_as_soon_as_that_is_known() -> None:
     assert [member.released for member in world.members] == [[1], [1]]
 
 
+def test_samples_that_were_sent_to_a_rank_that_cannot_read_storage_and_lost_are_sent_again() -> None:
+    world = World()
+    rank = world.members[1]
+    rank.fills = False
+    world.plane._members[1, 0].direct = True
+    world.take(1)
+    assert rank.arrived == [1]
+    world.cut.add("rank1")  # what the plane sends from now on is lost
+    rank.do(rank.rank_session.damaged(1, "g", "not on this mount", world.now))
+    world.settle()
+    assert world.plane.serve_inline(world.plane.session, (1, 0)) == "rank 1"
+    world.stage(1)
+    world.cut.clear()
+    rank.fills = True
+    world.pass_time(1.0)
+    assert rank.arrived == [1, 1]
+    assert [member.released for member in world.members] == [[1], [1]]
+
+
 # ------------------------------------------------------------------ killed while the session forms
 
 

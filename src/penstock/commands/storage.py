@@ -109,7 +109,7 @@ def check_lines(report: Report) -> list[str]:
     """A check, for people."""
     looked = "sizes compared" if report.fast else "all read"
     rows = [
-        ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, decision {report.op}")],
+        ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, transaction {report.commits}")],
         ["marker", _state(report, "marker", _marker_words(report))],
         ["witness", _state(report, "witness", _witness_words(report))],
         ["frames", f"{report.frames:,} needed, {size(report.bytes)}, {looked}"],
@@ -135,7 +135,9 @@ def _state(report: Report, name: str, words: str) -> str:
 def _marker_words(report: Report) -> str:
     if report.marker is None:
         return "none yet"
-    found = f"run {report.marker['run_id'][:12]}, epoch {report.marker['epoch']}, decision {report.marker['op']}"
+    found = (
+        f"run {report.marker['run_id'][:12]}, epoch {report.marker['epoch']}, transaction {report.marker['commits']}"
+    )
     return f"{found}; behind the log, as after a kill" if report.marker["epoch"] < report.epoch else found
 
 

@@ -213,7 +213,12 @@ class Steps:
         progress = self._steps.get(message.step)
         if progress is None or place in progress.received or message.step < self._session.next_step:
             return []
-        self._members[place].sent[message.step] = now  # it is not late: the plane looks at the group
+        member = self._members[place]
+        if not member.direct:  # it is sent its samples by now: they may be on their way, or lost
+            copies, number = member.copies.get(message.step, 0), self._session.number
+            sent = Sent(epoch=self._session.epoch, session=number, step=message.step, copies=copies)
+            return [Send(member.peer, sent, BEHIND)]
+        member.sent[message.step] = now  # it is not late: the plane looks at the group
         return [Suspect(self._session.number, place, message.step, message.group, message.reason)]
 
     # -------------------------------------------------------------- received, released

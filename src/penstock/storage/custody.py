@@ -1,12 +1,12 @@
 """The right to delete in a storage: its run, its newest epoch, and a log that is not older than the storage.
 
-The marker says which run the frames belong to, which epoch of its plane came last, and up to which decision frames
-were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker is missing
-decisions, and a plane that cannot move the marker deletes nothing:
+The marker says which run the frames belong to, which epoch of its plane came last, and up to which transaction of
+its log frames were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker
+is missing transactions, and a plane that cannot move the marker deletes nothing:
 
-    epoch 3, op 900     the log ends at op 850: restored from a copy. Refused.
-    epoch 4, op 0       the log says epoch 3: the copy of an earlier life. Refused.
-    another run id      the log is empty, or of another run. Refused.
+    epoch 3, commits 900   the log ends at 850: restored from a copy. Refused.
+    epoch 4, commits 0     the log says epoch 3: the copy of an earlier life. Refused.
+    another run id         the log is empty, or of another run. Refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.storage.interface import Storage
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     epoch: int
-    op: int
-    """The newest decision that may have deleted something."""
+    commits: int
+    """How many transactions its log had when something was last deleted."""
     run: str = ""
     """The run's name, for people."""
 
@@ -48,10 +48,11 @@ def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
         ) from None
 
 
-def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None:
+def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None:
     """Raise Conflict unless a log may go on with this storage as `epoch`. Changes nothing.
 
-    `op` is the log's last decision, `held` the number of frames it needs; `is_new`: the log has just been made.
+    `commits` is the number of the log's transactions, `held` the number of frames it needs; `is_new`: the log has just
+    been made.
     """
     found = read_marker(storage)
     if found is None:
@@ -78,33 +79,34 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, 
             f"{storage.url}: belongs to {whose}, and this log is of run {run_id[:12]}; use the storage of this run; "
             "nothing was deleted"
         )
-    if found.epoch >= epoch or found.op > op:
+    if found.epoch >= epoch or found.commits > commits:
         raise Conflict(
-            f"{storage.url}: was last used in epoch {found.epoch} up to decision {found.op}, and this log ends before "
-            f"(epoch {epoch - 1}, decision {op}): it was restored from a copy, or another plane uses this storage; "
-            "put the newest log back, or add what it lacks with `penstock storage recover`; nothing was deleted"
+            f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.commits}, and this log ends "
+            f"before (epoch {epoch - 1}, transaction {commits}): it was restored from a copy, or another plane uses this "
+            "storage; put the newest log back, or add what it lacks with `penstock storage recover`; nothing was "
+            "deleted"
         )
 
 
 class Custody:
     """A plane's hold on its storage."""
 
-    def __init__(self, storage: Storage, *, run_id: str, run: str, epoch: int, op: int) -> None:
+    def __init__(self, storage: Storage, *, run_id: str, run: str, epoch: int, commits: int) -> None:
         """Takes the storage over from earlier epochs; call `check_log` first. Raises Fenced if a later one has it."""
         self._storage = storage
-        self._mine = Marker(run_id=run_id, epoch=epoch, op=op, run=run)
-        self._move(op)
+        self._mine = Marker(run_id=run_id, epoch=epoch, commits=commits, run=run)
+        self._move(commits)
 
     @property
     def marker(self) -> Marker:
         return self._mine
 
-    def delete(self, names: Iterable[str], op: int) -> None:
-        """Delete what decisions up to `op` freed. May take as long as storage does."""
-        self._move(op)
+    def delete(self, names: Iterable[str], commits: int) -> None:
+        """Delete what transactions up to `commits` freed. May take as long as storage does."""
+        self._move(commits)
         self._storage.delete(names)
 
-    def _move(self, op: int) -> None:
+    def _move(self, commits: int) -> None:
         """Move the marker forward; raises Fenced where another plane took the storage."""
         old, mine = self._storage.marker(), self._mine
         found = _decoded(self._storage, old)
@@ -113,7 +115,7 @@ class Custody:
                 f"{self._storage.url}: taken over by epoch {found.epoch} of run {found.run_id[:12]}; this plane is "
                 f"epoch {mine.epoch} of run {mine.run_id[:12]} and deletes nothing"
             )
-        new = msgspec.structs.replace(mine, op=max(op, mine.op))
+        new = msgspec.structs.replace(mine, commits=max(commits, mine.commits))
         if found == new:
             return
         if not self._storage.set_marker(new.to_bytes(), old):

@@ -12,6 +12,7 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
+from penstock.serve.decisions.segments import Outside
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Inline
@@ -22,8 +23,10 @@ from penstock.storage import FolderStorage, MemoryStorage, Storage, parse_locati
 class DirectEngine(Engine):
     """The plane's engine with its pipeline, in one thread."""
 
-    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage | None = None) -> None:
-        super().__init__(settings, log, storage or storage_of(settings, log.folder))
+    def __init__(
+        self, settings: PlaneSettings, log: Log, storage: Storage | None = None, outside: Outside | None = None
+    ) -> None:
+        super().__init__(settings, log, storage or storage_of(settings, log.folder), outside)
         self._workers = Inline()
         intake = Intake(settings, self.writer)
         self.pipeline = Pipeline(self, intake, StepBuilder(settings.packing, self.storage), self._workers)

@@ -47,3 +47,54 @@ class Faults:
             producer_crash=maybe(0.3),
             give_up=maybe(0.3),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFaults:
+    """What storage, and those who write to it, do wrong while faults last."""
+
+    sync_fails: float = 0.0
+    """Share of writes whose sync fails."""
+    late: float = 0.0
+    """Share of writes that others see a moment later."""
+    slow: float = 0.0
+    """Share of jobs and writes that take a while."""
+    delete_fails: float = 0.0
+    """Share of deletions that stop in the middle."""
+    marker_fails: float = 0.0
+    """Share of moves of the marker that fail."""
+    away: float = 0.0
+    """Outages per second; so are the following."""
+    full: float = 0.0
+    damage: float = 0.0
+    """Stored frames that are altered."""
+    power_cut: float = 0.0
+    """The host of plane, producers and storage loses its power."""
+    commit_fails: float = 0.0
+    """Transactions whose sync fails; some of them are on disk after a restart."""
+    two_planes: float = 0.0
+    """A plane is taken for dead and replaced, and wakes up."""
+    time_jumps: float = 0.0
+    """A process stands still while minutes, or a week, pass for the plane."""
+
+    @staticmethod
+    def drawn(rng: Random) -> StorageFaults:
+        """Each kind of trouble in half of the runs."""
+
+        def maybe(most: float) -> float:
+            return rng.random() * most if rng.random() < 0.5 else 0.0
+
+        return StorageFaults(
+            sync_fails=maybe(0.2),
+            late=maybe(0.2),
+            slow=maybe(0.5),
+            delete_fails=maybe(0.3),
+            marker_fails=maybe(0.3),
+            away=maybe(0.4),
+            full=maybe(0.2),
+            damage=maybe(0.4),
+            power_cut=maybe(0.3),
+            commit_fails=maybe(0.4),
+            two_planes=maybe(0.4),
+            time_jumps=maybe(0.5),
+        )

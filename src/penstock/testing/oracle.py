@@ -61,7 +61,7 @@ class Oracle:
     def sent(self, producer: Producer, out: Out) -> None:
         """A producer says something: a group is not sent again unless the plane asked for it."""
         message = out.message
-        if not isinstance(message, Put):
+        if not isinstance(message, Put) or message.location:  # a few bytes: said again until it is answered
             return
         times = self._sent.get((producer.peer, message.ticket), 0)
         asked = self._asked.get((producer.peer, message.ticket), 0)

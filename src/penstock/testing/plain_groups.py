@@ -11,14 +11,15 @@ from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
 from penstock.keep import GroupFacts
 from penstock.send.messages import Buffer, Frames
+from penstock.send.picks import PickedGroup, StepPicks
 from penstock.send.steps import Staged
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.evaluations import EvalFacts
-from penstock.serve.decisions.intake import Intake
+from penstock.serve.decisions.intake import Intake, Stored
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers
-from penstock.storage import Storage
+from penstock.storage import DamagedFrame, Storage
 
 RUNS = ("a", "b")
 """Each group belongs to one of them, by its name."""
@@ -33,6 +34,15 @@ class PlainIntake(Intake):
 
     def check(self, group: str, frame: Buffer) -> GroupFacts:
         return plain_facts(group, frame)
+
+    def _facts_of(self, stored: Stored) -> GroupFacts:
+        facts = GroupFacts.from_bytes(stored.metadata)
+        if facts.group != stored.group:
+            raise CorruptFrame(f"group {stored.group!r}: the metadata is of group {facts.group!r}")
+        return facts
+
+    def _check_facts(self, facts: GroupFacts) -> None:
+        """There is nothing in a name that a plane could have something against."""
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
         return self.check(group, frame), EvalFacts()
@@ -93,14 +103,54 @@ class PlainBuilder:
     def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:  # noqa: ARG002 - all of them can be dealt
         return {}
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:  # noqa: ARG002
-        frames = [self._storage.read(place.location)[0] for place in groups]
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+        parts = [groups[rank :: self._ranks] for rank in range(self._ranks)]
         return Staged(
             step=step,
             plans=list(planned.rank_plans),
-            payloads=[frames[rank :: self._ranks] for rank in range(self._ranks)],
+            payloads=[list(map(self._frame, part)) if rank in inline else None for rank, part in enumerate(parts)],
             digests=list(planned.digests),
+            picks=[_picks_of(part).to_bytes() for part in parts],
         )
+
+    def _frame(self, place: Place) -> Buffer:
+        try:
+            found = self._storage.read(place.location)[0]
+        except CorruptFrame as error:
+            raise DamagedFrame(place.group, str(error)) from None
+        if wrong := _wrong_with(found, place.metadata):
+            raise DamagedFrame(place.group, wrong)
+        return found
+
+
+def _picks_of(groups: Sequence[Place]) -> StepPicks:
+    return StepPicks(
+        groups=tuple(
+            PickedGroup(
+                group=place.group,
+                location=place.location,
+                rows=(0,),
+                front=b"",
+                digests=GroupFacts.from_bytes(place.metadata).digests,
+            )
+            for place in groups
+        )
+    )
+
+
+def _wrong_with(frame: Buffer, metadata: bytes) -> str:
+    """What is wrong with a stored frame; empty if nothing is."""
+    is_same = xxhash.xxh3_128_digest(frame) == GroupFacts.from_bytes(metadata).digests[0]
+    return "" if is_same else "not the frame that was put"
+
+
+def plain_look(storage: Storage, location: str, metadata: bytes) -> CorruptFrame | None:
+    """How the plane looks at a frame that a rank could not read."""
+    try:
+        wrong = _wrong_with(storage.read(location)[0], metadata)
+    except CorruptFrame as error:
+        return error
+    return CorruptFrame(wrong) if wrong else None
 
 
 def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:

@@ -6,6 +6,7 @@ Protocol, engine, books and log are the real ones; threads, sockets, disks and c
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.arrays.digests import step_digest
-from penstock.errors import DiskFull, PenstockError
+from penstock.errors import DiskFull, PenstockError, StorageError
 from penstock.send.carrier import Peer
 from penstock.send.message_header import pack_message, read_from_plane
 from penstock.send.messages import Buffer, Frames, FromClient
@@ -56,6 +57,9 @@ class KeptLog(Log):
         self.fuse: int | None = None
         """Transactions until the plane crashes: odd numbers before they are written, even ones after."""
         self.now: Callable[[], float] = lambda: 0.0
+        self.sync_fails: Callable[[], bool] = lambda: False
+        self.ghost: bytes | None = None
+        """The database with the transaction whose sync failed last; a restart may find it so."""
         self.placed: dict[str, str] = {}
         """Where the frame of each group was kept when it was accepted."""
 
@@ -69,16 +73,45 @@ class KeptLog(Log):
         self.fuse = None
         self.take_over()
 
+    def successor(self, *, resurrects: bool) -> KeptLog:
+        """The same database as a plane opens that starts now; the one before may wake up and still have its own.
+        `resurrects`: a transaction whose sync failed is found on disk."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        if self.ghost is not None and resurrects:
+            self._db.deserialize(self.ghost)
+        found = copy.copy(self)
+        found.ghost, found.sync_fails = None, lambda: False
+        found._commits = found.meta("commits", 0)
+        found.restart()
+        return found
+
+    def saved(self) -> bytes:
+        """A copy, as an operator makes one."""
+        return bytes(self._db.serialize())
+
+    def put_back(self, copied: bytes) -> None:
+        """The operator restores a copy."""
+        self._db.deserialize(copied)
+        self.ghost = None
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         if self.now() < self.full_until:
             raise DiskFull("simulated: no room; nothing was written")
         if self.fuse is not None:
             self.fuse -= 1
+        before = self.saved() if self.sync_fails() else None
         with super().transaction():
             yield
             if self.fuse is not None and self.fuse <= 0 and self.fuse % 2:
                 raise Crash
+        self.ghost = None  # what follows is written over it
+        if before is not None:
+            self.ghost = self.saved()
+            self._db.deserialize(before)
+            self._commits -= 1
+            raise StorageError("simulated: the sync of a commit failed; it may or may not be on disk")
         if self.fuse is not None and self.fuse <= 0:
             raise Crash
 
@@ -129,6 +162,8 @@ class Process:
         self.paused_until = -1.0
         self.life = 0
         """Counts starts; what was meant for an earlier life finds nobody."""
+        self.may_start = True
+        """Whether it begins again after a crash."""
 
     @property
     def peer(self) -> str:
@@ -164,26 +199,34 @@ class Rank(Process):
     def __init__(self, world: Simulation, rank: int) -> None:
         super().__init__(world, f"rank{rank}")
         self.rank = rank
+        self.can_read = False
+        """Whether it reads storage itself."""
         self.next = 0
         self.rank_session: RankSession
 
     def start(self) -> None:
+        if not self.may_start:
+            return
         self.up, self.life = True, self.life + 1
         self.next = self.first = self.world.checkpoint + 1
         self.busy = False
         self.arrived: dict[int, str] = {}
         self.released: set[int] = set()
-        self.rank_session = RankSession(
+        self.rank_session = self._new_session()
+        now = self.world.clock.now
+        self.handle([*self.rank_session.start(now), *self.rank_session.request(self.next, now)])
+        self.tick()
+
+    def _new_session(self) -> RankSession:
+        return RankSession(
             run="simulated",
             rank=self.rank,
             world=self.world.ranks,
             step=self.next,
             incarnation=self.peer,
             timeouts=self.world.timeouts,
+            can_read=lambda _attached: self.can_read,
         )
-        now = self.world.clock.now
-        self.handle([*self.rank_session.start(now), *self.rank_session.request(self.next, now)])
-        self.tick()
 
     def tick(self) -> None:
         life = self.life

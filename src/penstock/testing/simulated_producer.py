@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class Producer(Process):
     """Puts numbered groups, `at_once` at a time, each until it is accepted; begins anew after a crash."""
 
+    passing: Collection[str] = ("Overloaded", "DiskFull")
+    """What may be answered to a put while there are faults."""
+
     def __init__(
         self, world: Simulation, number: int, groups: Iterator[int], *, evaluation: bool = False, at_once: int = 1
     ) -> None:
@@ -37,6 +40,8 @@ class Producer(Process):
         """Puts under way."""
 
     def start(self) -> None:
+        if not self.may_start:
+            return
         self.up, self.life = True, self.life + 1
         self._session = self._new_session()
         self._tickets = {}
@@ -143,7 +148,7 @@ class Producer(Process):
             del self._frames[group]
         else:
             assert isinstance(event.answer, Rejected), event.answer
-            assert event.answer.kind in ("Overloaded", "DiskFull"), event.answer
+            assert event.answer.kind in self.passing, event.answer
         self.again(event.ticket)
 
     def crash(self) -> None:

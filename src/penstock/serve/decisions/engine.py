@@ -51,7 +51,7 @@ from penstock.serve.decisions.over_length import note_seq_len
 from penstock.serve.decisions.priorities import report
 from penstock.serve.decisions.remembered import check_settings, damage_named
 from penstock.serve.decisions.run_tables import RunTables
-from penstock.serve.decisions.segments import Segments
+from penstock.serve.decisions.segments import Outside, Segments
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.settings import PlaneSettings, Target
@@ -76,16 +76,16 @@ class Drawn:
 class Engine:
     """Decides, writes down, does."""
 
-    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage) -> None:
+    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
         self.settings, self.log, self.storage = settings, log, storage
         self.numbers: dict[str, float] = {}
         """The last metrics that ranks reported, by name."""
         with damage_named(log):
             check_settings(settings, log)
-            op = log.last_op
-            check_log(storage, run_id=log.run_id, epoch=log.epoch, op=op, held=log.num_frames, is_new=not op)
-            custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, op=op)
-            self.segments = Segments(log, storage, custody)
+            at, is_new = log.commits, not log.last_op
+            check_log(storage, run_id=log.run_id, epoch=log.epoch, commits=at, held=log.num_frames, is_new=is_new)
+            custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
+            self.segments = Segments(log, storage, custody, outside)
             self.journal = Journal(settings, log, self.segments)
             note_seq_len(settings, self.journal, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)

@@ -82,12 +82,12 @@ class Journal:
         """Have storage delete what the log says is free. What fails stays in the log and is tried again."""
         names = self.segments.take_deletions()
         if names:
-            op = self.state.op
+            op = self.log.commits
             self.run_beside(lambda: self.segments.delete(names, op), partial(self._deleted, names))
 
-    def _deleted(self, names: list[str], result: dict[str, int] | Exception) -> None:
+    def _deleted(self, names: list[str], result: tuple[list[str], dict[str, int]] | Exception) -> None:
         if not isinstance(result, Exception):
-            self.segments.deleted(names, result)
+            self.segments.deleted(*result)
             return
         self.segments.not_deleted(names)
         if isinstance(result, Fenced) or not isinstance(result, (PenstockError, OSError)):

@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS frees (name TEXT PRIMARY KEY) WITHOUT ROWID;
 class Guard(Protocol):
     """Asked before a log is taken over; raises when it must not be."""
 
-    def __call__(self, *, run_id: str, epoch: int, op: int, held: int, is_new: bool) -> None: ...
+    def __call__(self, *, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None: ...
 
 
 class Log:
@@ -141,7 +141,7 @@ class Log:
         self.run_id = found or secrets.token_hex(16)
         """Tells this run from any other, also from one that lay in the same folder before."""
         if self._guard is not None:
-            self._guard(run_id=self.run_id, epoch=epoch, op=self.last_op, held=self.num_frames, is_new=not found)
+            self._guard(run_id=self.run_id, epoch=epoch, commits=self.commits, held=self.num_frames, is_new=not found)
         self.epoch = epoch
         if self.folder is not None and self._witness is None:
             self._witness = Witness(self.folder)
@@ -367,6 +367,11 @@ class Log:
     def num_frames(self) -> int:
         """How many frames the log needs."""
         return int(self._db.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()[0])
+
+    @property
+    def commits(self) -> int:
+        """Transactions that were committed: how far the log is, also where a transaction has no decision's number."""
+        return self._commits
 
     @property
     def last_op(self) -> int:

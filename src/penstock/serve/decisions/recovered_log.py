@@ -60,7 +60,7 @@ class Recovered:
     groups: int
     segments: int
     epoch: int
-    op: int
+    commits: int
     run_id: str
     aside: str = ""
     """Where the log and the marker are as they were before."""
@@ -79,11 +79,11 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
                 log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
             if storage.folder.resolve() != (folder / "storage").resolve():
                 log.set_meta("storage", str(storage.folder.resolve()))
-        past = max(log.last_op, plan.run.marker.op if plan.run.marker else 0)
+        past = log.last_op
         placed = ((frame, frame.location) for frame in plan.found.lost)
         _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
         _go_on(log, plan, choices, past)
-        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.last_op, log.run_id)
+        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
     finally:
         log.close()
     return _install(plan, building, done)
@@ -94,7 +94,7 @@ def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress)
     storage = FolderStorage(plan.run.storage.folder)
     log = Log(plan.run.folder, guard=partial(check_log, storage))
     try:
-        custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, op=log.last_op)
+        custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
         names: list[str] = []
 
         def next_segment() -> str:
@@ -108,7 +108,7 @@ def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress)
         _accept(log, _written(read, writer), past + 1, choices, set() if plan.log is None else plan.log.members)
         writer.finish()
         _go_on(log, plan, choices, past)
-        return Recovered(len(plan.found.lost), len(names), custody.marker.epoch, log.last_op, log.run_id)
+        return Recovered(len(plan.found.lost), len(names), custody.marker.epoch, log.commits, log.run_id)
     finally:
         log.close()
 
@@ -130,6 +130,12 @@ def _begin(plan: Plan, building: Path) -> Log:
             if plan.run_id:
                 db.execute("UPDATE meta SET value = ? WHERE name = 'run_id'", (plan.run_id,))
             db.execute("UPDATE meta SET value = ? WHERE name = 'epoch'", (epoch,))
+            # Behind everything that marker and witness have seen: else the plane would refuse this log too.
+            seen = [
+                plan.run.marker.commits if plan.run.marker else 0,
+                plan.run.witness.commits if plan.run.witness else 0,
+            ]
+            db.execute("UPDATE meta SET value = MAX(value, ?) WHERE name = 'commits'", (max(seen),))
             meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('run_id', 'commits')"))
         finally:
             db.close()
@@ -267,7 +273,7 @@ def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
         sync(building / name)
         rename(building / name, folder / name)
     shutil.rmtree(building, ignore_errors=True)
-    return Recovered(done.groups, done.segments, done.epoch, done.op, done.run_id, aside)
+    return Recovered(done.groups, done.segments, done.epoch, done.commits, done.run_id, aside)
 
 
 def _copy_aside(folder: Path, storage: FolderStorage) -> str:
@@ -290,11 +296,11 @@ def _set_marker(plan: Plan, done: Recovered) -> None:
     """Take the storage over: planes of earlier epochs delete nothing from now on."""
     storage, name = plan.run.storage, _name_of(plan)
     if plan.run.marker_problem:
-        new = Marker(run_id=done.run_id, epoch=done.epoch, op=done.op, run=name)
+        new = Marker(run_id=done.run_id, epoch=done.epoch, commits=done.commits, run=name)
         if not storage.set_marker(new.to_bytes(), storage.marker()):
             raise Conflict(f"{storage.url}: somebody else wrote the marker; call this again")
         return
-    Custody(storage, run_id=done.run_id, run=name, epoch=done.epoch, op=done.op)
+    Custody(storage, run_id=done.run_id, run=name, epoch=done.epoch, commits=done.commits)
 
 
 def _carry_over(folder: Path, *, is_sound: bool) -> None:

@@ -235,12 +235,12 @@ class RunCopy:
                 rows = [(name, "copy", meta["epoch"], time.time(), 1) for name in dropped if is_segment_name(name)]
                 log.executemany("INSERT OR IGNORE INTO segments VALUES (?, ?, ?, ?, ?)", rows)
                 log.execute("COMMIT")
-                op = max(_last_op(log, table) for table in ("groups", "records", "steps", "snapshots"))
             finally:
                 log.close()
         self._commits = int(meta["commits"])
         source = read_marker(self._frames)
-        return Marker(run_id=self.run_id, epoch=int(meta["epoch"]), op=op, run="" if source is None else source.run)
+        run = "" if source is None else source.run
+        return Marker(run_id=self.run_id, epoch=int(meta["epoch"]), commits=self._commits, run=run)
 
 
 def _is_left(name: str, needed: dict[str, _Needed], segments: set[str]) -> bool:
@@ -298,7 +298,3 @@ def _needed(log: sqlite3.Connection) -> dict[str, _Needed]:
 
 def _names(log: sqlite3.Connection, table: str) -> list[str]:
     return [str(name) for (name,) in log.execute(f"SELECT name FROM {table}")]  # noqa: S608 - our own tables
-
-
-def _last_op(log: sqlite3.Connection, table: str) -> int:
-    return int(log.execute(f"SELECT COALESCE(MAX(op), 0) FROM {table}").fetchone()[0])  # noqa: S608 - our own tables

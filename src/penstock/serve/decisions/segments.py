@@ -25,7 +25,7 @@ from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.log_rows import SegmentRow
 from penstock.storage import Custody, Location, Storage, parse_location
-from penstock.storage.interface import new_segment_name
+from penstock.storage.interface import is_segment_name, new_segment_name
 from penstock.storage.writer import SEGMENT_AGE_S
 
 logger = logging.getLogger("penstock.storage")
@@ -38,6 +38,16 @@ _SPARE_S = 30.0
 _MOST_NAMED = 20
 _MAX_OPEN = 4096
 """Unsealed segments of one writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What segments take from outside; simulations have their own."""
+
+    wall: Callable[[], float] = time.time
+    steady: Callable[[], float] = time.monotonic
+    """Only tells how old something is."""
+    new_name: Callable[[], str] = new_segment_name
 
 
 class Sealed(Conflict):
@@ -54,8 +64,12 @@ class _Segment:
     pending: int = 0
     """Frames that were put and are not accepted or rejected yet."""
     accepted_bytes: int = 0
-    extents: list[tuple[int, int]] = field(default_factory=list)
-    """What was accepted in this epoch, in order of offset; locations are never used twice."""
+    taken: list[tuple[int, int]] = field(default_factory=list)
+    """What was accepted in this epoch, or is being looked at, in order of offset; locations are never used twice."""
+    rejected: list[tuple[int, int]] = field(default_factory=list)
+    """What was freed in this epoch without being accepted: a put that is repeated must not bring it back."""
+    is_begun: bool = False
+    """Whether it is known to have been created."""
     verified: bool = False
     """Whether the plane has read a frame of it back."""
     is_freed: bool = False
@@ -64,8 +78,8 @@ class _Segment:
 class Segments:
     """All segments of a run, and the deletions that were decided."""
 
-    def __init__(self, log: Log, storage: Storage, custody: Custody, *, clock: Callable[[], float] = time.time) -> None:
-        self._log, self._storage, self._custody, self._clock = log, storage, custody, clock
+    def __init__(self, log: Log, storage: Storage, custody: Custody, outside: Outside | None = None) -> None:
+        self._log, self._storage, self._custody, self._outside = log, storage, custody, outside or Outside()
         self._all = {row.name: _Segment(row, 0.0) for row in log.segments()}
         self.live_bytes = 0
         for text in log.locations():
@@ -73,6 +87,7 @@ class Segments:
             self.live_bytes += at.size
             if at.segment in self._all:
                 self._all[at.segment].live += 1
+                self._all[at.segment].is_begun = True
         found = storage.segments()
         self.unregistered = sorted(found.keys() - self._all.keys())
         """Segments in storage that this log never registered: while there are any, nothing is deleted."""
@@ -93,7 +108,7 @@ class Segments:
         self._open: Counter[str] = Counter()
         """Unsealed segments of this epoch, by writer."""
         self._tick_at = 0.0
-        self._maybe_empty = set(self._all)
+        self._maybe_empty = dict.fromkeys(self._all)
         """Segments that may hold no frame: looked at when something changes."""
         self._seal_earlier_epochs()
         self._report(found)
@@ -148,11 +163,11 @@ class Segments:
         """New segments for a writer, in the log when this returns."""
         if self._open[writer] + count > _MAX_OPEN:
             raise InvalidInput(f"writer {writer[:80]!r}: {_MAX_OPEN} segments are open; finish some first")
-        rows = [SegmentRow(new_segment_name(), writer, self._log.epoch) for _ in range(count)]
+        rows = [SegmentRow(self._outside.new_name(), writer, self._log.epoch) for _ in range(count)]
         with self._log.transaction():
             for row in rows:
                 self._log.add_segment(row)
-        self._all |= {row.name: _Segment(row, time.monotonic()) for row in rows}
+        self._all |= {row.name: _Segment(row, self._outside.steady()) for row in rows}
         self._open[writer] += count
         return [row.name for row in rows]
 
@@ -201,26 +216,28 @@ class Segments:
             raise Sealed(f"segment {at.segment}: sealed or unknown here; write the frame again to a new segment")
         if one.row.writer != writer:
             raise InvalidInput(f"segment {at.segment}: belongs to another writer")
-        self._check_free(one, at)
-        one.pending += 1
+        if _overlaps(one.rejected, at):
+            raise Sealed(f"location {at}: was rejected before and is freed; write the frame again to a new segment")
+        if not at.size or _overlaps(one.taken, at):
+            raise InvalidInput(f"location {at}: overlaps a frame that was put before; locations are never reused")
+        self._expect(one, at)
         return not one.verified
 
     def expect_own(self, location: str) -> None:
         """The plane itself has written a frame."""
-        one = self._all[parse_location(location).segment]
-        one.verified = True
-        one.pending += 1
+        at = parse_location(location)
+        one = self._all[at.segment]
+        one.verified = one.is_begun = True
+        self._expect(one, at)
 
-    def _check_free(self, one: _Segment, at: Location) -> None:
-        k = bisect_left(one.extents, (at.offset, at.end))
-        before = one.extents[k - 1][1] if k else 0
-        after = one.extents[k][0] if k < len(one.extents) else at.end
-        if not at.size or before > at.offset or after < at.end:
-            raise InvalidInput(f"location {at}: overlaps a frame that was accepted before; locations are never reused")
+    def _expect(self, one: _Segment, at: Location) -> None:
+        one.pending += 1
+        insort(one.taken, (at.offset, at.end))
 
     def verified(self, location: str) -> None:
         """The plane has read this frame and it is what was put."""
-        self._all[parse_location(location).segment].verified = True
+        one = self._all[parse_location(location).segment]
+        one.verified = one.is_begun = True
 
     def settle(self, location: str, *, accepted: bool) -> None:
         """A frame that was expected is in the log, or is not going to be."""
@@ -233,14 +250,17 @@ class Segments:
             one.live += 1
             one.accepted_bytes += at.size
             self.live_bytes += at.size
-            insort(one.extents, (at.offset, at.end))
         else:
             self.dead_bytes += at.size
-            self._maybe_empty.add(at.segment)
+            one.taken.remove((at.offset, at.end))
+            self._maybe_empty[at.segment] = None
 
     def reject(self, location: str) -> None:
         """A frame that was expected is not wanted: free it."""
         self.settle(location, accepted=False)
+        at = parse_location(location)
+        if at.segment in self._all:
+            insort(self._all[at.segment].rejected, (at.offset, at.end))
         self.free([location])
 
     # -------------------------------------------------------------- sealing and freeing, with the next transaction
@@ -263,7 +283,7 @@ class Segments:
 
     def tick(self) -> None:
         """Seal what is old; free segments that hold nothing. Looks once a second at most."""
-        now = time.monotonic()
+        now = self._outside.steady()
         if now < self._tick_at:
             return
         self._tick_at = now + 1.0
@@ -274,11 +294,11 @@ class Segments:
 
     def _look_for_empty(self) -> None:
         """Sealed segments without a frame are freed as a whole."""
-        now = self._clock()
+        now = self._outside.wall()
         for name in list(self._maybe_empty):
             one = self._all.get(name)
             if one is None or one.live or one.is_freed:
-                self._maybe_empty.discard(name)
+                del self._maybe_empty[name]
             elif one.row.sealed_at and not one.pending and self._is_known(one, now):
                 one.is_freed = True
                 self._to_free.append(name)
@@ -294,7 +314,7 @@ class Segments:
 
     def write(self, freed: Sequence[str] = ()) -> None:
         """Inside a transaction: what was decided. `freed`: frames that this transaction makes the log forget."""
-        at = self._clock()
+        at = self._outside.wall()
         for name, clean in self._to_seal.items():
             self._log.seal_segment(name, at=at, clean=clean)
         self._log.add_frees([*self._to_free, *freed])
@@ -302,11 +322,11 @@ class Segments:
 
     def written(self, freed: Sequence[str] = ()) -> None:
         """The transaction went through."""
-        at = self._clock()
+        at = self._outside.wall()
         for name, clean in self._to_seal.items():
             one = self._all[name]
             one.row = replace(one.row, sealed_at=at, clean=clean)
-            self._maybe_empty.add(name)
+            self._maybe_empty[name] = None
             if one.row.epoch == self._log.epoch:
                 self._open[one.row.writer] -= 1
         for text in freed:
@@ -315,7 +335,7 @@ class Segments:
             self.dead_bytes += place.size
             if place.segment in self._all:
                 self._all[place.segment].live -= 1
-                self._maybe_empty.add(place.segment)
+                self._maybe_empty[place.segment] = None
         for name in self._deleted:
             self._all.pop(name, None)
         self._frees += [*self._to_free, *freed]
@@ -337,10 +357,20 @@ class Segments:
         self._under_way = set(names)
         return names
 
-    def delete(self, names: Sequence[str], op: int) -> dict[str, int]:
-        """From any thread: move the marker, then delete. Returns what storage holds afterwards."""
+    def delete(self, names: Sequence[str], op: int) -> tuple[list[str], dict[str, int]]:
+        """From any thread: move the marker, then delete. Returns what is deleted for good, and what storage holds
+        afterwards. A segment that was not there may still be created by a writer that stood still: it stays listed,
+        and is deleted again by the next plane."""
+        segments = set(filter(is_segment_name, names))
+        late = segments - self._storage.segments().keys() if segments else set()
+        late = {name for name in late if self._may_begin(name)}
         self._custody.delete(names, op)
-        return self._storage.segments()
+        return [name for name in names if name not in late], self._storage.segments()
+
+    def _may_begin(self, name: str) -> bool:
+        """Whether a writer elsewhere may still create a segment; own ones that were not begun never will be."""
+        one = self._all.get(name)
+        return one is not None and not one.is_begun and one.row.writer != OWN
 
     def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
         """Storage has deleted these; the next transaction says so."""
@@ -352,3 +382,9 @@ class Segments:
         """Storage did not delete these: they stay listed, and are tried again."""
         self._under_way = set()
         self._frees = [*names, *self._frees]
+
+
+def _overlaps(extents: Sequence[tuple[int, int]], at: Location) -> bool:
+    """Whether a place has bytes in common with one of these, which are in order and apart from each other."""
+    k = bisect_left(extents, (at.offset, at.end))
+    return bool(k and extents[k - 1][1] > at.offset) or bool(k < len(extents) and extents[k][0] < at.end)

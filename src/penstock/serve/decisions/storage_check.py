@@ -45,7 +45,7 @@ class Report:
     fast: bool
     run_id: str = ""
     epoch: int = 0
-    op: int = 0
+    commits: int = 0
     marker: dict[str, Any] | None = None
     witness: dict[str, Any] | None = None
     disagreements: dict[str, str] = field(default_factory=dict)
@@ -86,11 +86,11 @@ def check(
         find_damage(run)
     report = Report(str(run.folder), str(run.storage.folder), fast, disagreements=run.disagreements())
     report.marker = (
-        None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "op")}
+        None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "commits")}
     )
     report.witness = None if run.witness is None else asdict(run.witness)
     log = run.log or LogView()
-    report.run_id, report.epoch, report.op = log.run_id, log.epoch, log.last_op
+    report.run_id, report.epoch, report.commits = log.run_id, log.epoch, log.commits
     _check_frames(run, log, report, progress)
     _count_bytes(run.storage, log, report)
     if not fast:

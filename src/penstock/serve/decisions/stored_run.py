@@ -108,10 +108,10 @@ class StoredRun:
             return found
         if marker is not None and marker.run_id != log.run_id:
             found["marker"] = f"of run {marker.run_id[:12]}, and the log is of run {log.run_id[:12] or '(none)'}"
-        elif marker is not None and (marker.epoch > log.epoch or marker.op > log.last_op):
+        elif marker is not None and (marker.epoch > log.epoch or marker.commits > log.commits):
             found["marker"] = (
-                f"ahead: epoch {marker.epoch}, decision {marker.op}; the log ends at epoch {log.epoch}, decision "
-                f"{log.last_op}: it lacks decisions"
+                f"ahead: epoch {marker.epoch}, transaction {marker.commits}; the log ends at epoch {log.epoch}, "
+                f"transaction {log.commits}: it lacks decisions"
             )
         if seen is None and log.commits > 1:
             found["witness"] = "missing or damaged"

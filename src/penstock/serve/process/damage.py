@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 from penstock.arrays.digests import sample_digests
 from penstock.encode.reading import describe
@@ -29,12 +31,17 @@ from penstock.serve.process.workers import Workers
 from penstock.storage import Away, Gone, Storage
 
 logger = logging.getLogger("penstock.plane")
+Look: TypeAlias = Callable[[Storage, str, bytes], CorruptFrame | None]
+"""Storage, location and metadata -> what is wrong with the frame. Raises Away."""
 
 
 class Damage:
     """Judges what ranks report."""
 
-    def __init__(self, engine: Engine, coordinator: Coordinator, pipeline: Pipeline, workers: Workers) -> None:
+    def __init__(
+        self, engine: Engine, coordinator: Coordinator, pipeline: Pipeline, workers: Workers, look: Look
+    ) -> None:
+        self._look = look
         self._engine, self._coordinator, self._pipeline, self._workers = engine, coordinator, pipeline, workers
         self._looking: set[tuple[int, str]] = set()
         """Steps and groups that the plane is looking at."""
@@ -55,7 +62,7 @@ class Damage:
             return
         self._looking.add(key)
         logger.warning("step %d, rank %d: group %r: %s", suspect.step, suspect.place[0], suspect.group, suspect.reason)
-        job = partial(_look, self._engine.storage, location, metadata)
+        job = partial(self._look, self._engine.storage, location, metadata)
         self._workers.submit("verify", job, partial(self._looked, suspect, op))
 
     def _looked(self, suspect: Suspect, op: int, result: CorruptFrame | Exception | None) -> None:
@@ -98,7 +105,7 @@ class Damage:
         return self._coordinator.fail(f"{words}; planned again without it", step=first)
 
 
-def _look(storage: Storage, location: str, metadata: bytes) -> CorruptFrame | None:
+def look_at_frame(storage: Storage, location: str, metadata: bytes) -> CorruptFrame | None:
     """What is wrong with a stored frame; None if nothing is. Raises Away."""
     try:
         _, samples, _ = describe(storage.read(location)[0], limits=ANY_SIZE)

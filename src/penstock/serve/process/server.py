@@ -50,7 +50,8 @@ from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
-from penstock.serve.process.damage import Damage
+from penstock.serve.decisions.segments import Outside
+from penstock.serve.process.damage import Damage, Look, look_at_frame
 from penstock.serve.process.effect_runner import EffectRunner
 from penstock.serve.process.pipeline import (
     AlteredOnTheWay,
@@ -82,12 +83,14 @@ class Server:
         on_turn: Callable[[], None] = lambda: None,
         workers: Workers | None = None,
         pipeline: Callable[[Engine, Workers], Pipeline] | None = None,
+        outside: Outside | None = None,
+        look: Look = look_at_frame,
     ) -> None:
-        """`storage` holds the frames: by default what the settings say. `workers` and
-        `pipeline` are for simulations."""
+        """`storage` holds the frames: by default what the settings say. `workers`,
+        `pipeline`, `outside` and `look` are for simulations."""
         self.settings = settings
         self._storage = storage or storage_of(settings, log.folder)
-        self.engine = Engine(settings, log, self._storage)
+        self.engine = Engine(settings, log, self._storage, outside)
         self._workers = workers or Threads()
         shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
         self.engine.journal.run_beside = partial(self._workers.submit, "sweep")
@@ -101,7 +104,7 @@ class Server:
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
         self._stopping = threading.Event()
-        self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers)
+        self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()

@@ -1,0 +1,56 @@
+"""Whole runs that go straight to a storage that fails; a failing seed is in the message and can be run alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.testing.storage_simulation import StorageSimulation, main
+
+SEEDS, PARTS = 400, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_promise_holds_whatever_fails(part: int) -> None:
+    for seed in range(part, SEEDS, PARTS):
+        StorageSimulation(seed).run()
+
+
+def test_a_seed_is_always_the_same_run() -> None:
+    runs: list[list[str]] = [[], []]
+    for notes in runs:
+        StorageSimulation(15, note=notes.append).run()
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 5
+
+
+HAPPENINGS = [
+    "storage is away",
+    "is altered",
+    "the power is cut",
+    "s pass for the plane",
+    "the plane is replaced",
+    "an old plane ends: Fenced",
+    "is rejected: Sealed",
+    "is rejected: Unseen",
+    "is rejected: InvalidInput",
+    "lies about",
+    "cannot write",
+    "the operator restores",
+    "the plane refuses",
+    "the plane ends: StorageError",
+    "not on this mount",
+    "not what was put",
+]
+
+
+def test_everything_that_can_go_wrong_does() -> None:
+    notes: list[str] = []
+    for seed in range(80):
+        StorageSimulation(seed, note=notes.append).run()
+    missing = [words for words in HAPPENINGS if not any(words in note for note in notes)]
+    assert not missing
+
+
+def test_one_seed_can_be_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "3"]) == 0
+    assert "the plane starts" in capsys.readouterr().out
