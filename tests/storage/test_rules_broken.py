@@ -24,6 +24,7 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
 from penstock.storage import Custody, Writer, parse_location
 from penstock.storage.engine import Pieces
+from penstock.testing import storage_simulation
 from penstock.testing.oracle import Violated
 from penstock.testing.storage_simulation import StorageSimulation
 
@@ -96,7 +97,8 @@ def delete_before_the_decision_is_in_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @rule
 def start_with_any_log(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_module, "check_log", lambda *_args, **_facts: None)
+    for module in (engine_module, storage_simulation):
+        patch.setattr(module, "check_log", lambda *_args, **_facts: None)
 
 
 @rule
