@@ -79,7 +79,8 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, op: int, held: int, 
         raise Conflict(
             f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.op}, and this log ends "
             f"before (epoch {epoch - 1}, transaction {op}): it was restored from a copy, or another plane uses this "
-            "storage; put the newest log back, or add what it lacks with `penstock storage recover`; nothing was deleted"
+            "storage; put the newest log back, or add what it lacks with `penstock storage recover`; nothing was "
+            "deleted"
         )
 
 
