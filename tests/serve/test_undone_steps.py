@@ -92,3 +92,24 @@ def test_a_group_in_line_can_be_set_aside_and_its_run_evicted(open_engine: OpenE
     assert [waiting.key for waiting in engine.run_tables.lines["mine"]] == ["f"]
     engine.evict("mine", "enough of it")
     assert not engine.run_tables.lines and engine.ledger.held == 0 and engine.ledger.dropped == {"evicted": 10}
+
+
+def test_a_step_that_may_be_trained_is_not_undone_before_the_trainer_says_where_it_begins(
+    open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    engine = open_engine(tmp_path, **FULL)
+    put(engine, "a", "b", "c", "d")
+    assert isinstance(engine.plan_step(1), Staged)
+    assert isinstance(engine.plan_step(2), Staged)  # and both were trained, which the plane did not hear
+    engine.log.close()
+    engine = open_engine(tmp_path, **FULL)
+    assert not engine.unplan(1, "a", "damaged")
+    assert engine.last_step == 2
+    assert "count as trained" in engine.resume(2, 3)
+    put(engine, "e", "f")
+    assert isinstance(engine.plan_step(3), Staged)
+    engine.log.close()
+    engine = open_engine(tmp_path, **FULL)
+    engine.resume(3, 3)  # from the same checkpoint: the third step is served again
+    assert engine.unplan(3, "e", "damaged")
+    assert engine.last_step == 2

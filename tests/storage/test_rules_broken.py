@@ -24,6 +24,7 @@ from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
 from penstock.storage import Custody, Writer, parse_location
 from penstock.storage.interface import Pieces
+from penstock.testing import storage_simulation
 from penstock.testing.oracle import Violated
 from penstock.testing.storage_simulation import StorageSimulation
 
@@ -96,7 +97,8 @@ def delete_before_the_decision_is_in_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @rule
 def start_with_any_log(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_module, "check_log", lambda *_args, **_facts: None)
+    for module in (engine_module, storage_simulation):
+        patch.setattr(module, "check_log", lambda *_args, **_facts: None)
 
 
 @rule
@@ -199,21 +201,21 @@ def forget_segments_that_were_not_there(patch: pytest.MonkeyPatch) -> None:
 
 
 FINDS = {
-    "accept_from_a_sealed_segment": 23,
+    "accept_from_a_sealed_segment": 8,
     "free_what_is_not_accepted_in_an_unsealed_segment": 0,
-    "a_repeated_put_frees_the_accepted_location": 0,
-    "delete_unknown_segments_at_start": 43,
-    "delete_before_the_decision_is_in_the_log": 128,
-    "start_with_any_log": 15,
-    "an_old_plane_may_commit": 11,
-    "free_what_earlier_epochs_left_at_once": 49,
-    "use_a_location_twice": 3,
-    "a_rejected_location_may_be_put_again": 159,
-    "move_the_marker_after_the_deletion": 411,
-    "free_frames_after_a_failed_commit": 3,
-    "accept_a_new_segment_without_reading_it": 4,
-    "go_on_in_a_segment_after_a_failed_sync": 9,
-    "forget_segments_that_were_not_there": 252,
+    "a_repeated_put_frees_the_accepted_location": 1,
+    "delete_unknown_segments_at_start": 423,
+    "delete_before_the_decision_is_in_the_log": 5,
+    "start_with_any_log": 6,
+    "an_old_plane_may_commit": 59,
+    "free_what_earlier_epochs_left_at_once": 24,
+    "use_a_location_twice": 1,
+    "a_rejected_location_may_be_put_again": 100,
+    "move_the_marker_after_the_deletion": 103,
+    "free_frames_after_a_failed_commit": 14,
+    "accept_a_new_segment_without_reading_it": 14,
+    "go_on_in_a_segment_after_a_failed_sync": 38,
+    "forget_segments_that_were_not_there": 14,
 }
 """For each rule the first seed that finds it broken, of 500. Whoever changes the simulation looks for them again."""
 

@@ -81,10 +81,10 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: 
         )
     if found.epoch >= epoch or found.commits > commits:
         raise Conflict(
-            f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.commits}, and this log ends "
-            f"before (epoch {epoch - 1}, transaction {commits}): it was restored from a copy, or another plane uses this "
-            "storage; put the newest log back, or add what it lacks with `penstock storage recover`; nothing was "
-            "deleted"
+            f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.commits}, and this log "
+            f"ends before (epoch {epoch - 1}, transaction {commits}): it was restored from a copy, or another plane "
+            "uses this storage; put the newest log back, or add what it lacks with `penstock storage recover`; "
+            "nothing was deleted"
         )
 
 

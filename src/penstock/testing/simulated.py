@@ -21,7 +21,7 @@ from penstock.send.message_header import pack_message, read_from_plane
 from penstock.send.messages import Buffer, Frames, FromClient
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
 from penstock.send.retry import Failed, Out
-from penstock.serve.decisions.log import GroupRow, Log
+from penstock.serve.decisions.log import GroupRow, Guard, Log
 
 if TYPE_CHECKING:
     from penstock.testing.simulation import Simulation
@@ -73,7 +73,7 @@ class KeptLog(Log):
         self.fuse = None
         self.take_over()
 
-    def successor(self, *, resurrects: bool) -> KeptLog:
+    def successor(self, *, resurrects: bool, guard: Guard) -> KeptLog:
         """The same database as a plane opens that starts now; the one before may wake up and still have its own.
         `resurrects`: a transaction whose sync failed is found on disk."""
         if self._db.in_transaction:
@@ -81,7 +81,7 @@ class KeptLog(Log):
         if self.ghost is not None and resurrects:
             self._db.deserialize(self.ghost)
         found = copy.copy(self)
-        found.ghost, found.sync_fails = None, lambda: False
+        found.ghost, found.sync_fails, found._guard = None, lambda: False, guard
         found._commits = found.meta("commits", 0)
         found.restart()
         return found

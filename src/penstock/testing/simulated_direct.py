@@ -217,7 +217,6 @@ class Liar(DirectProducer):
 
     def rejected(self, group: str, answer: Rejected) -> None:
         self.world.note(f"{self.name}: {group} is rejected: {answer.kind}")
-        self.world.lied.discard(group)
         if answer.kind not in ("Overloaded", "DiskFull", "Fenced"):
             self._writer.finish()
         if answer.kind == "Conflict":

@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from penstock.errors import Conflict, Fenced, PenstockError, StorageError
 from penstock.send.messages import Frames
 from penstock.serve.decisions.segments import Outside
 from penstock.serve.process.server import Server
+from penstock.storage import check_log
 from penstock.testing.fault_rates import StorageFaults
 from penstock.testing.plain_groups import plain_look
 from penstock.testing.simulated import Crash, KeptLog, Process, Rank, Wire
@@ -67,7 +69,8 @@ class StorageSimulation(Simulation):
         self.must_stay: dict[str, bytes] = {}
         """Groups that a restored log does not know: their bytes must stay."""
         self._ending = draws.choice(["", "", "", "restored", "restored", "empty"])
-        self._ends_at = 0.5 + draws.random() * 3.0
+        ends = Random(f"ends of {seed}")  # noqa: S311
+        self._ends_at = ends.choice([0.3 + draws.random(), 0.5 + draws.random() * 3.0])
         self._old_planes: list[tuple[Server, Wire]] = []
         self.oracle = StorageOracle(self)
         self.settings = replace(self.settings, retain_steps=draws.choice([0, 1, 64]))
@@ -195,9 +198,9 @@ class StorageSimulation(Simulation):
             self._start_again(f"cannot start: {error}")
 
     def _open_plane(self) -> None:
-        self.log = self.log.successor(resurrects=self._draws.random() < 0.5)
-        self.log.sync_fails = self._commit_fails
         self.wire, self._view = Wire(self), StorageView(self.storage, late=True)
+        self.log = self.log.successor(resurrects=self._draws.random() < 0.5, guard=partial(check_log, self._view))
+        self.log.sync_fails = self._commit_fails
         self.server = self._new_server()
         self.plane.up, self.plane.life = True, self.plane.life + 1
         self.note(f"the plane starts, epoch {self.log.epoch}")

@@ -93,6 +93,8 @@ class Engine:
         self.acceptance = Acceptance(settings, self.journal)
         self._last_delivered = self.last_step
         """The last step that all ranks had; or may have had, of those planned before this plane started."""
+        self.maybe_trained = self.last_step
+        """Up to here steps may be trained without that being on disk, until a trainer says where it begins."""
         self._apply_shares()
         with suppress(DiskFull), self.journal.transaction():  # segments of earlier epochs are sealed, now or later
             pass
@@ -251,7 +253,10 @@ class Engine:
             self._quarantine({ops[i]: reason[:500] for i, reason in bad.items()})
 
     def unplan(self, step: int, group: str, reason: str) -> bool:
-        """A planned step cannot be built because of one group: plan it anew without; False if it was delivered."""
+        """A planned step cannot be built because of one group: plan it anew without; False if it was delivered, or may
+        have been before this plane started."""
+        if step <= self.maybe_trained:
+            return False
         if self.state.is_drawing or self.state.states.get(step) is not State.SCHEDULED or step < self.next_step:
             return False
         with self.log.transaction():
@@ -417,6 +422,7 @@ class Engine:
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
         self._begin_at(step, {"session": session, "next_step": step}, forget, anew=True)
+        self.maybe_trained = step - 1
         if step < first:
             self.counts["resumes_rewound"] += 1
             return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"

@@ -23,7 +23,8 @@ def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
     assert not state.is_drawing
     record = Lose(groups={op: why[:500] for op, why in lost.items()})
     using = [step for step, manifest in state.steps.items() if lost.keys() & set(manifest.groups)]
-    first = min((step for step in using if state.states[step] is State.SCHEDULED), default=None)
+    planned = (step for step in using if state.states[step] is State.SCHEDULED and step > engine.maybe_trained)
+    first = min(planned, default=None)
     words = ""
     if first is None:
         engine.journal.decide(record)

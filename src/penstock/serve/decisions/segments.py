@@ -36,6 +36,7 @@ _SPARE = 4
 """Own segments that are registered ahead, so that a thread beside the loop never waits for the log."""
 _SPARE_S = 30.0
 _MOST_NAMED = 20
+_LATE_S = 3600.0
 _MAX_OPEN = 4096
 """Unsealed segments of one writer."""
 
@@ -98,6 +99,9 @@ class Segments:
         self._frees: list[str] = log.frees()
         """Decided and not deleted yet."""
         self._under_way: set[str] = set()
+        self._late: list[str] = []
+        """Freed segments that were not in storage, and may still be created."""
+        self._late_at = 0.0
         self._to_free: list[str] = []
         self._to_seal: dict[str, bool] = {}
         self._deleted: list[str] = []
@@ -290,6 +294,8 @@ class Segments:
         for name, one in self._all.items():
             if one.row.writer != OWN and not one.row.sealed_at and now - one.registered_s > 2 * SEGMENT_AGE_S:
                 self.seal(name)
+        if self._late and now >= self._late_at:
+            self._frees, self._late, self._late_at = [*self._frees, *self._late], [], now + _LATE_S
         self._look_for_empty()
 
     def _look_for_empty(self) -> None:
@@ -360,7 +366,7 @@ class Segments:
     def delete(self, names: Sequence[str], op: int) -> tuple[list[str], dict[str, int]]:
         """From any thread: move the marker, then delete. Returns what is deleted for good, and what storage holds
         afterwards. A segment that was not there may still be created by a writer that stood still: it stays listed,
-        and is deleted again by the next plane."""
+        and is deleted again every hour."""
         segments = set(filter(is_segment_name, names))
         late = segments - self._storage.segments().keys() if segments else set()
         late = {name for name in late if self._may_begin(name)}
@@ -374,6 +380,7 @@ class Segments:
 
     def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
         """Storage has deleted these; the next transaction says so."""
+        self._late += sorted(self._under_way.difference(names))
         self._under_way = set()
         self._deleted += names
         self.dead_bytes = max(sum(held.values()) - self.live_bytes, 0)
