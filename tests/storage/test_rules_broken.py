@@ -201,10 +201,10 @@ def forget_segments_that_were_not_there(patch: pytest.MonkeyPatch) -> None:
 
 
 FINDS = {
-    "accept_from_a_sealed_segment": 8,
+    "accept_from_a_sealed_segment": 14,
     "free_what_is_not_accepted_in_an_unsealed_segment": 0,
     "a_repeated_put_frees_the_accepted_location": 1,
-    "delete_unknown_segments_at_start": 423,
+    "delete_unknown_segments_at_start": 116,
     "delete_before_the_decision_is_in_the_log": 5,
     "start_with_any_log": 6,
     "an_old_plane_may_commit": 59,
@@ -212,18 +212,20 @@ FINDS = {
     "use_a_location_twice": 1,
     "a_rejected_location_may_be_put_again": 100,
     "move_the_marker_after_the_deletion": 103,
-    "free_frames_after_a_failed_commit": 14,
+    "free_frames_after_a_failed_commit": 231,
     "accept_a_new_segment_without_reading_it": 14,
-    "go_on_in_a_segment_after_a_failed_sync": 38,
-    "forget_segments_that_were_not_there": 14,
+    "go_on_in_a_segment_after_a_failed_sync": 9,
+    "forget_segments_that_were_not_there": 138,
 }
-"""For each rule the first seed that finds it broken, of 500. Whoever changes the simulation looks for them again."""
+"""For each rule the first seed that found it broken. If a change of the code made it another one, all 500 are tried."""
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_broken_rule_is_found(name: str) -> None:
-    StorageSimulation(FINDS[name]).run()  # while the rule is kept
-    assert isinstance(find(name, FINDS[name]), Violated)
+    seeds = [FINDS[name], *range(500)]
+    seed = next((seed for seed in seeds if isinstance(find(name, seed), Violated)), None)
+    assert seed is not None
+    StorageSimulation(seed).run()  # while the rule is kept
 
 
 def find(name: str, seed: int) -> BaseException | None:
