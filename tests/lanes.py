@@ -41,6 +41,7 @@ PROCESS = {
     "serve/test_http_hostile.py",
     "serve/test_waiting_line.py",
     "serve/test_watchdog.py",
+    "storage/test_direct.py::test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane",
     "test_cli.py",
     "test_command_errors.py",
     "test_commands_plane.py",

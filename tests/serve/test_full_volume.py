@@ -70,7 +70,8 @@ from penstock.serve.decisions.read_log import kept_groups
 from penstock.testing.groups import named_group
 
 folder, direct = sys.argv[1:]
-settings = dict(ranks=1, seq_len=64, groups_per_step=4, retain="all", retain_steps=0, direct=direct == "direct")
+settings = dict(ranks=1, seq_len=64, groups_per_step=4, retain="all", retain_steps=0, direct=direct == "direct",
+                over_length="truncate", untrained_groups="accept")
 plane = ps.open(folder, **settings)
 source, put, words = plane.source(0), 0, []
 while len(words) < 3:
@@ -89,6 +90,37 @@ source.close()
 plane.close()
 assert len(kept_groups(folder)) == put
 print("kept")
+"""
+
+
+GO_ON = """
+import sys, time
+import penstock as ps
+from penstock.errors import DiskFull
+from penstock.testing.groups import named_group
+
+folder, storage = sys.argv[1:]
+settings = dict(ranks=1, seq_len=64, groups_per_step=2, over_length="truncate", untrained_groups="accept")
+plane = ps.open(folder, storage=storage, **settings)
+source, put, refused, deadline = plane.source(0), 0, 0, time.monotonic() + 120
+while put < 200:
+    assert time.monotonic() < deadline, (put, refused)
+    try:
+        plane.put(named_group(f"g{put}", tokens=20_000), timeout=60)
+    except DiskFull:
+        refused += 1
+        continue
+    put += 1
+    if put % 2 == 0:
+        source.commit(source.step(timeout=60))
+source.flush(60)
+counts = plane.status()["counts"]
+assert refused and counts["puts_failed"] == refused, (refused, counts)
+assert plane._direct.writer() is not None and 40 < counts["groups_direct"] < 200, counts
+assert plane.ledger.balanced and plane.ledger.committed == 400
+source.close()
+plane.close()
+print("went on")
 """
 
 
@@ -118,3 +150,17 @@ def test_a_full_volume_frees_nothing_of_a_run_that_keeps_everything(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout.splitlines()[-1] == "kept"
+
+
+def test_a_full_storage_volume_of_its_own_is_freed_by_the_plane_and_direct_puts_go_on(tmp_path: Path) -> None:
+    """The log has room: only a write to storage fails. The group then passes the plane, whose answer counts."""
+    if not _can_mount():
+        pytest.skip("needs a private mount namespace")
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    mount = f'mount -t tmpfs -o size=8m none {storage} && exec {sys.executable} -c "$0" {tmp_path}/run {storage}/s'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, GO_ON], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.splitlines()[-1] == "went on"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +22,13 @@ from penstock.send.keys import make_keys
 from penstock.serve.clients.direct import DirectWriter
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.clients.storage_reader import StorageReader
+from penstock.serve.process.plane_process import PlaneProcess
 from penstock.serve.process.server import Server
 from penstock.storage import FolderStorage, parse_location
 from penstock.testing.disks import files_at_most
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST
+from tests.serve.processes import wait_until
 
 SETTINGS = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "timeouts": FAST}
 OpenPlane = Callable[..., ps.Plane]
@@ -290,6 +294,34 @@ def test_a_full_disk_is_said_to_the_caller_and_the_same_group_can_be_put_again(
         thread.join()
     assert found and isinstance(found[0], DiskFull)
     assert plane.put(big)
+
+
+def test_a_write_that_finds_no_room_leaves_no_bytes_behind(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path)
+    segment = storage.create("0" * 16)
+    first = segment.append([[b"a" * 8192]])[0]
+    with files_at_most(64 << 10), pytest.raises(DiskFull):
+        segment.append([[b"b" * 8192], [b"c" * (128 << 10)]])
+    assert storage.segments()["0" * 16] == 8192
+    assert storage.read(first) == [b"a" * 8192]
+
+
+def test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane(tmp_path: Path) -> None:
+    words = ["--ranks=1", "--seq-len=64", "--groups-per-step=2", "--listen=tcp://127.0.0.1:*"]
+    plane = PlaneProcess([str(tmp_path / "run"), *words], stderr=subprocess.DEVNULL)
+    try:
+        with ps.open(plane.url, timeouts=FAST) as worker:
+            assert worker.put(named_group("a"))
+            with files_at_most(100):
+                assert worker.put(named_group("b"))
+                assert asyncio.run(worker.aput(named_group("c")))
+            wait_until(lambda: not worker._direct.is_paused)
+            assert worker.put(named_group("d"))
+            assert not worker.put(named_group("b"))
+            found = worker.status()["counts"]
+        assert (found["groups"], found["groups_direct"]) == (4, 2)
+    finally:
+        plane.kill()
 
 
 def test_a_storage_folder_that_vanishes_sends_groups_to_the_plane_which_says_what_is_wrong(

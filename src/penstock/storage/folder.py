@@ -150,9 +150,24 @@ class FolderStorage:
         with _typed(self.folder), self._marker_locked():
             if self.marker() != old:
                 return False
-            with replacing(self.folder / "marker") as file:
-                file.write(new)
+            try:
+                with replacing(self.folder / "marker") as file:
+                    file.write(new)
+            except OSError as error:
+                if error.errno not in _NO_ROOM or old is None:
+                    raise
+                self._overwrite_marker(new)
             return True
+
+    def _overwrite_marker(self, new: bytes) -> None:
+        """On a full volume there is no room for a second file, and without the marker nothing could ever be deleted.
+        It is smaller than a sector, which reaches the disk as a whole."""
+        file = os.open(self.folder / "marker", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, new.ljust(os.fstat(file).st_size), 0)
+            os.fdatasync(file)
+        finally:
+            os.close(file)
 
     @contextmanager
     def _marker_locked(self) -> Iterator[None]:
@@ -174,14 +189,18 @@ class FolderSegment:
         self.name, self.end, self._path, self._file = name, 0, path, file
 
     def append(self, frames: Sequence[Pieces]) -> list[str]:
-        locations = []
-        with _typed(self._path):
-            for pieces in frames:
-                size = _write(self._file, pieces)
-                locations.append(f"{self.name}:{self.end}:{size}")
-                self.end += size
-            os.fdatasync(self._file)
-            self._check_name()
+        locations, start = [], self.end
+        try:
+            with _typed(self._path):
+                for pieces in frames:
+                    size = _write(self._file, pieces)
+                    locations.append(f"{self.name}:{self.end}:{size}")
+                    self.end += size
+                os.fdatasync(self._file)
+                self._check_name()
+        except DiskFull:  # what was written is of no use to anybody, and others may need the room
+            _punch(self._path, Location(self.name, start, os.fstat(self._file).st_size - start))
+            raise
         return locations
 
     def _check_name(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,8 @@ from penstock.storage.interface import Pieces
 logger = logging.getLogger("penstock.storage")
 _BATCH_BYTES = 32 << 20
 """Frames written with one sync, at most: those that come later wait for the next."""
+_PAUSE_S = 1.0
+"""After a full disk, for which groups pass the plane: each try takes a new segment."""
 
 
 def reachable(attached: Attached) -> FolderStorage | None:
@@ -89,6 +92,7 @@ class Direct:
         self._lock = threading.Lock()
         self._is_known = False
         self._writer: DirectWriter | None = None
+        self._paused_until = 0.0
         self.seq_len, self.drops_long = 0, False
         """What metadata is made for."""
 
@@ -107,6 +111,14 @@ class Direct:
             self._writer = DirectWriter(storage, self._open_segment)
             self.seq_len, self.drops_long = attached.seq_len, attached.drops_long
         self._is_known = True
+
+    @property
+    def is_paused(self) -> bool:
+        return time.monotonic() < self._paused_until
+
+    def pause(self) -> None:
+        """There was no room: the plane writes the next groups, or says that there is none."""
+        self._paused_until = time.monotonic() + _PAUSE_S
 
     def turn_off(self, reason: object) -> None:
         """Storage cannot be used from here: send groups to the plane from now on."""
@@ -134,7 +146,7 @@ class DirectPut:
         """None where the group is to be sent to the plane: nothing is in reach, or the plane should say what is wrong
         with it."""
         writer = direct.writer()
-        if writer is None:
+        if writer is None or direct.is_paused:
             return None
         try:
             return DirectPut(direct, writer, group)

@@ -209,12 +209,14 @@ class Plane:
         """Put a group that is encoded, and return what the plane answered."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        passes_plane = False
         while True:
-            put, question = self._begin_put(group, timeout)
+            put, question = self._begin_put(group, timeout, passes_plane=passes_plane)
             try:
                 answer = self._line.ask(question, deadline - time.monotonic(), None if put is None else put.write)
             except StorageError as error:
                 self._storage_failed(put, error)
+                passes_plane = True
                 continue
             if put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
@@ -223,27 +225,36 @@ class Plane:
         """`deliver`, without blocking the thread."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        passes_plane = False
         while True:
-            put, question = await self._async.compute(partial(self._begin_put, group, timeout))
+            begin = partial(self._begin_put, group, timeout, passes_plane=passes_plane)
+            put, question = await self._async.compute(begin)
             write = None if put is None else partial(self._async.compute, put.write)
             try:
                 answer = await self._line.aask(question, deadline - time.monotonic(), write)
             except StorageError as error:
                 self._storage_failed(put, error)
+                passes_plane = True
                 continue
             if put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
 
-    def _begin_put(self, group: EncodedGroup, timeout: float | None) -> tuple[DirectPut | None, Question]:
+    def _begin_put(
+        self, group: EncodedGroup, timeout: float | None, *, passes_plane: bool
+    ) -> tuple[DirectPut | None, Question]:
         """How a group goes: straight to storage, or as bytes to the plane."""
-        put = DirectPut.of(self._direct, group)
+        put = None if passes_plane else DirectPut.of(self._direct, group)
         return put, group.question(self._line.session, timeout, direct=put is not None)
 
     def _storage_failed(self, put: DirectPut | None, error: StorageError) -> None:
-        """A frame could not be written from here: a full disk is the caller's to know, all else passes the plane."""
-        if put is None or isinstance(error, DiskFull):
+        """A frame could not be written from here: the plane gets it. Where the disk is full, it frees what it may and
+        answers; groups pass it for a second. After any other error all of them do."""
+        if put is None:
             raise error
-        self._direct.turn_off(error)
+        if isinstance(error, DiskFull):
+            self._direct.pause()
+        else:
+            self._direct.turn_off(error)
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))

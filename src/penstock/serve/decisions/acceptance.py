@@ -7,6 +7,7 @@ down, many groups with one sync, before anybody hears of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
@@ -200,6 +201,13 @@ class Acceptance:
                 self._journal.log.disk.restore()
             else:
                 return
+
+    def make_room(self) -> None:
+        """A frame did not fit on its volume, which need not be the log's: free what is only kept to be looked at again.
+        Whoever puts it again finds room, once storage has deleted that."""
+        with suppress(DiskFull):
+            if not self._journal.segments.is_deleting:
+                self._give_back()
 
     def _give_back(self) -> bool:
         """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,

@@ -196,6 +196,8 @@ class Pipeline:
                 self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
             else:
                 self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
+                if isinstance(result.error, DiskFull):
+                    self._engine.acceptance.make_room()
 
     def collect(self) -> list[Outcome]:
         """Accept what was checked and kept since the last time; what is returned without error is durable."""
