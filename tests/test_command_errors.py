@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(
     file.touch()
     serve = ("serve", str(file), *SMALL, "--listen=tcp://127.0.0.1:*")
     assert said(capsys, *serve) == f"{file}: File exists; {IN_THE_WAY}"
-    assert said(capsys, "keys", str(file)) == f"{file}: Not a directory; give a folder that can be made and written"
+    assert said(capsys, "keys", str(file)) == f"{file}: File exists; give a folder that can be made and written"
     assert "/proc/x" in said(capsys, "serve", "/proc/x", *SMALL, "--listen=tcp://127.0.0.1:*")
 
 

@@ -29,13 +29,13 @@ def tiny(case: str = "tiny") -> path.Setting:
 def test_every_way_of_this_environment_is_measured_and_the_others_are_skipped() -> None:
     rows = path.run(full=True, progress=silent, only=[tiny("tiny-text"), tiny("tiny")])
     found = {(row.name, row.rival_name): row for row in rows}
-    assert all(row.ours for row in rows)
+    assert all(row.ours for row in rows if ": " not in row.name)
     for case, carrier in product(("tiny-text", "tiny"), path.CARRIERS):
         name = f"{case}, 2 ranks, {carrier}"
         assert (found[name, "ZeroMQ + msgpack lists"].ratio or 0) > 0
         assert found[name, "TransferQueue"].skipped == "no --rivals interpreter"
         assert found[name, "TransferQueue"].target == path.settings(full=False)[0].targets.get(carrier)
-        assert "ms, CPU" in found[name, "TransferQueue"].note
+        assert " ms (" in found[name, "TransferQueue"].note
         assert "462be9a" in found[name, "462be9a, tcp"].skipped
     assert not multiprocessing.active_children()
 

@@ -39,7 +39,7 @@ def test_turns_of_the_loop_are_timed_while_ranks_take_steps(tmp_path: Path) -> N
 
 def test_a_blocked_producer_is_counted() -> None:
     row = plane_work.blocked_producer(0.3)
-    assert (row.ours or 0) >= 1
+    assert row.ours is not None and row.ours <= 1  # without credit it asks, and sends nothing
     assert "opened 0 times" in row.note
 
 

@@ -119,7 +119,7 @@ def test_the_steps_are_the_same_whichever_way_bytes_go(open_plane: OpenPlane, tm
         assert (writer_of(plane) is not None) is direct
         sources = sources_of(plane)
         steps = [train(sources), train(sources)]
-        assert all((source._reader is not None) is direct for source in sources)
+        assert all((source._reach.reader is not None) is direct for source in sources)
         found.append([digests_of(step) for step in steps])
         arrays = [{name: values.copy() for name, values in batch.columns.items()} for batch in steps[0][0]]
         found.append(arrays)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def test_memory_that_is_reused_is_never_part_of_a_step_that_was_given_out(
     source.commit(first)
     for _ in range(2):
         source.commit(source.step())
-    assert source._reader is not None and source._reader._memory.nbytes > 4 << 20
+    assert source._reach.reader is not None and source._reach.reader._memory.nbytes > 4 << 20
     for columns, copies in zip(batches, before, strict=True):
         for name, values in columns.items():
             assert np.array_equal(values, copies[name], equal_nan=values.dtype.kind == "f"), name
@@ -383,7 +383,7 @@ def test_a_rank_with_a_bad_mount_is_sent_its_samples_and_named(open_plane: OpenP
     steps = [train(sources)]
     empty = tmp_path / "empty"
     (empty / "segments").mkdir(parents=True)
-    sources[1]._reader = StorageReader(FolderStorage(empty, create=False))
+    sources[1]._reach.reader = StorageReader(FolderStorage(empty, create=False))
     steps += [train(sources), train(sources)]
     assert list(plane.status()["inline_ranks"]) == ["rank 1"]
     assert plane.status()["counts"]["ranks_served_inline"] == 1
@@ -413,8 +413,9 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
         "send/members.py",  # which ranks are sent their samples
         "send/coordinator.py",
         "send/steps.py",  # a step with samples, or without
+        "serve/clients/reachable.py",  # the question
         "serve/clients/direct.py",  # put
-        "serve/clients/source.py",  # read
+        "serve/clients/storage_reader.py",  # read
         "serve/process/plane_sessions.py",  # the setting
         "serve/process/server.py",  # passes on what the others say
     }

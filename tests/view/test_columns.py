@@ -73,7 +73,7 @@ def test_the_export_has_every_column_of_the_table_and_every_term() -> None:
     }
     assert {column.name for column in OF_SAMPLE.values()} == {c.name for c in GIVEN if c.per == "sample"}
     assert set(OF_SAMPLE) <= set(FACTS)
-    per_token = {field.name for field in dataclasses.fields(Terms)} - {"parts", "rules"}
+    per_token = {field.name for field in dataclasses.fields(Terms)} - {"parts", "rules", "trained"}
     assert {c.attribute for c in TABLE if c.source == "terms"} == per_token
 
 

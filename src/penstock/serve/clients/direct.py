@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.send.messages import Attached, Rejected
 from penstock.send.producer import Answer
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.producer_line import Written
-from penstock.storage import FolderStorage, Writer, read_marker
+from penstock.serve.clients.reachable import reachable
+from penstock.storage import FolderStorage, Writer
 from penstock.storage.interface import Pieces
 
 logger = logging.getLogger("penstock.storage")
@@ -23,21 +23,6 @@ _BATCH_BYTES = 32 << 20
 """Frames written with one sync, at most: those that come later wait for the next."""
 _PAUSE_S = 1.0
 """After a full disk, for which groups pass the plane: each try takes a new segment."""
-
-
-def reachable(attached: Attached) -> FolderStorage | None:
-    """The plane's storage, if this process sees it: the marker must be that of this run and this start of the plane."""
-    if not attached.storage or not Path(attached.storage).is_dir():
-        return None
-    storage = FolderStorage(attached.storage, create=False)
-    try:
-        marker = read_marker(storage)
-    except PenstockError as error:
-        logger.warning("%s; frames pass the plane instead", error)
-        return None
-    if marker is None or (marker.run_id, marker.epoch) != (attached.run_id.hex(), attached.epoch):
-        return None
-    return storage
 
 
 class DirectWriter:

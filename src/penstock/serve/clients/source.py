@@ -18,16 +18,15 @@ from penstock.encode import decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import RankPlan, fill
 from penstock.send.carrier import ClientCarrier
-from penstock.send.messages import Attached, Frames, FromPlane
+from penstock.send.messages import Frames, FromPlane
 from penstock.send.picks import StepPicks
 from penstock.send.rank_session import Arrived, Event, Ready, Released, StepDone
 from penstock.send.retry import Failed, Out
 from penstock.serve.clients.client_loop import ClientLoop
-from penstock.serve.clients.direct import reachable
 from penstock.serve.clients.handles import Handle, nowhere
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.clients.source_step import SourceStep as SourceStep
-from penstock.serve.clients.storage_reader import ANY_SIZE, StorageReader, Unreadable
+from penstock.serve.clients.storage_reader import ANY_SIZE, Reach, Unreadable
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
@@ -58,9 +57,8 @@ class Source:
         self._first = self._next
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._reader: StorageReader | None = None
-        """Reads samples from storage; None: they come with each step."""
-        self._session = settings.new_session(self._can_read)
+        self._reach = Reach()
+        self._session = settings.new_session(self._reach.find)
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
@@ -296,11 +294,12 @@ class Source:
 
     def _samples(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
         """The samples of a step and their digests: its payload, or what storage holds. Raises Unreadable."""
-        if self._reader is None or any(len(frame) for frame in arrived.frames):
+        reader = self._reach.reader
+        if reader is None or any(len(frame) for frame in arrived.frames):
             samples = _samples(arrived.frames)
             return samples, sample_digests(samples)
         picks = StepPicks.from_bytes(arrived.deliver.picks)
-        samples = self._reader.samples(picks)
+        samples = reader.samples(picks)
         digests = sample_digests(samples)
         for k, (found, wanted) in enumerate(zip(digests, picks.digests, strict=True)):
             if found != wanted:
@@ -312,12 +311,6 @@ class Source:
         logger.warning("step %d: %s", step, error)
         with self._lock:
             self._handle(self._session.damaged(step, error.group, error.reason, time.monotonic()))
-
-    def _can_read(self, attached: Attached) -> bool:
-        """Whether this process sees the plane's storage."""
-        storage = reachable(attached)
-        self._reader = None if storage is None else StorageReader(storage)
-        return storage is not None
 
     def _fail(self, step: int, reason: str) -> None:
         with self._lock:

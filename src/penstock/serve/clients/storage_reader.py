@@ -9,7 +9,9 @@ from penstock.arrays import Samples
 from penstock.encode import Limits, Pieces, RangedFrame, StepMemory, assemble
 from penstock.encode.parts import Range
 from penstock.errors import CorruptFrame, PenstockError
+from penstock.send.messages import Attached
 from penstock.send.picks import PickedGroup, StepPicks
+from penstock.serve.clients.reachable import reachable
 from penstock.storage import FolderStorage, parse_location
 
 ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
@@ -33,6 +35,19 @@ class _Read:
     @property
     def size(self) -> int:
         return sum(b - a for a, b in self.ranges)
+
+
+class Reach:
+    """Whether this process sees the plane's storage, found out when it attaches."""
+
+    def __init__(self) -> None:
+        self.reader: StorageReader | None = None
+        """Reads samples; None: they come with each step."""
+
+    def find(self, attached: Attached) -> bool:
+        storage = reachable(attached)
+        self.reader = None if storage is None else StorageReader(storage)
+        return storage is not None
 
 
 class StorageReader:

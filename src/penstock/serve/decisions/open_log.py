@@ -18,6 +18,8 @@ def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
     plane therefore has the log to itself.
     """
     with folder_errors(folder or "memory:"):
+        if folder is not None:  # first: what is wrong with it should be said of it, not of what is inside
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         return Log(
             folder,
             max_disk_bytes=settings.max_disk_bytes,
