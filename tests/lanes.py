@@ -56,6 +56,7 @@ PROCESS = {
     "train/test_trainer_kit_ranks.py",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_compared_pages.py",
+    "view/test_export_mistakes.py::test_two_exporters_of_one_rank_are_refused",
     "view/test_group_page.py",
     "view/test_page_contents.py",
     "view/test_run_page.py",
