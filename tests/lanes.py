@@ -31,6 +31,7 @@ PROCESS = {
     "serve/test_http.py",
     "serve/test_http_page.py",
     "serve/test_handles.py",
+    "serve/test_injected.py",
     "serve/test_kill_points.py",
     "serve/test_metrics.py",
     "serve/test_network.py",

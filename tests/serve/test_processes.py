@@ -13,6 +13,7 @@ import pytest
 
 from penstock.serve.decisions.log import Log
 from penstock.testing.engines import DirectEngine
+from penstock.testing.hosts import NoNamespaces, torture_hosts
 from penstock.testing.processes import TIMEOUTS, Notes, settings
 from penstock.testing.torture import CARRIERS, Run, torture
 from tests.serve.processes import alive, wait_until
@@ -26,6 +27,16 @@ def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(
     assert result.good, result
     assert result.kills.total() == 3
     assert result.detect_s < (TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s) * pace
+
+
+def test_a_run_on_two_hosts_that_share_a_folder_goes_straight_to_it_and_outlives_kills(tmp_path: Path) -> None:
+    try:
+        result = torture_hosts(tmp_path / "run", kills=3, seed=1)
+    except NoNamespaces as error:
+        pytest.skip(f"needs mount and network namespaces: {error}")
+    assert result.good, result
+    assert result.kills.total() == 3
+    assert all(result.stored[name] for name in ("producer-0", "producer-1", "rank-0", "rank-3"))
 
 
 PARENT = """

@@ -1,9 +1,9 @@
 """A short life of a plane, killed at every system call that changes its folder, one after the other.
 
 `strace` stops the process with SIGKILL as it is about to make the n-th such call, for every kind of call and every n
-that the life has. Then the same life is lived again in what is left of the folder, to its end. What was acknowledged
-must be known, what was committed must stay so, every sample must be trained in exactly one step, and every step must
-be, to the byte, that of a life which nothing happened to.
+that the life has; a write to a pipe counts as well. Then the same life is lived again in what is left of the folder,
+to its end. What was acknowledged must be known, what was committed must stay so, every sample must be trained in
+exactly one step, and every step must be, to the byte, that of a life which nothing happened to.
 
     scripts/torture kill-points               every call
     python -m penstock.testing.kill_points plane FOLDER      one life, as it is lived under strace
@@ -212,8 +212,6 @@ class KillPoints:
             "-e",
             "signal=none",
         ]
-        for path in _paths(folder.absolute()):
-            words += ["-P", str(path)]
         if kill:
             words += ["-e", f"inject={kill[0]}:signal=SIGKILL:when={kill[1]}"]
         words += [sys.executable, "-m", "penstock.testing.kill_points", self.life, str(folder)]
@@ -251,24 +249,6 @@ class KillPoints:
         result.differing += differing
         result.unfinished += not last.closed
         return last.closed and not (lost or doubled or differing)
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Every file that a plane may write in its folder, within three lives."""
-    names = [
-        "",
-        "lock",
-        "log.sqlite",
-        "log.sqlite-wal",
-        "log.sqlite-shm",
-        "log.sqlite-journal",
-        "log.witness",
-        "storage",
-        "storage/segments",
-        "reserve",
-    ]
-    names += [f"frames/{life:06}-{segment:06}" for life in range(1, 5) for segment in range(1, 4)]
-    return [folder / name for name in names]
 
 
 def kill_points(

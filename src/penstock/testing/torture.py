@@ -19,19 +19,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import BinaryIO, Protocol
 
 import msgspec
 
+from penstock.arrays import Sample
 from penstock.encode import encode
 from penstock.send.steps import Staged
 from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
+from penstock.serve.decisions.segments import OWN
 from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
-from penstock.testing.processes import Notes, evaluation_of, group_of, settings
+from penstock.testing.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 CARRIERS = ("direct", "tcp", "shm", "file")
-"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane."""
+"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` has one more."""
 RANKS, PRODUCERS = 4, 2
 
 
@@ -56,6 +59,21 @@ class Result:
     """The longest time from the death of a rank until every other rank had raised."""
     seconds: float = 0.0
     balanced: bool = True
+    stored: Counter[str] = field(default_factory=Counter)
+    """Puts and steps whose bytes went straight to storage or came from there, by process."""
+    sent: Counter[str] = field(default_factory=Counter)
+    """Those whose bytes passed the plane."""
+    plane_written: int = 0
+    """Frames, of those still in storage at the end, that the plane itself wrote."""
+    read_bytes: int = 0
+    """From storage, by ranks: what each had read at each step, added up."""
+
+    def check_ways(self) -> None:
+        """All bytes went the carrier's way, or AssertionError."""
+        is_direct = self.carrier in ("direct", "hosts")
+        wrong = self.sent if is_direct else self.stored
+        assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.carrier}: bytes went another way: {self}"
+        assert (self.plane_written == 0) is is_direct, f"{self.carrier}: written by another process: {self}"
 
     @property
     def good(self) -> bool:
@@ -71,36 +89,50 @@ def address(carrier: str, folder: Path) -> str:
     return names.get(carrier, f"{carrier}://torture")
 
 
+class Started(Protocol):
+    """A process that was started here; `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, sig: int) -> None: ...
+    @property
+    def pid(self) -> int: ...
+
+
 class Run:
     """The processes, and the hand that kills them."""
 
     kinds: tuple[str, ...] = ("plane", "producer", "rank")
     patience_s = 120.0
+    ranks = RANKS
+    tail = 10
+    """Steps that are trained after the last kill."""
 
     def __init__(self, folder: Path, carrier: str, seed: int) -> None:
         self.folder, self.result = folder, Result(carrier=carrier)
         self._url, self._rng = address(carrier, folder), Random(seed)  # noqa: S311 - repeatable, not secret
         self._names = [f"{kind}-0" for kind in self.kinds if kind not in ("producer", "rank")]
-        self._names += [*(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(RANKS))]
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._names += [*(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(self.ranks))]
+        self._processes: dict[str, Started] = {}
 
     def start(self, name: str) -> None:
         kind, number = name.split("-")
-        of = PRODUCERS if kind == "producer" else RANKS
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.testing.processes",
-            kind,
-            str(self.folder),
-            self._url,
-            number,
-            str(of),
-            f"--parent={os.getpid()}",
-            *([] if self.result.carrier in ("direct", "ray") else ["--inline"]),
-        ]
+        of = PRODUCERS if kind == "producer" else self.ranks
+        words = [kind, str(self.folder), self._url, number, str(of), f"--parent={os.getpid()}", *self.options(name)]
         with (self.folder / f"{name}.err").open("ab") as errors:
-            self._processes[name] = subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
+            self._processes[name] = self.launch(name, words, errors)
+
+    def launch(self, name: str, words: list[str], errors: BinaryIO) -> Started:
+        command = [*self.prefix(name), sys.executable, "-m", "penstock.testing.processes", *words]
+        return subprocess.Popen(command, stderr=errors, stdout=errors)  # noqa: S603
+
+    def prefix(self, name: str) -> list[str]:  # noqa: ARG002 - for those who inherit
+        """What comes before the command of a process, as in `nsenter ...`."""
+        return []
+
+    def options(self, name: str) -> list[str]:  # noqa: ARG002 - the same
+        return [] if self.result.carrier in ("direct", "ray") else ["--inline"]
 
     def kill(self, name: str) -> float:
         """Returns the moment of death."""
@@ -132,13 +164,17 @@ class Run:
 
     def settings(self) -> PlaneSettings:
         """Of the run's plane."""
-        return settings(RANKS)
+        return settings(self.ranks)
+
+    @property
+    def log_folder(self) -> Path:
+        return self.folder / "run"
 
     # -------------------------------------------------------------- inside
 
     def _step(self) -> int:
         """The last step that any rank took."""
-        taken = [int(w[1]) for rank in range(RANKS) for w in Notes.read(self._notes(rank))[-3:] if w[0] == "step"]
+        taken = [int(w[1]) for rank in range(self.ranks) for w in Notes.read(self._notes(rank))[-3:] if w[0] == "step"]
         return max(taken, default=0)
 
     def _notes(self, rank: int) -> Path:
@@ -150,7 +186,7 @@ class Run:
         time.sleep(self._rng.random() * pause_s)
         kind = self._rng.choice(self.kinds)
         name = self._rng.choice([name for name in self._names if name.startswith(kind)])
-        raised = [len(self._raises(rank)) for rank in range(RANKS)]
+        raised = [len(self._raises(rank)) for rank in range(self.ranks)]
         died = self.kill(name)
         self.result.kills[kind] += 1
         if kind == "rank":
@@ -162,7 +198,7 @@ class Run:
 
     def _await_raises(self, dead: int, before: list[int], died: float) -> None:
         """How long it took until every other rank knew."""
-        others = [rank for rank in range(RANKS) if rank != dead]
+        others = [rank for rank in range(self.ranks) if rank != dead]
         while any(len(self._raises(rank)) <= before[rank] for rank in others):
             self._check_alive()
             if time.monotonic() - died > self.patience_s:
@@ -189,11 +225,11 @@ class Run:
                 raise AssertionError(f"{name} ended by itself: {(self.folder / f'{name}.err').read_text()[-3000:]}")
 
     def _finish(self) -> None:
-        last = self._step() + 10
+        last = self._step() + self.tail
         (self.folder / ".last").write_text(str(last))
         os.replace(self.folder / ".last", self.folder / "last")  # noqa: PTH105
         deadline = time.monotonic() + self.patience_s
-        while not any(w[0] == "done" for rank in range(RANKS) for w in Notes.read(self._notes(rank))[-3:]):
+        while not any(w[0] == "done" for rank in range(self.ranks) for w in Notes.read(self._notes(rank))[-3:]):
             self._check_alive()
             if time.monotonic() > deadline:
                 raise AssertionError(f"not finished in time, at step {self._step()} of {last}: {self.folder}")
@@ -202,7 +238,7 @@ class Run:
 
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
-        result, log = self.result, Log(self.folder / "run")
+        result, log = self.result, Log(self.log_folder)
         engine = DirectEngine(self.settings(), log)
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
@@ -219,21 +255,41 @@ class Run:
         )
         expected = [names[op] for op in sorted(names)][: 2 * (engine.next_step - 1)]
         result.doubled = sum((trained - Counter(expected)).values()) + sum((Counter(expected) - trained).values())
-        given = [
-            (rank, int(w[1]), w[2]) for rank in range(RANKS) for w in Notes.read(self._notes(rank)) if w[0] == "step"
-        ]
-        digests = uninterrupted([names[op] for op in sorted(names)], result.steps)
+        given = [(rank, int(w[1]), w[2].split()[0]) for rank in range(self.ranks) for w in self._steps_of(rank)]
+        digests = uninterrupted([names[op] for op in sorted(names)], result.steps, self.ranks)
         result.mismatches = sum(digests[step - 1][rank] != digest for rank, step, digest in given)
         result.mismatches += sum(
-            bytes(engine.storage.read(location)[0]) != encode(evaluation_of(int(name[1:])))
-            for name, location in evaluated.items()
+            bytes(engine.storage.read(row.location)[0]) != encode(_content_of(row.id))
+            for row in log.groups()
+            if row.location
         )
+        self._count_ways()
+        writers = {segment.name: segment.writer for segment in log.segments()}
+        found = (writers.get(row.location.partition(":")[0]) for row in log.groups() if row.location)
+        result.plane_written = sum(writer == OWN for writer in found)
         log.close()
 
+    def _steps_of(self, rank: int) -> list[list[str]]:
+        return [words for words in Notes.read(self._notes(rank)) if words[0] == "step"]
 
-def uninterrupted(names: list[str], steps: int) -> list[list[str]]:
+    def _count_ways(self) -> None:
+        for number in range(PRODUCERS):
+            for words in Notes.read(self.folder / f"producer{number}.acked"):
+                (self.result.stored if words[1] == STORED else self.result.sent)[f"producer-{number}"] += 1
+        for rank in range(self.ranks):
+            for words in self._steps_of(rank):
+                way = words[2].split()[1]
+                (self.result.sent if way == SENT else self.result.stored)[f"rank-{rank}"] += 1
+                self.result.read_bytes += 0 if way == SENT else int(way)
+
+
+def _content_of(name: str) -> list[Sample]:
+    return (group_of if name[0] == "g" else evaluation_of)(int(name[1:]))
+
+
+def uninterrupted(names: list[str], steps: int, ranks: int = RANKS) -> list[list[str]]:
     """Each step's digests by rank, from a plane that nothing happens to."""
-    engine = DirectEngine(settings(RANKS), Log(None))
+    engine = DirectEngine(settings(ranks), Log(None))
     digests: list[list[str]] = []
     waiting = iter(names)
     while len(digests) < steps:
@@ -255,6 +311,7 @@ def torture(
     """Kill a run's processes so many times. The folder is kept if anything was wrong."""
     folder.mkdir(parents=True)
     result = Run(folder, carrier, seed).go(kills, progress)
+    result.check_ways()
     if result.good:
         shutil.rmtree(folder)
     return result
