@@ -92,8 +92,8 @@ def test_what_is_not_a_plain_file_is_refused(make: str, tmp_path: Path) -> None:
 
 def test_a_link_swapped_in_while_reading_never_leads_out(tmp_path: Path) -> None:
     import itertools
-import threading
-import time
+    import threading
+    import time
 
     (tmp_path / "secret").write_bytes(b"secret!!")
     root = tmp_path / "root"

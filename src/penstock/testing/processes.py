@@ -138,7 +138,7 @@ def _train(place: Place, rank: int, ranks: int, notes: Notes) -> None:
         url, rank=rank, world=ranks, resume_step=begin, run="torture", timeouts=timeouts_at(url), keys=place.keys
     ) as source:
         for step in source.steps():
-            reader = source._reader
+            reader = source._reach.reader
             notes.write("step", step.number, step.digest, SENT if reader is None else reader.bytes_read)
             source.commit(step, policy_version=step.number)
             _save(folder, rank, step.number)
