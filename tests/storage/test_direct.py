@@ -250,6 +250,20 @@ def test_a_sealed_segment_costs_one_more_write(open_plane: OpenPlane, tmp_path: 
     assert len({parse_location(at).segment for at in engine.log.locations()}) == 2
 
 
+def test_a_client_that_comes_back_under_another_address_gets_a_segment_of_its_own(
+    open_plane: OpenPlane, tmp_path: Path
+) -> None:
+    plane = open_plane(tmp_path / "run", listen=["tcp://127.0.0.1:*"])
+    with ps.open(plane.url, timeouts=FAST) as first, ps.open(plane.url, timeouts=FAST) as again:
+        assert first.put(named_group("a"))
+        again._direct.writer()
+        again._direct._writer = writer_of(first)  # as after the connection was made anew, with the same open segment
+        assert again._direct._writer is not None
+        again._direct._writer._writer._next = again._open_segment
+        assert again.put(named_group("b"))
+    assert plane.status()["counts"]["groups_direct"] == 2
+
+
 def test_producers_go_on_in_new_segments_after_the_plane_restarts(tmp_path: Path) -> None:
     url = f"ipc://{tmp_path}/s"
     with ps.open(tmp_path / "run", listen=[url], **SETTINGS) as plane:  # type: ignore[arg-type]

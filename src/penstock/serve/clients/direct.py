@@ -19,6 +19,7 @@ from penstock.storage import FolderStorage, Writer
 from penstock.storage.interface import Pieces
 
 logger = logging.getLogger("penstock.storage")
+_MOST_REPEATS = 20
 _BATCH_BYTES = 32 << 20
 """Frames written with one sync, at most: those that come later wait for the next."""
 _PAUSE_S = 1.0
@@ -76,6 +77,8 @@ class Direct:
         self._attach, self._open_segment = attach, open_segment
         self._lock = threading.Lock()
         self._is_known = False
+        self._repeats = 0
+        """Frames in a row that the plane did not take from storage."""
         self._writer: DirectWriter | None = None
         self._paused_until = 0.0
         self.seq_len, self.drops_long = 0, False
@@ -104,6 +107,15 @@ class Direct:
     def pause(self) -> None:
         """There was no room: the plane writes the next groups, or says that there is none."""
         self._paused_until = time.monotonic() + _PAUSE_S
+
+    def count_repeat(self, reason: str) -> None:
+        """A frame must be written once more. A plane that never takes one is not reached by storage at all."""
+        self._repeats += 1
+        if self._repeats > _MOST_REPEATS:
+            self.turn_off(f"{self._repeats} frames in a row were not taken from storage, the last because: {reason}")
+
+    def count_taken(self) -> None:
+        self._repeats = 0
 
     def turn_off(self, reason: object) -> None:
         """Storage cannot be used from here: send groups to the plane from now on."""
@@ -147,7 +159,9 @@ class DirectPut:
         """Whether the frame must be written, or sent, once more: its segment was sealed meanwhile, or the plane does
         not see it."""
         if not isinstance(answer, Rejected) or answer.kind not in ("Sealed", "Unseen"):
+            self._direct.count_taken()
             return False
+        self._direct.count_repeat(answer.reason)
         if answer.kind == "Unseen":
             self._direct.turn_off(answer.reason)
         else:

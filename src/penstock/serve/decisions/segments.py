@@ -219,7 +219,8 @@ class Segments:
         if one is None or one.row.sealed_at or at.segment in self._to_seal:
             raise Sealed(f"segment {at.segment}: sealed or unknown here; write the frame again to a new segment")
         if one.row.writer != writer:
-            raise InvalidInput(f"segment {at.segment}: belongs to another writer")
+            # Also of a client that came back under another address: it gets a segment of its own.
+            raise Sealed(f"segment {at.segment}: belongs to another writer; write the frame again to a new segment")
         if _overlaps(one.rejected, at):
             raise Sealed(f"location {at}: was rejected before and is freed; write the frame again to a new segment")
         if not at.size or _overlaps(one.taken, at):
