@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -158,12 +157,3 @@ def test_when_everything_that_arrives_is_stale_the_wait_says_so(open_engine: Ope
     waits = engine.plan_step(2)
     assert isinstance(waits, str)
     assert "the last 2 groups that arrived were dropped as stale (max_staleness 1, policy version 5)" in waits
-
-
-def test_a_run_whose_frames_were_with_keepers_is_refused(tmp_path: Path) -> None:
-    with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1) as plane:
-        plane.put(named_group("a"))
-    with sqlite3.connect(tmp_path / "log.sqlite") as db:  # as the first version wrote it
-        db.execute("INSERT OR REPLACE INTO meta VALUES ('copies', '2')")
-    with pytest.raises(ConfigError, match=r"began with copies=2, so its frames are with keepers.*begin a new folder"):
-        ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1)

@@ -123,3 +123,15 @@ def test_a_log_from_right_before_a_deletion_is_refused(tmp_path: Path) -> None:
     engine.log.close()
     with pytest.raises(Conflict, match="it was restored from a copy"):
         open_log(copied, settings)
+
+
+def test_a_client_that_is_gone_and_comes_back_writes_to_a_new_segment() -> None:
+    engine = DirectEngine(SETTINGS, Log(None), MemoryStorage())
+    (first,), (other,) = engine.segments.register("one"), engine.segments.register("two")
+    engine.segments.seal_writer("one")
+    with pytest.raises(Sealed):
+        engine.segments.expect(f"{first}:0:10", "one")
+    assert engine.segments.expect(f"{other}:0:10", "two")
+    (again,) = engine.segments.register("one")
+    assert engine.segments.expect(f"{again}:0:10", "one")
+    engine.log.close()

@@ -23,7 +23,7 @@ from penstock.bench.programs import Program, Wanted, WayFailed, started
 from penstock.bench.report import Row, faster, skipped
 
 PREVIOUS = "462be9a"
-"""The last version in which all bytes passed the plane, or keepers."""
+"""The last version in which all bytes passed the plane, or storage processes of our own."""
 CARRIERS = ("direct", "tcp", "shm")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 

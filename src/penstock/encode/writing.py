@@ -27,15 +27,11 @@ from penstock.encode.layout import (
     Header,
     TextBlock,
     assemble,
-    join,
     pack_header,
 )
 from penstock.encode.prefixes import Prefixes, cut, find_prefixes, shares_values
 from penstock.encode.stored import Gathered
 from penstock.errors import ConfigError
-
-_LARGE_BYTES = 4 << 20
-"""From here on numpy takes memory in huge pages."""
 
 
 def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
@@ -49,12 +45,6 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
     [1, 2, 3]
     """
     return b"".join(_pieces_of(samples, profile))
-
-
-def encode_to_send(samples: Iterable[Sample]) -> Buffer:
-    """`encode`, in memory that suits large frames."""
-    pieces = _pieces_of(samples, "fast")
-    return b"".join(pieces) if sum(len(piece) for piece in pieces) < _LARGE_BYTES else join(pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class SegmentRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """What is decided with of a group; its facts are kept beside it, its frame by a keeper."""
+    """What is decided with of a group; its metadata is beside it, its frame in storage."""
 
     op: int
     id: str

@@ -33,12 +33,6 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
         )
     if began and began != replay and settings.replay.remover is None:
         _check_capacity(settings.replay.capacity, log)
-    copies = log.text("copies") or "0"
-    if copies != "0" and log.locations():
-        raise ConfigError(
-            f"{log.folder}: this run began with copies={copies}, so its frames are with keepers, which this version "
-            "does not have; finish it with the version that began it, or begin a new folder"
-        )
     if planned != ranks and log.steps_from(log.meta("next_step", 1)):
         raise ConfigError(
             f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "

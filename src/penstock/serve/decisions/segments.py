@@ -277,7 +277,9 @@ class Segments:
             self._to_seal[name] = end is not None and one.accepted_bytes == end
 
     def seal_writer(self, writer: str) -> None:
-        """A writer is gone."""
+        """A writer is gone. If it comes back, it writes what was not accepted again."""
+        if not self._open[writer]:
+            return
         for name, one in self._all.items():
             if one.row.writer == writer:
                 self.seal(name)
@@ -314,10 +316,6 @@ class Segments:
         """Whether everything in a segment was decided upon; what an earlier epoch left is kept for a day."""
         known = one.row.clean or one.row.epoch == self._log.epoch
         return known or now - one.row.sealed_at > KEEP_UNACCEPTED_S
-
-    @property
-    def has_changes(self) -> bool:
-        return bool(self._to_free or self._to_seal or self._deleted)
 
     def write(self, freed: Sequence[str] = ()) -> None:
         """Inside a transaction: what was decided. `freed`: frames that this transaction makes the log forget."""

@@ -303,6 +303,7 @@ class Server:
         carrier, address = peer
         if not carrier.send(address, self._pack(message), frames):
             self.admission.rooms.gone(peer)
+            self.engine.segments.seal_writer(_writer_of(peer))
 
     def _plan(self, now: float) -> bool:
         """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
