@@ -65,7 +65,8 @@ class Source:
         self._error: BaseException | None = None
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps that wait to be checked and filled."""
-        threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True).start()
+        self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
+        self._filler.start()
         self._loop = ClientLoop(
             carrier,
             on_message=self._on_message,
@@ -223,6 +224,7 @@ class Source:
             self._changed.notify_all()
         self._received.put(None)
         self._loop.stop()
+        self._filler.join(_LEAVE_S)  # it refers to this source, and through it to a plane in this process
 
     def __enter__(self) -> Self:
         return self
