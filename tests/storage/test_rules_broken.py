@@ -3,6 +3,9 @@
 For each broken rule there is a seed that finds it; the same seed passes while the rule is kept. To look for others:
 
     python tests/storage/test_rules_broken.py RULE 500
+
+That the marker moves *before* a deletion is shown by the small model (`model.py`, rule "order"): here a crash between the
+two and a log restored from just before it hardly ever meet.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.segments import Sealed, Segments, _overlaps, _Segment
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
-from penstock.storage import Custody, Writer, parse_location
+from penstock.storage import Writer, parse_location
 from penstock.storage.interface import Pieces
 from penstock.testing import storage_simulation
 from penstock.testing.oracle import Violated
@@ -146,15 +149,6 @@ def a_rejected_location_may_be_put_again(patch: pytest.MonkeyPatch) -> None:
 
 
 @rule
-def move_the_marker_after_the_deletion(patch: pytest.MonkeyPatch) -> None:
-    def delete(self: Custody, names: Sequence[str], op: int) -> None:
-        self._storage.delete(names)
-        self._move(op)
-
-    patch.setattr(Custody, "delete", delete)
-
-
-@rule
 def free_frames_after_a_failed_commit(patch: pytest.MonkeyPatch) -> None:
     flush = Acceptance.flush
 
@@ -211,7 +205,6 @@ FINDS = {
     "free_what_earlier_epochs_left_at_once": 24,
     "use_a_location_twice": 1,
     "a_rejected_location_may_be_put_again": 100,
-    "move_the_marker_after_the_deletion": 103,
     "free_frames_after_a_failed_commit": 231,
     "accept_a_new_segment_without_reading_it": 14,
     "go_on_in_a_segment_after_a_failed_sync": 9,
