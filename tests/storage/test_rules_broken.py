@@ -4,8 +4,8 @@ For each broken rule there is a seed that finds it; the same seed passes while t
 
     python tests/storage/test_rules_broken.py RULE 500
 
-That the marker moves *before* a deletion is shown by the small model (`model.py`, rule "order"): here a crash between the
-two and a log restored from just before it hardly ever meet.
+That the marker moves *before* a deletion is shown by the small model (`model.py`, rule "order"): here a crash between
+the two and a log restored from just before it hardly ever meet.
 """
 
 from __future__ import annotations
