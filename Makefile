@@ -1,5 +1,9 @@
 # The commands of the project. Everything is installed into .venv by the first one that is run.
 
+# Containers often set this. Without cached bytecode each of the hundreds of processes that tests and demo start compiles
+# torch and everything else again: the suite then takes half as long again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test test-fast test-ray test-packaging test-doors bench clean
 
 help:
