@@ -7,7 +7,7 @@ the sums they read must be those that were sent. Ways take turns, round by round
 notes carry spread, CPU seconds and peak memory. Ours writes and syncs every group, plans, packs and gives the step to
 all ranks or none, with heartbeats and credit; what stands beside it does less, as the docstrings in `ways` say.
 
-`direct`: workers and ranks use the storage themselves. `tcp` and `shm`: all bytes pass the plane.
+`direct`: workers and ranks use the storage themselves. `tcp`: all bytes pass the plane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.bench.report import Row, faster, skipped
 
 PREVIOUS = "462be9a"
 """The last version in which all bytes passed the plane, or storage processes of our own."""
-CARRIERS = ("direct", "tcp", "shm")
+CARRIERS = ("direct", "tcp")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 
 Rounds: TypeAlias = list[dict[str, float]]

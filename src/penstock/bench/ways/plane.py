@@ -81,9 +81,8 @@ class _Way:
 
     def _start(self, name: str, ranks: int, carrier: str, groups: int) -> _Served:
         home = self._folder / name
-        listen = f"shm+ipc://{self._sockets / name}" if carrier == "shm" else "tcp://127.0.0.1:*"
         words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
-        words += [f"--listen={listen}", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
+        words += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
         if carrier != "direct" and _knows_direct():
             words.append("--set=direct=false")
         process = subprocess.Popen(

@@ -19,7 +19,6 @@ from itertools import islice
 
 import xxhash
 
-from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError, StorageError
 from penstock.keep.facts import GroupFacts
 from penstock.send.messages import Buffer, Put
@@ -391,7 +390,7 @@ class AlteredOnTheWay(CorruptFrame):
     """A frame is not what was sent: it must be sent again."""
 
 
-def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:
-    """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
+def pipeline_of(engine: Engine, workers: Workers) -> Pipeline:
+    """The pipeline of a real plane."""
     intake = Intake(engine.settings, engine.writer)
-    return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage, allocate), workers)
+    return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage), workers)
