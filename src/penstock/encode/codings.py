@@ -139,6 +139,15 @@ class Writer:
         self._pad(size)
         return Block(RAW)
 
+    def write_row_pieces(self, pieces: Sequence[Array]) -> Block:
+        """`write_rows` of the pieces end to end, without joining them, where rows are not wide and not compressed."""
+        bits = [bit_view(piece) for piece in pieces]
+        if not any(one[:1].any() or one.any() for one in bits):  # the first row nearly always tells
+            first = next((piece for piece in pieces if piece.size), None)
+            if first is not None:
+                return self.plain(CONSTANT, 0, first.reshape(-1)[:1])
+        return self.write_pieces(pieces)
+
     def write_lists(self, lists: Ragged, trained: MaskRuns | None = None) -> tuple[Block, Block]:
         """Write one list per token: how many values each has, then the values; `trained` as for `write`."""
         counts = lists.lengths.astype(np.uint32)
