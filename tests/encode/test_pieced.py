@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def everything_large() -> Iterator[None]:
     """Rows of any size stay where they lie."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples_module, "LARGE_BYTES", 0)
-        patch.setattr(assembly, "LARGE_COLUMN", 0)
+        patch.setattr(assembly, "LARGE_BYTES", 0)
         yield
 
 
@@ -99,7 +100,7 @@ def test_filled_micro_batches_are_those_of_joined_rows() -> None:
 
 def test_a_pieced_column_is_a_ragged_one() -> None:
     rng = np.random.default_rng(0)
-    rows = [[rng.integers(0, 9, (n, 2)) for n in sizes] for sizes in ((2, 3), (), (4,), (1, 0, 2))]
+    rows: list[list[Any]] = [[rng.integers(0, 9, (n, 2)) for n in sizes] for sizes in ((2, 3), (), (4,), (1, 0, 2))]
     offsets = np.array([0, 5, 5, 9, 12])
     column = Pieced(rows, offsets)
     plain = Ragged(np.concatenate([piece for row in rows for piece in row]), offsets)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import TEXT_COLUMNS, Array
 from penstock.arrays.own_columns import joined_own, table_with
-from penstock.arrays.pieced import Pieced
+from penstock.arrays.pieced import LARGE_BYTES, Pieced
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
@@ -32,8 +32,8 @@ from penstock.errors import CorruptFrame, InvalidInput
 
 RangePicks: TypeAlias = Sequence[tuple[RangedFrame, Sequence[int] | NDArray[np.integer], Fetch]]
 """Which samples of which frames, in order, and where the bytes of each frame come from."""
-LARGE_COLUMN = 4 << 20
-"""Columns from this size on are kept in `StepMemory`."""
+LARGE_COLUMN = 1 << 17
+"""Columns from this size on are kept in `StepMemory`: the C library gives smaller blocks out again by itself."""
 
 
 class StepMemory:
@@ -158,7 +158,7 @@ class _Assembly:
         edges = offsets_of([int(own.sum()) for own in lengths]).tolist()
         if any(name in pick.frame.columns and pick.frame.columns[name].counts is not None for pick in self._picks):
             return Ragged(self._lists(name, dtype), self._shared(np.concatenate(lengths)))
-        if shape and edges[-1] * math.prod(shape) * dtype.itemsize >= LARGE_COLUMN and self._is_raw(name):
+        if shape and edges[-1] * math.prod(shape) * dtype.itemsize >= LARGE_BYTES and self._is_raw(name):
             return self._pieced(name)
         out = self._empty(name, edges[-1], dtype, shape)
         for k, pick in enumerate(self._picks):

@@ -1,6 +1,7 @@
 """Groups in and steps out: decisions in the loop's thread, everything that weighs as much as the data beside it.
 
     put      engine.offer    ->  [intake: check, make facts, keep, sync]  ->  engine.arrive, flush     answered
+    stored   engine.offer    ->  look at its metadata                     ->  engine.arrive, flush     answered
     step     engine.draw     ->  [steps: plan from facts]                 ->  engine.record            durable
                              ->  [steps: gather the payloads]             ->  staged                   delivered
 
@@ -123,7 +124,11 @@ class Pipeline:
             stored = Stored(
                 put.group, put.digest, put.location, put.metadata, put.shown, put.evaluation, read_back=read_back
             )
-            self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
+            looked_at = None if read_back else self._intake.look_at(stored, may_read=False)
+            if looked_at is None:
+                self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
+            else:  # metadata of a kilobyte: a thread would cost more than looking at it
+                self._looked_at(looked_at)
         return None
 
     def _free_repeat(self, put: Put, writer: str) -> None:
@@ -140,9 +145,10 @@ class Pipeline:
             return ""
         return GroupFacts.from_bytes(metadata).run
 
-    def _looked_at(self, result: Arrived | Dropped | Refused | Exception) -> None:
+    def _looked_at(self, result: Arrived | Dropped | Refused | Exception | None) -> None:
         if isinstance(result, Exception):
             raise result
+        assert result is not None, "None is returned only where nothing may be read"
         if isinstance(result, Arrived):
             self._engine.segments.verified(result.location)
             self._engine.counts["groups_direct"] += 1
