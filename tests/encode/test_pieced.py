@@ -76,6 +76,7 @@ def test_pieces_are_used_where_rows_are_large() -> None:
 def test_rows_of_zeros_and_rows_that_do_not_follow_the_tokens_are_coded_alike(dtype: type) -> None:
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 1000, 100)
+    rows: Any
     for rows in (np.zeros((2, 100, 4, 2), dtype), rng.integers(0, 9, (2, 100, 4, 2)).astype(dtype)):
         samples = [ps.Sample(id=f"{i}", group="g", token_ids=ids, routed_experts=one) for i, one in enumerate(rows)]
         with everything_large():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TOPK, Cells, allows_all
+from penstock.arrays.columns import TOPK, Cells, allows_all, first_bad
 from penstock.arrays.images import check_spans
 from penstock.arrays.kept_sets import first_bad_set
 from penstock.arrays.pieced import Pieced
@@ -203,7 +203,7 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
         if name == "sampling_mask":
             _check_kept(column, samples)
         values = values.values
-    if samples.table[name].nan == "untrained":
+    if samples.table[name].nan == "untrained" and first_bad(samples.table[name], values) is not None:
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values
         else:
