@@ -200,7 +200,6 @@ def test_large_columns_lie_in_the_memory_of_the_step_before() -> None:
         assert_identical(got, gathered(step))
         assert got["token_ids"].values.ctypes.data == address
     assert memory.nbytes == before
-    assert got["loss_mask"].values.nbytes < LARGE_COLUMN
 
 
 def test_sparse_columns_in_used_memory_are_zero_where_nothing_is_trained() -> None:

@@ -32,8 +32,8 @@ from penstock.errors import CorruptFrame, InvalidInput
 
 RangePicks: TypeAlias = Sequence[tuple[RangedFrame, Sequence[int] | NDArray[np.integer], Fetch]]
 """Which samples of which frames, in order, and where the bytes of each frame come from."""
-LARGE_COLUMN = 1 << 17
-"""Columns from this size on are kept in `StepMemory`: the C library gives smaller blocks out again by itself."""
+LARGE_COLUMN = 4 << 20
+"""Columns from this size on are kept in `StepMemory`."""
 
 
 class StepMemory:

@@ -7,6 +7,9 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
+LARGE_BYTES = 32 << 20
+"""Blocks from this size on are kept. Smaller ones the C library gives out again by itself, and only as long as they are
+freed: it learns from them not to ask the kernel."""
 _MOST = 8
 """Blocks that are kept; a step takes one, and one more for each column with trailing dimensions."""
 _ALONE = 3
@@ -21,12 +24,12 @@ class BlockPool:
     references is free, whoever had it.
 
     >>> pool = BlockPool()
-    >>> one = pool.take(100)
-    >>> address, other = one.ctypes.data, pool.take(100)
+    >>> one = pool.take(50 << 20)
+    >>> address, other = one.ctypes.data, pool.take(50 << 20)
     >>> other.ctypes.data == address  # still in use
     False
     >>> del one
-    >>> pool.take(80).ctypes.data == address
+    >>> pool.take(40 << 20).ctypes.data == address
     True
     """
 
@@ -35,6 +38,8 @@ class BlockPool:
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """`size` bytes that nobody else has."""
+        if size < LARGE_BYTES:
+            return np.empty(size, np.uint8)
         small = []
         for block in self._blocks:
             if sys.getrefcount(block) == _ALONE:

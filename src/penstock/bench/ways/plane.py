@@ -136,7 +136,7 @@ def producer(number: int, pipe: Connection) -> None:
     def handle(request: Request) -> dict[str, Any]:
         match request["do"]:
             case "join":
-                planes[request["plane"]] = ps.open(request["url"], keys=request["keys"])
+                planes[request["plane"]] = ps.open(request["url"], keys=request.get("keys"))
             case "prepare":
                 case = CASES[request["case"]]
                 groups[:] = make_groups(case, range(number, case.groups, PRODUCERS), request["name"])
@@ -173,7 +173,9 @@ def rank(number: int, pipe: Connection) -> None:
         plane = request["plane"]
         match request["do"]:
             case "join":
-                sources[plane] = ps.connect(request["url"], rank=number, world=request["world"], keys=request["keys"])
+                sources[plane] = ps.connect(
+                    request["url"], rank=number, world=request["world"], keys=request.get("keys")
+                )
             case "take":
                 steps[plane] = sources[plane].step(timeout=PATIENCE_S)
                 tensors = [_tensors(batch) for batch in steps[plane]]
