@@ -305,7 +305,7 @@ def test_doctor_finds_this_machine_healthy(
     report = json.loads(out(capsys, "doctor", str(tmp_path / "not" / "yet"), "--json"))
     assert report["healthy"] is True
     names = [finding["name"] for finding in report["findings"]]
-    assert {"python", "loopback", "keys", "shared memory", "disk", "open files"} <= set(names)
+    assert {"python", "loopback", "keys", "disk", "open files"} <= set(names)
     assert list(tmp_path.iterdir()) == []
 
 

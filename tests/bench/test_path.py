@@ -37,6 +37,10 @@ def test_every_way_of_this_environment_is_measured_and_the_others_are_skipped() 
         assert found[name, "TransferQueue"].target == path.settings(full=False)[0].targets.get(carrier)
         assert " ms (" in found[name, "TransferQueue"].note
         assert "462be9a" in found[name, "462be9a, tcp"].skipped
+    measured = {row.name.removeprefix("tiny, 2 ranks, direct: "): row.ours for row in rows if row.ours is not None}
+    assert (measured["page faults, rank"] or 0) >= 0
+    assert all(measured[f"peak memory in MB, {who}"] > 1 for who in ("plane", "rank", "producer"))
+    assert measured["bytes read over bytes needed"] >= 1
     assert not multiprocessing.active_children()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,10 @@ import pytest
 
 import penstock as ps
 from penstock.bench import deliver, ingest
-from penstock.bench.links import RawSharedLink, digest
+from penstock.bench.links import digest
 from penstock.bench.report import as_table
 from penstock.commands.bench import BENCHES
 from penstock.encode import decode
-from penstock.send.shared_memory import ROOT
 
 
 def silent(_what: str) -> None:
@@ -24,17 +22,14 @@ def silent(_what: str) -> None:
 
 def test_deliver_measures_every_way_and_leaves_nothing_behind() -> None:
     rows = deliver.run(full=False, progress=silent, num_bytes=400_000, repeats=2)
-    assert not list(ROOT.glob(f"bench-{os.getpid()}-*"))
     assert not multiprocessing.active_children()
     pairs = {(row.name.rpartition(": ")[2], row.rival_name) for row in rows if row.rival is not None}
     assert {
-        (deliver.SHARED, deliver.TCP),
         (deliver.TCP, deliver.RAW_TCP),
         (deliver.IPC, deliver.RAW_IPC),
-        (deliver.SHARED, deliver.RAW_SHARED),
         (deliver.TCP, deliver.QUEUE),
     } <= pairs
-    assert {row.target for row in rows} == {None, 0.8, 0.9, 5.0}
+    assert {row.target for row in rows} == {None, 0.8}
     assert "raw ZeroMQ tcp" in as_table("deliver", rows)
 
 
@@ -77,13 +72,6 @@ def test_producing_reports_one_acknowledgement_per_group(tmp_path: Path) -> None
         assert plane.ledger.held == 5 * ingest.SIZE
     assert len(puts.acks) == 5
     assert puts.seconds >= float(np.max(puts.acks)) > 0
-
-
-def test_raw_shared_memory_is_removed_on_close() -> None:
-    link = RawSharedLink([], 16)
-    assert link.folder.is_dir()
-    link.close()
-    assert not link.folder.exists()
 
 
 def test_both_are_registered() -> None:

@@ -18,7 +18,8 @@ import penstock as ps
 from penstock.arrays.run_lengths import MaskRuns, bit_view
 from penstock.bench import data
 from penstock.commands.inspect import inspect_frame
-from penstock.encode.codings import Profile, Reader, Writer
+from penstock.encode import codings
+from penstock.encode.codings import FEW, Profile, Reader, Writer
 from penstock.encode.layout import ALIGN
 from penstock.errors import ConfigError
 
@@ -136,3 +137,22 @@ def test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed() -
         command = [sys.executable, "-c", PROGRAM]
         seen.add(subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout)
     assert len(seen) == 1
+
+
+@given(
+    st.sampled_from(["<u4", "<u2", "<i8", "<u8", "<i4"]).flatmap(
+        lambda dtype: st.lists(
+            st.one_of(st.integers(0, 3), st.integers(0, 2**15), st.integers(0, 2 ** (8 * int(dtype[2]) - 1) - 1)),
+            min_size=1,
+            max_size=FEW,
+        ).map(lambda values: np.array(values, dtype))
+    ),
+    st.sampled_from(["fast", "small"]),
+)
+def test_few_numbers_are_coded_as_many_are(values: Any, profile: Profile) -> None:
+    made, plain = Writer(profile, align=True), Writer(profile, align=True)
+    block = made.write(values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codings, "FEW", 0)
+        assert plain.write(values) == block
+    assert b"".join(made.pieces) == b"".join(plain.pieces)

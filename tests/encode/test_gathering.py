@@ -115,21 +115,6 @@ def test_a_prefix_shared_with_a_sample_that_was_not_picked_comes_along() -> None
     assert read_head(gather([(open_frame(picked[0][0]), np.array([2, 3]))])).prefixes is not None
 
 
-def test_the_frame_is_written_into_the_memory_that_is_given() -> None:
-    memory = memoryview(bytearray(100_000))
-    asked: list[int] = []
-
-    def allocate(size: int) -> memoryview:
-        asked.append(size)
-        return memory
-
-    samples = _routed(3)
-    made = gather([(open_frame(ps.encode(samples)), np.arange(3))], allocate)
-    assert made.obj is memory.obj
-    assert asked == [len(made)]
-    assert ps.decode(made) == Samples.of(samples)
-
-
 def test_a_frame_that_is_picked_from_twice_gives_both_parts_in_order() -> None:
     samples = _routed(4)
     frame = ps.encode(samples)

@@ -1,4 +1,4 @@
-"""One suite over all four carriers, and what strangers may throw at each of them."""
+"""One suite over all carriers, and what strangers may throw at each of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import time
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 import zmq
 
 from penstock.errors import ConfigError
-from penstock.send import shared_memory
-from penstock.send.carrier import ClientCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.memory import MemoryPlane
 from penstock.send.message_header import pack_message, read_from_client
 from penstock.send.messages import BEHIND, Beat
-from penstock.send.shared_memory import SharedClient, SharedPlane, reclaim
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.testing.carriers import CarrierSuite, Ends, RestartableSuite, answer, hear
 from penstock.testing.proxy import Proxy
@@ -48,12 +44,6 @@ class TestIpc(RestartableSuite):
     def ends(self, folder: Path) -> Ends:
         url = f"ipc://{folder}/plane.sock"
         return Ends(plane=lambda: SocketPlane(url), client=lambda: SocketClient(url))
-
-
-class TestShared(RestartableSuite):
-    def ends(self, folder: Path) -> Ends:
-        url = f"ipc://{folder}/plane.sock"
-        return Ends(plane=lambda: SharedPlane(url), client=lambda: SharedClient(url))
 
 
 class TestFiles(RestartableSuite):
@@ -180,104 +170,6 @@ def test_what_nobody_will_read_is_swept_at_the_next_start(tmp_path: Path) -> Non
     for client in (old, new):  # a client that was only silent makes its folder again
         client.send(b"hello")
     assert len(plane.receive()) == 2
-
-
-# ------------------------------------------------------------------ shared memory
-
-
-def _talk(tmp_path: Path) -> tuple[SharedPlane, SharedClient, object]:
-    root = tmp_path / "shm"
-    root.mkdir()
-    plane = SharedPlane(f"ipc://{tmp_path}/plane.sock", root=root)
-    client = SharedClient(f"ipc://{tmp_path}/plane.sock", root=root)
-    client.send(b"hello")
-    return plane, client, hear(plane, 1)[0][0]
-
-
-def test_a_payload_sent_again_is_not_copied_again(tmp_path: Path) -> None:
-    plane, client, peer = _talk(tmp_path)
-    frames = [b"x" * 100_000]
-    for _ in range(10):
-        plane.send(peer, b"step", frames)
-    assert [answer(client)[1] for _ in range(10)] == [frames] * 10
-    assert len(list((tmp_path / "shm").glob("penstock-*/*"))) == 1
-    client.close()
-    plane.close()
-
-
-def test_a_payload_built_in_shared_memory_is_not_copied_and_its_segment_used_again(tmp_path: Path) -> None:
-    plane, client, peer = _talk(tmp_path)
-    for i in range(6):
-        payload = plane.allocate(100_000)
-        payload[:] = bytes([i]) * 100_000
-        other = plane.allocate(50_000)  # the first one is still held
-        plane.send(peer, b"step", [payload])
-        header, frames = answer(client)
-        assert (header, bytes(frames[0])) == (b"step", bytes([i]) * 100_000)
-        del payload, other, frames
-    assert len(list((tmp_path / "shm").glob("penstock-*/*"))) == 2
-    plane.close()
-    assert not list((tmp_path / "shm").iterdir())
-    client.close()
-
-
-def test_segments_of_a_client_that_is_gone_are_given_back(tmp_path: Path) -> None:
-    plane, client, peer = _talk(tmp_path)
-    plane.send(peer, b"step", [b"x" * 100_000])
-    plane.forget(peer)
-    assert not list((tmp_path / "shm").glob("penstock-*/*"))
-    plane.close()
-    assert not list((tmp_path / "shm").iterdir())
-    client.close()
-
-
-def test_segments_of_a_plane_that_lives_are_not_reclaimed(tmp_path: Path) -> None:
-    plane, client, peer = _talk(tmp_path)
-    dead = tmp_path / "shm" / "penstock-0123456789abcdef"
-    dead.mkdir()
-    (dead / "1").write_bytes(b"x")
-    assert reclaim(tmp_path / "shm") == [dead.name]
-    plane.send(peer, b"step", [b"x" * 100_000])
-    assert answer(client) == (b"step", [b"x" * 100_000])
-    client.close()
-    plane.close()
-
-
-def test_without_room_in_shared_memory_the_socket_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plane, client, peer = _talk(tmp_path)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    payload = plane.allocate(100_000)
-    payload[:] = b"x" * 100_000
-    for frame in (b"x" * 100_000, payload):
-        plane.send(peer, b"step", [frame])
-        assert answer(client) == (b"step", [b"x" * 100_000])
-    assert not list((tmp_path / "shm").glob("penstock-*/*"))
-    client.close()
-    plane.close()
-
-
-@pytest.mark.parametrize(
-    "handle",
-    [
-        b"junk",
-        msgspec.msgpack.encode(("../../etc", "1", 10, (10,))),
-        msgspec.msgpack.encode(("penstock-0123456789abcdef", "../passwd", 10, (10,))),
-        msgspec.msgpack.encode(("penstock-0123456789abcdef", "1", 10, (10,))),
-        msgspec.msgpack.encode(("penstock-0123456789abcdef", "1", -5, (-5,))),
-    ],
-)
-def test_a_handle_that_leads_nowhere_is_a_lost_message(tmp_path: Path, handle: bytes) -> None:
-    plane, client, peer = _talk(tmp_path)
-    SocketPlane.send(plane, peer, b"step", [shared_memory._MARK, handle])
-    plane.send(peer, b"next")
-    got: ClientCarrier = client
-    assert answer(got)[0] == b"next"
-    client.close()
-    plane.close()
 
 
 # ------------------------------------------------------------------ slow links

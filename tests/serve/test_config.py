@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -187,9 +188,25 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
 
 def test_an_address_of_no_known_kind_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for address in ("shm:///tmp/plane.sock", "http://head:7440"):
-        with pytest.raises(ConfigError, match=r"must begin with one of tcp://, ipc://, shm\+ipc://, file://, ray://"):
-            ps.open(address, ranks=1, seq_len=16, groups_per_step=1)
+    with pytest.raises(ConfigError, match=r"must begin with one of tcp://, ipc://, file://, ray://"):
+        ps.open("http://head:7440", ranks=1, seq_len=16, groups_per_step=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["shm", "shm+ipc"])
+def test_an_address_of_the_removed_transport_names_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = f"{scheme}:///tmp/plane.sock"
+    calls: list[Callable[[], object]] = [
+        lambda: ps.open(address),
+        lambda: ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, listen=[address]),
+        lambda: ps.connect(address, rank=0, world=1),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=rf"{re.escape(scheme)}:// was removed; use ipc://PATH"):
+            call()
     assert not list(tmp_path.iterdir())
 
 

@@ -204,7 +204,7 @@ def rollout(reward: float) -> ps.Trajectory:
     return ps.Trajectory(turns=turns, reward=reward, env="math")
 
 
-@pytest.mark.parametrize("carrier", ["embedded", "tcp", "ipc", "shm", "file"])
+@pytest.mark.parametrize("carrier", ["embedded", "tcp", "ipc", "file"])
 def test_evaluation_groups_arrive_over_every_carrier(open_plane: OpenPlane, tmp_path: Path, carrier: str) -> None:
     (tmp_path / "carrier").mkdir()
     url = "" if carrier == "embedded" else address(carrier, tmp_path)

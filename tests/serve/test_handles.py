@@ -44,7 +44,7 @@ def spawned(body: Callable[..., None], *args: Any) -> Any:
     return answers.get()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "ipc", "shm", "file"])
+@pytest.mark.parametrize("kind", ["tcp", "ipc", "file"])
 def test_a_plane_handed_to_another_process_is_a_line_to_it(open_plane: OpenPlane, tmp_path: Path, kind: str) -> None:
     plane = open_plane(ranks=1, listen=[address(kind, tmp_path)])
     url, taken = spawned(put_there, plane, ["a", "b"])
@@ -113,7 +113,7 @@ def test_an_asset_store_arrives_as_the_same_folder(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the address of a plane that listens
 
 
-@pytest.mark.parametrize("kind", ["tcp", "ipc", "shm+ipc", "file"])
+@pytest.mark.parametrize("kind", ["tcp", "ipc", "file"])
 def test_the_url_of_a_plane_that_listens_is_one_that_others_can_use(
     open_plane: OpenPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

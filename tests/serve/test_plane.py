@@ -19,11 +19,11 @@ from penstock.testing.carriers import Trouble, UnreliableClient
 from penstock.testing.groups import named_group
 from tests.serve.conftest import FAST, OpenPlane
 
-CARRIERS = ("memory", "tcp", "ipc", "shm", "file")
+CARRIERS = ("memory", "tcp", "ipc", "file")
 
 
 def address(kind: str, folder: Path) -> str:
-    paths = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/s", "shm": f"shm+ipc://{folder}/s"}
+    paths = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/s"}
     return paths.get(kind, f"file://{folder}/carrier")
 
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,7 +15,6 @@ import pytest
 
 import penstock as ps
 from penstock.errors import Closed, Fenced, PlaneLost, StepAborted
-from penstock.send.shared_memory import ROOT
 from penstock.send.timeouts import Timeouts
 from penstock.serve.process.daemon import Exit
 from penstock.serve.process.log_format import LineFormatter, printable
@@ -42,13 +39,6 @@ def put(plane: ps.Plane, name: str) -> None:
 
 def start(folder: Path | str, *words: str) -> PlaneProcess:
     return PlaneProcess([str(folder), *SMALL, "--listen=tcp://127.0.0.1:*", *words])
-
-
-def shared_folder(pid: int) -> Path:
-    """The folder in shared memory that a process holds."""
-    links = [path.readlink() for path in Path(f"/proc/{pid}/fd").iterdir()]
-    (folder,) = {path for path in links if path.parent == ROOT}
-    return folder
 
 
 def test_a_run_goes_on_where_the_last_process_ended(tmp_path: Path) -> None:
@@ -125,35 +115,29 @@ def test_sigusr1_writes_stacks_and_the_plane_goes_on(tmp_path: Path) -> None:
 
 def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path) -> None:
     socket = tmp_path / "socket"
-    words = [str(tmp_path / "run"), *SMALL, f"--listen=shm+ipc://{socket}"]
+    words = [str(tmp_path / "run"), *SMALL, f"--listen=ipc://{socket}"]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *words], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     try:
         ready = json.loads(parent.stdout.readline())
         assert alive(ready["pid"]) and alive(ready["watchdog"])
-        shared = shared_folder(ready["pid"])
-        assert shared.is_dir()
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
     wait_until(lambda: not alive(ready["pid"]) and not alive(ready["watchdog"]))
     assert not socket.exists()
-    assert not shared.exists()
 
 
 def test_what_a_killed_plane_leaves_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    listen = f"--listen=shm+ipc://{tmp_path / 'socket'}"
+    listen = f"--listen=ipc://{tmp_path / 'socket'}"
     killed = PlaneProcess([str(tmp_path / "run"), *SMALL, listen])
-    left = shared_folder(killed.pid)
-    killed.kill()  # what it left may be gone soon: any plane that starts on this host removes it
-    with PlaneProcess([str(tmp_path / "run"), *SMALL, listen]) as process:  # same folder, same socket
-        assert not left.exists()
-        mine = shared_folder(process.pid)
-        with ps.open(process.url) as plane:
-            put(plane, "a")
+    killed.kill()
+    assert (tmp_path / "socket").exists()
+    again = PlaneProcess([str(tmp_path / "run"), *SMALL, listen])  # same folder, same socket
+    with again as process, ps.open(process.url) as plane:
+        put(plane, "a")
     assert not (tmp_path / "socket").exists()
-    assert not mine.exists()
 
 
 def test_files_of_a_run_are_for_its_owner_only(tmp_path: Path) -> None:
@@ -175,14 +159,9 @@ def test_files_of_a_run_are_for_its_owner_only(tmp_path: Path) -> None:
 def test_what_cannot_start_says_why_in_one_line_and_leaves_no_process(
     tmp_path: Path, words: list[str], message: str
 ) -> None:
-    left = ROOT / f"penstock-{secrets.token_hex(8)}"  # as a plane leaves it that was killed
-    left.mkdir()
     listen = [] if any(word.startswith("--listen") for word in words) else ["--listen=tcp://127.0.0.1:*"]
     command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "run"), *SMALL, *listen, *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    finally:
-        shutil.rmtree(left, ignore_errors=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == Exit.REFUSED
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

@@ -16,6 +16,7 @@ from penstock.send.messages import Put
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.decisions.segments import Outside, Sealed
+from penstock.serve.process.workers import Inline, Job, Then
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.storage import FolderStorage, MemoryStorage
 from penstock.testing.engines import DirectEngine
@@ -35,10 +36,10 @@ class Bench:
     def write(self, group: str) -> str:
         return self.segment.append([[encode(named_group(group))]])[0]
 
-    def put(self, group: str, location: str) -> list[object]:
-        """Put a group; its errors, or None where it was accepted."""
+    def put(self, group: str, location: str, *, seq_len: int = 64) -> list[object]:
+        """Put a group, with metadata made for `seq_len`; its errors, or None where it was accepted."""
         frame = encode(named_group(group))
-        metadata = check_group(frame, group=group, seq_len=64).to_bytes()
+        metadata = check_group(frame, group=group, seq_len=seq_len).to_bytes()
         put = Put(ticket=1, group=group, digest=xxhash.xxh3_128_digest(frame), location=location, metadata=metadata)
         found = self.engine.pipeline.put_stored("ticket", put, "client")
         outcomes = [found] if found is not None else self.engine.pipeline.collect()
@@ -60,6 +61,26 @@ def test_a_location_that_was_rejected_is_never_accepted_because_it_is_being_free
     with bench.engine.journal.transaction():
         pass
     assert bytes(storage.read(bench.engine.log.location_of("a"))[0]) == frame
+
+
+def test_only_what_must_be_read_is_looked_at_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, jobs = Bench(), []
+    submit = Inline.submit
+
+    def noted(workers: Inline, queue: str, job: Job, then: Then) -> None:
+        jobs.append(queue)
+        submit(workers, queue, job, then)
+
+    monkeypatch.setattr(Inline, "submit", noted)
+    assert bench.put("a", bench.write("a")) == [None]
+    assert jobs == ["intake"]  # the first frame of a segment is read back
+    for name in "bc":
+        assert bench.put(name, bench.write(name)) == [None]
+    assert jobs == ["intake"]
+    assert bench.put("d", bench.write("d"), seq_len=3) == [None]  # its sender knew another seq_len: read it
+    assert jobs == ["intake", "intake"]
+    assert bench.engine.counts["groups_direct"] == 4
+    assert bench.engine.counts["puts_refused"] == 0
 
 
 def test_two_groups_that_are_looked_at_together_cannot_be_at_one_place() -> None:

@@ -276,13 +276,17 @@ APART = "routed_experts"
 """Samples with and without this column never share a micro-batch: no value of it says "route as you like"."""
 
 
+def allows_all(column: Column, dtype: np.dtype[Any]) -> bool:
+    """Whether no value of this dtype can be a bad one."""
+    return (column.nan == "any" or dtype.kind != "f") and column.above == -math.inf and column.at_most == math.inf
+
+
 def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
     """The index of the first value the column does not allow, and why; None when all are allowed.
 
     For a column with `nan="untrained"`, pass the values on trained tokens only.
     """
-    finite = column.nan != "any" and values.dtype.kind == "f"
-    if len(values) == 0 or not (finite or column.above > -math.inf or column.at_most < math.inf):
+    if len(values) == 0 or allows_all(column, values.dtype):
         return None
     # Two reductions decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison.
     low, high = values.min(), values.max()

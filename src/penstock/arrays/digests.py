@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.arrays.columns import TEXT_COLUMNS
+from penstock.arrays.pieced import Pieced
 from penstock.arrays.ragged import Ragged
 from penstock.arrays.samples import Samples
 
@@ -53,14 +54,33 @@ def _names(samples: Samples) -> list[bytes]:
 
 def _column(name: str, column: Ragged) -> list[bytes]:
     """One digest per sample; empty where it lacks the column."""
+    if isinstance(column, Pieced):
+        return _pieced(name, column)
     if isinstance(column.values, Ragged):
         return _lists(name, column)
     values = np.ascontiguousarray(column.values)
     width = values.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     octets = values.reshape(-1).view(np.uint8).data
-    seed = xxhash.xxh3_64_intdigest(f"{name}:{values.dtype.str}:{values.shape[1:]}".encode())
+    seed = _seed(name, column)
     edges = (column.offsets * width).tolist()
     return [xxhash.xxh3_128_digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]
+
+
+def _seed(name: str, column: Ragged) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name}:{column.dtype.str}:{column.trailing}".encode())
+
+
+def _pieced(name: str, column: Pieced) -> list[bytes]:
+    """As `_column`, without joining the rows."""
+    seed, digests = _seed(name, column), []
+    for i in range(len(column)):
+        state, size = xxhash.xxh3_128(seed=seed), 0
+        for piece in column.pieces(i):
+            if piece.size:
+                state.update(np.ascontiguousarray(piece).data.cast("B"))
+                size += piece.nbytes
+        digests.append(state.digest() if size else b"")
+    return digests
 
 
 def _lists(name: str, column: Ragged) -> list[bytes]:

@@ -92,6 +92,15 @@ class Ragged:
         return dtype
 
     @property
+    def trailing(self) -> tuple[int, ...]:
+        """The dimensions behind the token axis; none for lists."""
+        return () if isinstance(self.values, Ragged) else self.values.shape[1:]
+
+    def pieces(self, row: int) -> Sequence[Cells]:
+        """What a row is made of, end to end."""
+        return (self[row],)
+
+    @property
     def nbytes(self) -> int:
         return int(self.values.nbytes) + self.offsets.nbytes
 

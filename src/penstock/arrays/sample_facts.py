@@ -105,8 +105,8 @@ class SampleFacts:
 
 def shapes_of(samples: Samples) -> dict[str, Shape]:
     """dtype and trailing dimensions of the columns that have some."""
-    trailing = {name: c.values for name, c in samples.columns.items() if samples.table[name].trailing}
-    return {name: (values.dtype.str, tuple(values.shape[1:])) for name, values in trailing.items()}
+    trailing = {name: column for name, column in samples.columns.items() if samples.table[name].trailing}
+    return {name: (column.dtype.str, column.trailing) for name, column in trailing.items()}
 
 
 def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:

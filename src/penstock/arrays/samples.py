@@ -14,9 +14,10 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, Cells, Column
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, Array, Cells, Column
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import NO_COLUMNS, Own, joined_own, table_with
+from penstock.arrays.pieced import LARGE_BYTES, Pieced
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
@@ -55,8 +56,9 @@ class Samples(Sequence[Sample]):
         """The columns that there may be along the tokens, in order."""
 
     @staticmethod
-    def of(samples: Iterable[Sample]) -> Samples:
-        """Join samples into columns. A `Samples` is returned as it is."""
+    def of(samples: Iterable[Sample], *, pieced: bool = False) -> Samples:
+        """Join samples into columns. A `Samples` is returned as it is. `pieced`: large rows of bytes stay where they
+        lie, so the samples' arrays must not change as long as this is used."""
         if isinstance(samples, Samples):
             return samples
         rows = list(samples)
@@ -65,7 +67,9 @@ class Samples(Sequence[Sample]):
         own = joined_own((row.own for row in rows), "samples") if any(row.own for row in rows) else NO_COLUMNS
         table = table_with(own)
         columns = {
-            name: _join(column, rows, offsets) for name, column in table.items() if name in present or name in _ALWAYS
+            name: _join(column, rows, offsets, pieced=pieced)
+            for name, column in table.items()
+            if name in present or name in _ALWAYS
         }
         return Samples(
             columns=columns,
@@ -185,7 +189,7 @@ def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[Image
     return images if any(images) else None
 
 
-def _join(column: Column, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
+def _join(column: Column, rows: Sequence[Sample], offsets: Offsets, *, pieced: bool) -> Ragged:
     """One column of all samples; shares `offsets` when every sample has it per token."""
     name = column.name
     values = [row.get(name) for row in rows]
@@ -201,4 +205,15 @@ def _join(column: Column, rows: Sequence[Sample], offsets: Offsets) -> Ragged:
     empty = np.zeros((0, *next(iter(shapes))), given[0].dtype)
     parts = [empty if v is None else np.atleast_1d(v) for v in values]
     full = all(v is not None and v.ndim == 1 + column.trailing for v in values)
+    if pieced and full and column.trailing and _stays(parts):
+        return Pieced([[part] for part in parts], offsets)
     return Ragged.of(parts, offsets if full else None)
+
+
+def _stays(parts: Sequence[Array]) -> bool:
+    """Whether rows are written as they lie, and large enough for that to pay."""
+    return (
+        len({part.dtype for part in parts}) == 1
+        and parts[0].itemsize <= 2
+        and sum(part.nbytes for part in parts) >= LARGE_BYTES
+    )

@@ -1,4 +1,4 @@
-"""Handing a step to the ranks of one host: our carriers against raw ZeroMQ, raw shared memory, Ray and Python's queue.
+"""Handing a step to the ranks of one host: our sockets against raw ZeroMQ and Python's queue.
 
 A step of 64 MB goes to four processes, 16 MB each. The time is from the first send until the last process has read
 every byte of its part and said so. Ways take turns, round by round, so that noise hits all alike; the minimum is
@@ -11,16 +11,12 @@ import multiprocessing
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib import util
 from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
-from pathlib import Path
 
 import numpy as np
 
@@ -32,101 +28,43 @@ from penstock.bench.links import (
     QueueLink,
     QueueRankLink,
     RankLink,
-    RawSharedLink,
-    RawSharedRankLink,
     RawZmqLink,
     RawZmqRankLink,
     digest,
 )
-from penstock.bench.programs import Program, Wanted, WayFailed, started
-from penstock.bench.report import Row, faster, skipped
-from penstock.send.shared_memory import SEGMENTS
+from penstock.bench.report import Row, faster
 from penstock.serve.clients.api import client_carrier, plane_carrier
 from penstock.serve.process.watchdog import die_with_parent
 
 RANKS = 4
-TCP, IPC, SHARED = "our tcp", "our ipc", "our shared memory"
-RAW_TCP, RAW_IPC, RAW_SHARED, QUEUE = (
-    "raw ZeroMQ tcp",
-    "raw ZeroMQ ipc",
-    "raw memcpy in /dev/shm",
-    "multiprocessing.Queue",
-)
-_WAYS = (TCP, RAW_TCP, IPC, RAW_IPC, SHARED, RAW_SHARED, QUEUE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where a rank finds each way's other end."""
-
-    urls: dict[str, str]
-    folder: Path
-    """Of the raw shared memory."""
-    num_bytes: int
-    """Per rank."""
+TCP, IPC = "our tcp", "our ipc"
+RAW_TCP, RAW_IPC, QUEUE = "raw ZeroMQ tcp", "raw ZeroMQ ipc", "multiprocessing.Queue"
+_WAYS = (TCP, RAW_TCP, IPC, RAW_IPC, QUEUE)
+_WARM_UP = 4
+"""Rounds that do not count: memory is mapped in them."""
 
 
 def run(
     *,
     full: bool,
     progress: Callable[[str], None],
-    rivals: str | None = None,
     num_bytes: int = 64_000_000,
     repeats: int | None = None,
 ) -> list[Row]:
     rounds = repeats or (25 if full else 9)
     frames = [np.random.default_rng(rank).bytes(num_bytes // RANKS) for rank in range(RANKS)]
     progress(f"starting {RANKS} ranks")
-    with _ray_store(rivals, num_bytes) as store, _links(num_bytes // RANKS) as (links, call):
-        large = _measure(links, call, frames, rounds, progress, f"a step of {num_bytes / 1e6:g} MB", store)
+    with _links() as (links, call):
+        large = _measure(links, call, frames, rounds, progress, f"a step of {num_bytes / 1e6:g} MB")
         empty = _measure(links, call, [b""] * RANKS, rounds * 8, progress, "an empty step")
-    return [*_large_rows(large, num_bytes), _store_row(large[SHARED], store, num_bytes), *_empty_rows(empty)]
-
-
-class _RayStore:
-    """The object store in its own program, which takes its turn in every round; or why there is none."""
-
-    def __init__(self, program: Program | None, why: str, num_bytes: int) -> None:
-        self._program, self.why, self._num_bytes = program, why, num_bytes
-        self.times: list[float] = []
-
-    def round(self, *, counts: bool) -> None:
-        if self._program is None or self.why:
-            return
-        try:
-            took = self._program.round(ranks=RANKS, num_bytes=self._num_bytes)
-        except WayFailed as error:
-            self.why = str(error)
-            return
-        self.times += [took["seconds"]] if counts else []
-
-
-@contextmanager
-def _ray_store(rivals: str | None, num_bytes: int) -> Iterator[_RayStore]:
-    python = rivals or (sys.executable if util.find_spec("ray") else None)
-    absent = "ray is not installed; name an interpreter that has it with --rivals"
-    wanted = {"store": Wanted(module="ray_store", python=python, absent=absent, needs="ray", alone=True)}
-    with started(wanted, Path(tempfile.gettempdir())) as (programs, why):
-        yield _RayStore(programs.get("store"), why.get("store", ""), num_bytes)
-
-
-def _store_row(ours: list[float], store: _RayStore, num_bytes: int) -> Row:
-    name, rival = f"{num_bytes / 1e6:g} MB to {RANKS} ranks: {SHARED}", "Ray object store"
-    if store.why:
-        return skipped(name, store.why, ours=min(ours) * 1e3, unit="ms", rival_name=rival, target=5.0)
-    note = _spreads({SHARED: ours, rival: store.times}, SHARED, rival)
-    return faster(name, min(ours), min(store.times), rival, target=5.0, note=note)
+    return [*_large_rows(large, num_bytes), *_empty_rows(empty)]
 
 
 def _large_rows(times: dict[str, list[float]], num_bytes: int) -> list[Row]:
     name = f"{num_bytes / 1e6:g} MB to {RANKS} ranks"
     pairs = [
-        (SHARED, TCP, None),
-        (SHARED, IPC, None),  # raw memcpy itself is only about twice as fast as ipc: one copy instead of two
         (TCP, RAW_TCP, 0.8),
         (IPC, RAW_IPC, 0.8),
-        (SHARED, RAW_SHARED, 0.9),
-        (SHARED, QUEUE, None),
         (TCP, QUEUE, None),
     ]
     return [
@@ -143,7 +81,7 @@ def _large_rows(times: dict[str, list[float]], num_bytes: int) -> list[Row]:
 
 
 def _empty_rows(times: dict[str, list[float]]) -> list[Row]:
-    pairs = [(TCP, RAW_TCP), (IPC, RAW_IPC), (SHARED, RAW_SHARED)]
+    pairs = [(TCP, RAW_TCP), (IPC, RAW_IPC)]
     return [
         faster(
             f"an empty step and its answers: {ours}",
@@ -171,13 +109,12 @@ def _measure(
     rounds: int,
     progress: Callable[[str], None],
     what: str,
-    beside: _RayStore | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each round; the first rounds, in which memory is mapped, do not count."""
+    """Seconds of each way in each round; the first rounds do not count."""
     expected = [digest(frame) for frame in frames]
     times: dict[str, list[float]] = {name: [] for name in links}
     names = list(links)
-    for number in range(-SEGMENTS, rounds):
+    for number in range(-_WARM_UP, rounds):
         progress(f"{what}, round {max(number + 1, 0)} of {rounds}")
         names = [*names[1:], names[0]]  # nobody always comes after the one that leaves most behind
         for name in names:
@@ -188,30 +125,24 @@ def _measure(
             assert got == expected, f"{name}: other bytes arrived than were sent"
             if number >= 0:
                 times[name].append(seconds)
-        if beside is not None:
-            beside.round(counts=number >= 0)
     return times
 
 
 @contextmanager
-def _links(num_bytes: int) -> Iterator[tuple[dict[str, Link], Callable[[str], None]]]:
+def _links() -> Iterator[tuple[dict[str, Link], Callable[[str], None]]]:
     """All ways, joined by the same four processes; and a call that makes these wait for a step by one of them."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         base = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-"))
-        pipes = {name: [spawn.Pipe() for _ in range(RANKS)] for name in ("call", RAW_SHARED, QUEUE)}
+        pipes = {name: [spawn.Pipe() for _ in range(RANKS)] for name in ("call", QUEUE)}
         queues: list[Queue[bytes]] = [spawn.Queue() for _ in range(RANKS)]
-        links = _plane_ends(base, {name: [one for one, _ in pairs] for name, pairs in pipes.items()}, queues, num_bytes)
+        links = _plane_ends(base, [one for one, _ in pipes[QUEUE]], queues)
         for link in links.values():
             stack.callback(link.close)
-        shared = links[RAW_SHARED]
-        assert isinstance(shared, RawSharedLink)
-        places = Places(
-            urls={name: _url(link) for name, link in links.items()}, folder=shared.folder, num_bytes=num_bytes
-        )
+        urls = {name: _url(link) for name, link in links.items()}
         for rank in range(RANKS):
             ends = {name: pairs[rank][1] for name, pairs in pipes.items()}
-            process = spawn.Process(target=_rank, args=(os.getpid(), rank, places, ends, queues[rank]), daemon=True)
+            process = spawn.Process(target=_rank, args=(os.getpid(), rank, urls, ends, queues[rank]), daemon=True)
             process.start()
             stack.callback(_end, process)
 
@@ -229,17 +160,13 @@ def _links(num_bytes: int) -> Iterator[tuple[dict[str, Link], Callable[[str], No
         yield links, call
 
 
-def _plane_ends(
-    base: str, pipes: dict[str, list[Connection]], queues: list[Queue[bytes]], num_bytes: int
-) -> dict[str, Link]:
+def _plane_ends(base: str, pipes: list[Connection], queues: list[Queue[bytes]]) -> dict[str, Link]:
     ends: dict[str, Link] = {
         TCP: OurLink(plane_carrier("tcp://127.0.0.1:*"), RANKS),
         IPC: OurLink(plane_carrier(f"ipc://{base}/our"), RANKS),
-        SHARED: OurLink(plane_carrier(f"shm+ipc://{base}/shared"), RANKS),
         RAW_TCP: RawZmqLink("tcp://127.0.0.1:*", RANKS),
         RAW_IPC: RawZmqLink(f"ipc://{base}/raw", RANKS),
-        RAW_SHARED: RawSharedLink(pipes[RAW_SHARED], num_bytes),
-        QUEUE: QueueLink(pipes[QUEUE], queues),
+        QUEUE: QueueLink(pipes, queues),
     }
     return {name: ends[name] for name in _WAYS}
 
@@ -257,14 +184,13 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
         process.join()
 
 
-def _rank(parent: int, rank: int, places: Places, pipes: dict[str, Connection], queue: Queue[bytes]) -> None:
+def _rank(parent: int, rank: int, urls: dict[str, str], pipes: dict[str, Connection], queue: Queue[bytes]) -> None:
     """A rank's process: joins all ways, then takes a step by the way it is called for."""
     if not die_with_parent(parent, signal.SIGKILL):
         return
     ways: dict[str, RankLink] = {
-        **{name: OurRankLink(client_carrier(places.urls[name]), rank) for name in (TCP, IPC, SHARED)},
-        **{name: RawZmqRankLink(places.urls[name], rank) for name in (RAW_TCP, RAW_IPC)},
-        RAW_SHARED: RawSharedRankLink(pipes[RAW_SHARED], places.folder, rank, places.num_bytes),
+        **{name: OurRankLink(client_carrier(urls[name]), rank) for name in (TCP, IPC)},
+        **{name: RawZmqRankLink(urls[name], rank) for name in (RAW_TCP, RAW_IPC)},
         QUEUE: QueueRankLink(pipes[QUEUE], queue),
     }
     for way in ways.values():

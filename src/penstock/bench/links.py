@@ -6,13 +6,9 @@ end takes them, reads every byte (xxh3) and answers with the digest, so that not
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Protocol
 
 import xxhash
@@ -20,7 +16,6 @@ import zmq
 
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.messages import Buffer
-from penstock.send.shared_memory import ROOT
 
 PATIENCE_S = 60.0
 _PATIENCE_MS = 60_000
@@ -50,7 +45,7 @@ class RankLink(Protocol):
     def close(self) -> None: ...
 
 
-def digest(frame: Buffer | mmap.mmap) -> bytes:
+def digest(frame: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(frame)
 
 
@@ -144,50 +139,6 @@ class RawZmqRankLink:
         self._context.term()
 
 
-class RawSharedLink:
-    """One file in /dev/shm per rank, written with memcpy and announced through a pipe: the floor for one host."""
-
-    def __init__(self, pipes: Sequence[Connection], num_bytes: int) -> None:
-        self._pipes = pipes
-        self.folder = ROOT / f"bench-{os.getpid()}-{secrets.token_hex(4)}"
-        self.folder.mkdir(mode=0o700)
-        self._maps = [_map(self.folder / str(rank), num_bytes, create=True) for rank in range(len(pipes))]
-
-    def join(self) -> None:
-        for pipe in self._pipes:
-            pipe.recv_bytes()
-
-    def step(self, frames: Sequence[bytes]) -> list[bytes]:
-        for pipe, mapped, frame in zip(self._pipes, self._maps, frames, strict=True):
-            mapped[: len(frame)] = frame
-            pipe.send_bytes(len(frame).to_bytes(8, "little"))
-        return _answers(self._pipes)
-
-    def close(self) -> None:
-        for mapped in self._maps:
-            mapped.close()
-        for path in self.folder.iterdir():
-            path.unlink()
-        self.folder.rmdir()
-
-
-class RawSharedRankLink:
-    def __init__(self, pipe: Connection, folder: Path, rank: int, num_bytes: int) -> None:
-        self._pipe = pipe
-        self._map = _map(folder / str(rank), num_bytes, create=False)
-
-    def join(self) -> None:
-        self._pipe.send_bytes(b"here")
-
-    def take(self) -> None:
-        size = int.from_bytes(self._pipe.recv_bytes(), "little")
-        with memoryview(self._map) as view:
-            self._pipe.send_bytes(digest(view[:size]))
-
-    def close(self) -> None:
-        self._map.close()
-
-
 class QueueLink:
     """A multiprocessing.Queue per rank: what Python offers by itself."""
 
@@ -229,10 +180,3 @@ def _answers(pipes: Sequence[Connection]) -> list[bytes]:
         assert ready, "a rank did not answer"
         found |= {pipe: pipe.recv_bytes() for pipe in ready if isinstance(pipe, Connection)}
     return [found[pipe] for pipe in pipes]
-
-
-def _map(path: Path, num_bytes: int, *, create: bool) -> mmap.mmap:
-    with path.open("w+b" if create else "r+b") as file:
-        if create:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        return mmap.mmap(file.fileno(), num_bytes)

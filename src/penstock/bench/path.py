@@ -7,7 +7,8 @@ the sums they read must be those that were sent. Ways take turns, round by round
 notes carry spread, CPU seconds and peak memory. Ours writes and syncs every group, plans, packs and gives the step to
 all ranks or none, with heartbeats and credit; what stands beside it does less, as the docstrings in `ways` say.
 
-`direct`: workers and ranks use the storage themselves. `tcp` and `shm`: all bytes pass the plane.
+`direct`: workers and ranks use the storage themselves, with keys. `tcp`: all bytes pass the plane, without keys.
+Each way has processes of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.bench.report import Row, faster, skipped
 
 PREVIOUS = "462be9a"
 """The last version in which all bytes passed the plane, or storage processes of our own."""
-CARRIERS = ("direct", "tcp", "shm")
+CARRIERS = ("direct", "tcp")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 
 Rounds: TypeAlias = list[dict[str, float]]
@@ -58,7 +59,7 @@ class Way:
     """At most this many rounds: what is far slower needs fewer."""
 
 
-OURS = {carrier: Way(name=f"ours, {carrier}", program="ours", way="plane", carrier=carrier) for carrier in CARRIERS}
+OURS = {carrier: Way(name=f"ours, {carrier}", program=carrier, way="plane", carrier=carrier) for carrier in CARRIERS}
 BEFORE = Way(name=f"{PREVIOUS}, tcp", program="previous", way="plane", carrier="tcp")
 QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
 REFS = Way(name="bare Ray refs", program="rivals", way="refs")
@@ -109,7 +110,7 @@ def run(
 
 def _wanted(rivals: str | None, baseline: str | None) -> dict[str, Wanted]:
     wanted = {
-        "ours": Wanted(module="plane"),
+        **{carrier: Wanted(module="plane") for carrier in CARRIERS},
         "lists": Wanted(module="lists"),
         "rivals": Wanted(module="rivals", python=rivals, absent="no --rivals interpreter", needs="ray", alone=True),
     }
@@ -172,12 +173,29 @@ def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str]) -> li
         rivals += [(BEFORE, setting.previous_target if carrier == "direct" else None)]
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
     name = f"{setting.label}, {setting.ranks} ranks, direct"
-    if "direct" in setting.targets:
-        rows.append(_absolute(f"{name}: CPU seconds of the plane", "plane_cpu_s", setting.plane_cpu_s, found, why))
-        rows.append(_cpu(f"{name}: CPU of all processes", found, why))
-    if setting.case == "router":
-        rows.append(_absolute(f"{name}: memory of the plane, MB", "plane_bytes", 150.0, found, why, scale=1e-6))
+    rows.append(_absolute(f"{name}: CPU seconds of the plane", "plane_cpu_s", setting.plane_cpu_s, found, why))
+    rows.append(_cpu(f"{name}: CPU of all processes", found, why))
+    rows += _measured(name, found, why, with_memory=setting.case in ("router", "tiny"))
+    rows.append(_read_over_needed(f"{name}: bytes read over bytes needed", found, why))
     return rows
+
+
+def _measured(name: str, found: dict[str, Rounds], why: dict[str, str], *, with_memory: bool) -> list[Row]:
+    """Page faults of a step and peak memory, by kind of process: of the one that had most of them."""
+    everybody = ("plane", "rank", "producer")
+    memory = {"plane": 150.0, "rank": None, "producer": None} if with_memory else {}
+    return [_absolute(f"{name}: page faults, {who}", f"{who}_faults", None, found, why) for who in everybody] + [
+        _absolute(f"{name}: peak memory in MB, {who}", f"{who}_bytes", most, found, why, scale=1e-6)
+        for who, most in memory.items()
+    ]
+
+
+def _read_over_needed(name: str, found: dict[str, Rounds], why: dict[str, str]) -> Row:
+    """What ranks read of the storage over what their samples take there."""
+    ours = OURS["direct"]
+    if ours.name not in found:
+        return skipped(name, why[ours.name])
+    return Row(name=name, ours=median(took["read_bytes"] / took["needed_bytes"] for took in found[ours.name]))
 
 
 def _cpu(name: str, found: dict[str, Rounds], why: dict[str, str]) -> Row:
@@ -190,7 +208,7 @@ def _cpu(name: str, found: dict[str, Rounds], why: dict[str, str]) -> Row:
 
 
 def _absolute(
-    name: str, key: str, most: float, found: dict[str, Rounds], why: dict[str, str], scale: float = 1.0
+    name: str, key: str, most: float | None, found: dict[str, Rounds], why: dict[str, str], scale: float = 1.0
 ) -> Row:
     ours = OURS["direct"]
     if ours.name not in found:

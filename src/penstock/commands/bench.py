@@ -28,14 +28,11 @@ BENCHES = {
     "pack": ("plans against the packers of other trainers", ("torch",)),
     "trees": ("plans of samples that share tokens against other ways to keep them together", ()),
     "assets": ("images by reference against shipping pixels", ("pillow",)),
-    "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
+    "deliver": ("a step to the ranks of one host, against raw ZeroMQ", ("pyzmq",)),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
-
-RIVALS = ("deliver", "path")
-"""Those with rivals that may be installed in another interpreter."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; may take many minutes")
-    parser.add_argument("--rivals", metavar="PYTHON", help=f"an interpreter that has the rivals of {', '.join(RIVALS)}")
+    parser.add_argument("--rivals", metavar="PYTHON", help="an interpreter that has the rivals of path")
     parser.add_argument("--baseline", metavar="PYTHON", help="one that has the previous version, for path")
 
 
@@ -63,10 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _interpreters(args: argparse.Namespace) -> dict[str, str]:
     """Those that were named, for a benchmark that can use them."""
-    usable = {"rivals": RIVALS, "baseline": ("path",)}
-    given = {name: getattr(args, name) for name in usable if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in ("rivals", "baseline") if getattr(args, name) is not None}
     for name in given:
-        if args.name not in usable[name]:
+        if args.name != "path":
             raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
     return given
 

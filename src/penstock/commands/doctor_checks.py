@@ -1,4 +1,4 @@
-"""What `penstock doctor` examines: versions, extras, sockets, shared memory, disk, limits; one function each."""
+"""What `penstock doctor` examines: versions, extras, sockets, disk, limits; one function each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ import zmq
 from penstock.commands.tables import size
 from penstock.extras import DISTRIBUTION, EXTRAS, install
 from penstock.send.keys import PlaneKeys
-from penstock.send.shared_memory import ROOT
 from penstock.send.sockets import SocketPlane
 from penstock.version import __version__
 
 Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
 _SYNCS = 30
-_MIN_SHM = 1 << 30
 _TRY_IMPORTS = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -64,7 +62,6 @@ def examine(folder: Path) -> list[Finding]:
         _extras,
         _loopback,
         _curve,
-        _shared_memory,
         lambda: _disk(folder),
         _limits,
     ]
@@ -158,33 +155,6 @@ def _curve() -> Iterator[Finding]:
     plane = PlaneKeys(public=public, secret=secret, allowed=frozenset([mine]))
     SocketPlane("tcp://127.0.0.1:*", keys=plane).close()  # refuses to open unless unknown keys are refused
     yield Finding(name="keys", verdict="ok", text=f"libzmq {version} with CURVE; unknown keys are refused (tried)")
-
-
-def _shared_memory() -> Iterator[Finding]:
-    if not ROOT.is_dir():
-        text = f"{ROOT} is not there; use ipc:// or tcp:// instead of shm+ipc://"
-        yield Finding(name="shared memory", verdict="warning", text=text)
-        return
-    usage = shutil.disk_usage(ROOT)
-    path = ROOT / f"penstock-doctor-{os.getpid()}"
-    block = bytes(1 << 20)
-    try:
-        begin = time.perf_counter()
-        with path.open("xb", buffering=0) as file:
-            for _ in range(32):
-                file.write(block)
-        speed = 32 * len(block) / (time.perf_counter() - begin)
-    except OSError as error:
-        text = f"{ROOT} cannot be written: {error.strerror}; use ipc:// or tcp:// instead of shm+ipc://"
-        yield Finding(name="shared memory", verdict="warning", text=text)
-        return
-    finally:
-        path.unlink(missing_ok=True)
-    text = f"{size(usage.free)} free of {size(usage.total)} in {ROOT}, written at {size(speed)}/s"
-    small = usage.free < _MIN_SHM
-    if small:
-        text += "; steps may not fit: in a container raise --shm-size, or use ipc:// instead of shm+ipc://"
-    yield Finding(name="shared memory", verdict="warning" if small else "ok", text=text, value=usage.free)
 
 
 def sync_times(folder: Path, count: int) -> list[float]:

@@ -60,7 +60,7 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
         from penstock.serve.clients.api import client_carrier
         from penstock.serve.clients.api import open as open_plane
 
-        if not where.startswith(("tcp://", "ipc://", "shm+ipc://", "file://", "ray://")):
+        if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
             client_carrier(where)  # says which addresses there are
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())

@@ -7,6 +7,7 @@ from typing import Any
 
 _STORAGE = "a plane writes frames to its own storage"
 _ALL = 'a run that is started with retain="all" keeps everything and is its own archive'
+_SOCKET = "use ipc://PATH: on the plane's host ranks and workers read and write its storage themselves"
 REMOVED = {
     "copies": f"{_STORAGE}: use a folder on a shared filesystem",
     "node": f"{_STORAGE}, and every process is served alike: leave it out",
@@ -27,6 +28,11 @@ REMOVED_FLAGS = {
     ("keys", "--keeper"): "use --writer NAME for a process that you trust",
 }
 """Command and flag -> what to do instead."""
+REMOVED_SCHEMES = {
+    "shm": _SOCKET,
+    "shm+ipc": _SOCKET,
+}
+"""Scheme of an address -> what to do instead."""
 
 
 def removed_words(words: Sequence[str]) -> str:

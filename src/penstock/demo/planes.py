@@ -23,7 +23,7 @@ def address(config: TrainConfig) -> str:
     path = Path(config.folder).resolve() / "plane.sock"
     if len(str(path)) > _LONGEST:
         path = Path(tempfile.gettempdir()) / f"penstock-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"
-    return f"shm+ipc://{path}"
+    return f"ipc://{path}"
 
 
 def run_plane(config: TrainConfig) -> None:

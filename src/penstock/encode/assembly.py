@@ -4,7 +4,8 @@
     frame B   samples 0 1 2
 
 The result is that of `decode(gather(...))` for the same picks, bit for bit. No frame is made in between: each value is
-copied once, from where it was read to its place in the column.
+copied once, from where it was read to its place in the column. Large rows of plain bytes (routed experts) are not
+copied at all: such a column is `Pieced`, views of the bytes that were read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import TEXT_COLUMNS, Array
 from penstock.arrays.own_columns import joined_own, table_with
+from penstock.arrays.pieced import LARGE_BYTES, Pieced
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
@@ -156,10 +158,21 @@ class _Assembly:
         edges = offsets_of([int(own.sum()) for own in lengths]).tolist()
         if any(name in pick.frame.columns and pick.frame.columns[name].counts is not None for pick in self._picks):
             return Ragged(self._lists(name, dtype), self._shared(np.concatenate(lengths)))
+        if shape and edges[-1] * math.prod(shape) * dtype.itemsize >= LARGE_BYTES and self._is_raw(name):
+            return self._pieced(name)
         out = self._empty(name, edges[-1], dtype, shape)
         for k, pick in enumerate(self._picks):
             self._fill(out[edges[k] : edges[k + 1]], name, k, pick)
         return Ragged(out, self._shared(np.concatenate(lengths)))
+
+    def _is_raw(self, name: str) -> bool:
+        """Whether every sample has the column per token, as plain bytes."""
+        return all(name in pick.frame.columns and pick.frame.columns[name].is_raw for pick in self._picks)
+
+    def _pieced(self, name: str) -> Pieced:
+        """The rows as they were read: views of the fetched bytes, a shared prefix once."""
+        rows = [row for pick in self._picks for row in pick.frame.columns[name].row_pieces(pick.rows, pick.fetch)]
+        return Pieced(rows, self._offsets)
 
     def _fill(self, out: Array, name: str, k: int, pick: _Pick) -> None:
         column = pick.frame.columns.get(name)

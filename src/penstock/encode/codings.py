@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -36,6 +37,8 @@ from penstock.errors import CorruptFrame
 
 Profile: TypeAlias = Literal["fast", "small"]
 RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
+FEW = 64
+"""Numbers that are coded without numpy."""
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
 _OCTETS = (RAW, CONSTANT, PLANES)
 """Codings whose bytes become values as they are: bools among them are read as bytes first."""
@@ -70,6 +73,10 @@ class Writer:
         """Write a one-dimensional array in its cheapest coding; `trained` is the mask aligned with it."""
         if len(values) == 0:
             return self.plain(RAW, 0, values)
+        if len(values) <= FEW and values.dtype.kind in "ui" and values.itemsize > 1:
+            found = self._few(values)
+            if found is not None:
+                return found
         if values.dtype.kind == "f" and trained is not None and trained.has_off and trained.is_zero_off(values):
             return Block(SPARSE, trained.count(), (), (self._write_trained(values, trained),))
         if len(values) > 1 and has_few_runs(values):
@@ -81,6 +88,25 @@ class Writer:
         if values.dtype.kind == "f" or values.dtype.itemsize == 1:
             return self._raw(values)
         return self._integers(values)
+
+    def _few(self, values: Array) -> Block | None:
+        """`write` for the few whole numbers of a head, one per sample: the same bytes without a dozen calls of numpy
+        each. None where runs, or numbers beyond 32 bits, are to be looked at."""
+        flat: list[int] = values.tolist()
+        count, largest = len(flat), max(flat)
+        if count > 1 and flat.count(flat[0]) == count:
+            return self.plain(CONSTANT, 0, values[:1])
+        runs = 1 + sum(a != b for a, b in pairwise(flat))
+        bits = min(values.itemsize, 2) * 8
+        if largest >= 2**32 or min(flat) < 0 or runs * (16 + 8 * values.itemsize) < count * bits:
+            return None
+        width = width_of(largest)
+        low, high = planes_of(width)
+        packed = 0
+        for i, value in enumerate(flat if high else ()):
+            packed |= (value >> low) << (i * high)
+        low_plane = values.astype(f"<u{low // 8}").tobytes() if low else b""
+        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-count * high // 8), "little"))
 
     def write_number(self, value: int) -> Block:
         """`write` for one number below 2**32, without arrays."""
@@ -138,6 +164,15 @@ class Writer:
             size += piece.nbytes
         self._pad(size)
         return Block(RAW)
+
+    def write_row_pieces(self, pieces: Sequence[Array]) -> Block:
+        """`write_rows` of the pieces end to end, without joining them, where rows are not wide and not compressed."""
+        bits = [bit_view(piece) for piece in pieces]
+        if not any(one[:1].any() or one.any() for one in bits):  # the first row nearly always tells
+            first = next((piece for piece in pieces if piece.size), None)
+            if first is not None:
+                return self.plain(CONSTANT, 0, first.reshape(-1)[:1])
+        return self.write_pieces(pieces)
 
     def write_lists(self, lists: Ragged, trained: MaskRuns | None = None) -> tuple[Block, Block]:
         """Write one list per token: how many values each has, then the values; `trained` as for `write`."""

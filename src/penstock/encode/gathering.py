@@ -26,7 +26,7 @@ from penstock.arrays.ragged import Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits
-from penstock.encode.layout import Allocate, Buffer, join
+from penstock.encode.layout import Buffer, join
 from penstock.encode.prefixes import Prefixes
 from penstock.encode.reading import open_stored
 from penstock.encode.stored import Gathered, Stored
@@ -62,7 +62,7 @@ def open_frame(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> OpenFrame:
     return OpenFrame(*open_stored(data, limits=limits))
 
 
-def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
+def gather(picks: Picks) -> memoryview:
     """One frame of the picked samples.
 
     >>> import penstock as ps
@@ -79,7 +79,7 @@ def gather(picks: Picks, allocate: Allocate | None = None) -> memoryview:
     batch = _light(picks, everywhere)
     stored = [name for name in batch.table if any(name in frame.stored for frame, _ in picks)]
     heavy = {name: _pieces(name, picks, prefixes) for name in stored}
-    return join(frame_pieces(batch, prefixes, heavy | sparse), allocate)
+    return join(frame_pieces(batch, prefixes, heavy | sparse))
 
 
 def _light(picks: Picks, without: Collection[str]) -> Samples:

@@ -12,7 +12,7 @@ second the body, so the front can be trusted without reading the rest. docs/wire
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,8 +33,6 @@ PREFIX_SIZE = _PREFIX.size
 _CHECKED = PREFIX_SIZE - 8  # the head checksum covers the prefix up to itself
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Allocate: TypeAlias = Callable[[int], memoryview]
-"""Memory of so many bytes to write a frame into."""
 Form: TypeAlias = tuple[str, bool | int | float, bool | int | float]
 """How a column is given (token, either, sample), its fill and its padding."""
 
@@ -148,16 +146,16 @@ def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> list[Buff
     return [checked + front_hash + front, *body]
 
 
-def join(pieces: Sequence[Buffer], allocate: Allocate | None = None) -> memoryview:
-    """The pieces end to end, in memory that `allocate` gives: by default numpy's, which takes large blocks in huge
-    pages, where `bytes.join` spends more time on new pages than on copying."""
+def join(pieces: Sequence[Buffer]) -> memoryview:
+    """The pieces end to end, in numpy's memory. It takes large blocks in huge pages, where `bytes.join` spends
+    more time on new pages than on copying."""
     total = sum(len(piece) for piece in pieces)
-    out = np.empty(total, np.uint8).data if allocate is None else allocate(total)
+    out = np.empty(total, np.uint8).data
     at = 0
     for piece in pieces:
         out[at : at + len(piece)] = piece
         at += len(piece)
-    return out[:total]
+    return out
 
 
 def _front_hash(checked: Buffer, front: Buffer) -> int:

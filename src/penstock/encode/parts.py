@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +27,8 @@ Range: TypeAlias = tuple[int, int]
 """(begin, end): bytes of a frame, or rows of a part."""
 Fetch: TypeAlias = Callable[[int, int], Buffer]
 """Returns bytes `begin` to `end` of a frame."""
+NEAR = 1 << 13
+"""Numbers between two spans that are unpacked along with them."""
 _OCTET, _U4 = np.dtype("|u1"), np.dtype("<u4")
 
 
@@ -114,14 +117,25 @@ class Part:
         if self.block.coding == CONSTANT:
             value = self._plain(fetched(fetch, self.at, self.at + self.dtype.itemsize, self.name))[0]
             return [np.broadcast_to(value, (b - a, *self.shape)) for a, b in pairs]
-        spans = merged(pairs) if self.block.coding == NARROW else [(0, self.count)]
-        found = [self._narrow(fetch, a, b) if self.block.coding == NARROW else self._whole(fetch) for a, b in spans]
+        spans, found = self._unpacked(fetch, pairs) if self.block.coding == NARROW else ([(0, self.count)], [])
+        found = found or [self._whole(fetch)]
         starts = [a for a, _ in spans]
         out = []
         for a, b in pairs:
             k = bisect_right(starts, a) - 1
             out.append(found[k][a - starts[k] : b - starts[k]])
         return out
+
+    def _unpacked(self, fetch: Fetch, pairs: Sequence[Range]) -> tuple[list[Range], list[Array]]:
+        """Spans of rows that cover the pairs, and their values."""
+        spans = merged(pairs)
+        if len(spans) > 1 and not self.shape:
+            # One call for many samples, with what lies between them, takes a fifth of the time of a call for each. The
+            # bytes between are there where the frame was read whole or in ranges that were joined.
+            with suppress(CorruptFrame):
+                near = merged(pairs, NEAR)
+                return near, [self._narrow(fetch, a, b) for a, b in near]
+        return spans, [self._narrow(fetch, a, b) for a, b in spans]
 
     def _raw(self, fetch: Fetch, a: int, b: int) -> Array:
         ((begin, end),) = self.ranges(a, b)

@@ -21,7 +21,7 @@ from penstock.arrays.columns import Array
 from penstock.arrays.list_steps import lists_of
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
-from penstock.encode.codings import DELTAS, SPARSE
+from penstock.encode.codings import DELTAS, RAW, SPARSE
 from penstock.encode.front import front_size
 from penstock.encode.head import DEFAULT_LIMITS, Head, Limits, parse_head
 from penstock.encode.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, split
@@ -33,8 +33,8 @@ GAP = 16 << 10
 """Ranges closer than this are read as one: a request costs more than these bytes."""
 SMALL_FRAME = 1 << 20
 """Frames below this size are read whole."""
-WHOLE_FROM = 4
-"""Frames are read whole where ranges would take at least one byte in this many."""
+WHOLE_FROM = 0.75
+"""Frames are read whole where ranges would take at least this part of them."""
 _U4 = np.dtype("<u4")
 
 
@@ -126,6 +126,20 @@ class RangedColumn:
             if not shared[i]:
                 return own[::-1]
             i, end = parents[i], min(end, shared[i])
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether every sample has it per token, as plain bytes that are values as they are."""
+        plain = self.part.block.coding == RAW and self.part.dtype != np.bool_
+        return plain and self.counts is None and not self.is_sparse and self.spec.rows is None
+
+    def row_pieces(self, rows: Sequence[int], fetch: Fetch) -> list[list[Array]]:
+        """The pieces of each of these samples, as views of the fetched bytes; for a column that `is_raw`."""
+        edges, out = self._edges, []
+        for i in rows:
+            pairs = [(edges[i], edges[i + 1])] if self.prefixes is None else self._with_ancestors(i)
+            out.append(self.part.read(fetch, [(a, b) for a, b in pairs if b > a]))
+        return out
 
     def ranges(self, rows: Sequence[int]) -> list[Range]:
         """The bytes of the frame that these samples need."""
@@ -226,10 +240,10 @@ class RangedFrame:
         return merged((one for column in self.columns.values() for one in column.ranges(chosen)), gap)
 
     def plan(self, rows: Sequence[int] | NDArray[np.integer], *, gap: int = GAP) -> list[Range]:
-        """The ranges to read: all behind the front in one where the frame is small or a quarter of it is needed."""
+        """The ranges to read: all behind the front in one where the frame is small or most of it is needed."""
         found = self.ranges(rows, gap=gap)
         needed = sum(b - a for a, b in found)
-        if needed and (self.size < SMALL_FRAME or needed * WHOLE_FROM >= self.size):
+        if needed and (self.size < SMALL_FRAME or needed >= self.size * WHOLE_FROM):
             return [(self.front_size, self.size)]
         return found
 

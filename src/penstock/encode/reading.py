@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TOPK, Cells
+from penstock.arrays.columns import TOPK, Cells, allows_all, first_bad
 from penstock.arrays.images import check_spans
 from penstock.arrays.kept_sets import first_bad_set
+from penstock.arrays.pieced import Pieced
 from penstock.arrays.ragged import Offsets, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.samples import Samples
@@ -195,12 +196,14 @@ def _check_topk(samples: Samples) -> None:
 
 
 def _check_column(name: str, column: Ragged, samples: Samples) -> None:
+    if isinstance(column, Pieced) and allows_all(samples.table[name], column.dtype):
+        return
     values = column.values
     if isinstance(values, Ragged):
         if name == "sampling_mask":
             _check_kept(column, samples)
         values = values.values
-    if samples.table[name].nan == "untrained":
+    if samples.table[name].nan == "untrained" and first_bad(samples.table[name], values) is not None:
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values
         else:

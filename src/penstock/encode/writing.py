@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import TEXT_COLUMNS, Array, Column
+from penstock.arrays.pieced import Pieced
 from penstock.arrays.ragged import Ragged
-from penstock.arrays.run_lengths import MaskRuns
+from penstock.arrays.run_lengths import MaskRuns, bit_view
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 from penstock.encode.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
@@ -80,7 +81,7 @@ def encode_group(samples: Iterable[Sample]) -> FramePieces:
     >>> b"".join(made.pieces) == ps.encode(samples), made.size == len(ps.encode(samples))
     (True, True)
     """
-    batch = Samples.of(samples)
+    batch = Samples.of(samples, pieced=True)
     prefixes = find_prefixes(batch["token_ids"].values, batch.offsets)
     return FramePieces(samples=batch, prefixes=prefixes, pieces=frame_pieces(batch, prefixes, {}))
 
@@ -189,6 +190,8 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     # By content, not identity, so that a batch gives the same bytes however its columns came to be.
     if found.offsets is not batch.offsets and not np.array_equal(found.offsets, batch.offsets):
         return _sparse_rows(name, batch, head, body)
+    if isinstance(found, Pieced):
+        return _pieced(column, found, prefixes, body)
     values = found.values
     if column.ragged:
         return _lists(column, found, body, batch.trained)
@@ -199,6 +202,25 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     block = body.write_rows(stored, trained) if column.trailing else body.write(stored, trained)
     return ColumnBlock(
         name, values.dtype.str, block, tuple(values.shape[1:]), shares_prefixes=share, form=form_of(column)
+    )
+
+
+def _pieced(column: Column, found: Pieced, prefixes: Prefixes, body: Writer) -> ColumnBlock:
+    """Rows of one or two bytes a number, written as they lie: the bytes are those of `_column`."""
+    rows = [found[i] for i in range(len(found))]
+    share = prefixes.any and _shares_rows(rows, prefixes)
+    skip = prefixes.shared.tolist() if share else [0] * len(rows)
+    block = body.write_row_pieces([row[n:] for row, n in zip(rows, skip, strict=True)])
+    return ColumnBlock(column.name, found.dtype.str, block, found.trailing, shares_prefixes=share, form=form_of(column))
+
+
+def _shares_rows(rows: Sequence[Array], prefixes: Prefixes) -> bool:
+    """`shares_values` of rows that are not joined."""
+    bits = [bit_view(row) for row in rows]
+    return all(
+        np.array_equal(bits[i][:n], bits[parent][:n])
+        for i, (parent, n) in enumerate(zip(prefixes.parents.tolist(), prefixes.shared.tolist(), strict=True))
+        if n
     )
 
 

@@ -2,6 +2,7 @@
 
 from penstock.arrays.sample_facts import SampleFacts
 from penstock.pack.accounting import Accounting, Counts
+from penstock.pack.block_pool import BlockPool
 from penstock.pack.cost import Cost, Observation
 from penstock.pack.denominators import Denominators, Totals
 from penstock.pack.fill import bytes_needed, fill
@@ -14,6 +15,7 @@ from penstock.pack.step import RankStep, Step, StepOfRank, pack, pack_with
 
 __all__ = [
     "Accounting",
+    "BlockPool",
     "Cost",
     "Counts",
     "Denominators",

@@ -19,6 +19,7 @@ from penstock.arrays.columns import NO_VERSION, WEIGHTS, Array, Cells, Column
 from penstock.arrays.own_columns import words_for
 from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
 from penstock.errors import InvalidInput
+from penstock.pack.block_pool import BlockPool
 from penstock.pack.fill_forest import fill_forest
 from penstock.pack.forest import Forest
 from penstock.pack.micro_batch import MicroBatch, Segments
@@ -32,12 +33,14 @@ ALIGNMENT = 64
 BORROWED = ("token_ids", "mm_token_type_ids")
 
 
-def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None = None) -> list[MicroBatch]:
+def fill(
+    samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None = None, pool: BlockPool | None = None
+) -> list[MicroBatch]:
     """The micro-batches of one rank, from all samples of the step or (`rank_plan.relative()`) from the rank's own.
 
     `out` is memory to fill, at least `bytes_needed(rank_plan)`; what was filled into it before is overwritten. Without
-    it memory is allocated, once for all columns: one large block is given huge pages, and touching it for the first
-    time then costs a tenth.
+    it memory is taken from `pool`, or allocated, once for all columns: one large block is given huge pages, and
+    touching it for the first time then costs a tenth.
     """
     if len(rank_plan.order) and int(rank_plan.order.max()) >= len(samples):
         raise InvalidInput(
@@ -60,12 +63,12 @@ def fill(samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None
             )
     if len(rank_plan) == 0:
         return []
-    needed = bytes_needed(rank_plan)
+    needed, take = bytes_needed(rank_plan), (pool or BlockPool()).take
     if out is None:
-        out = np.empty(needed, np.uint8)
+        out = take(needed)
     elif len(out) < needed:
         raise InvalidInput(f"out: {len(out)} bytes; this rank plan needs {needed}")
-    layout = Layout(samples, rank_plan)
+    layout = Layout(samples, rank_plan, take)
     columns: dict[str, Array] = {}
     at = 0
     for name, dtype in _dtypes(rank_plan).items():

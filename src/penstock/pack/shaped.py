@@ -6,6 +6,8 @@ and without routed experts are in micro-batches of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from penstock.arrays.columns import APART, Array, Cells, Column
@@ -58,27 +60,37 @@ def rows_of(layout: Layout, m: int, a: int, b: int, *, nodes: bool) -> dict[str,
                 )
         if shape is None and not has.any():
             continue  # planned by a version that did not say
-        found[column.name] = _joined(layout, column, given if has.any() else None, shape, a, b)
+        found[column.name] = _joined(layout, column, given if has.any() else None, shape, m)
     return found
 
 
 def _joined(
-    layout: Layout, column: Column, given: Ragged | None, shape: tuple[str, tuple[int, ...]] | None, a: int, b: int
+    layout: Layout, column: Column, given: Ragged | None, shape: tuple[str, tuple[int, ...]] | None, m: int
 ) -> Array:
+    """The rows of micro-batch m."""
     dtype, sizes = shape or ("", ())
     if given is not None:
-        seen = given.values.dtype.str, tuple(given.values.shape[1:])
+        seen = given.dtype.str, given.trailing
         if shape is not None and seen != (dtype, tuple(sizes)) and column.name != APART:
             raise InvalidInput(
                 f"samples: {column.name} is {seen}, the rank plan has {shape}; pass those it was planned for"
             )
         dtype, sizes = seen
-    views = []
-    for segment in range(a, b):
+    views: list[Array] = []
+    for segment in range(layout.segments[m], layout.segments[m + 1]):
         row, n = int(layout.rows[segment]), layout.lengths[segment]
         trained = bool(layout.is_trained[segment])
-        if given is not None and trained and len(given[row]):
-            views.append(given[row][:n])
+        if given is not None and trained and given.offsets[row + 1] > given.offsets[row]:
+            views += _first(given.pieces(row), n)
         else:
             views.append(np.full((n, *sizes), column.fill if trained and row != PADDING else column.pad, dtype))
-    return np.concatenate(views)
+    return np.concatenate(views, out=layout.room(column.name, m, dtype, tuple(sizes)))
+
+
+def _first(pieces: Sequence[Array], n: int) -> Iterator[Array]:
+    """The first `n` tokens of a row."""
+    for piece in pieces:
+        yield piece[:n]
+        n -= len(piece)
+        if n <= 0:
+            return

@@ -31,8 +31,10 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger("penstock.sockets")
 SLACK_BYTES = 64 << 20
 """Beside one message of the largest size: what other peers have on its way."""
-_LOOK_S, _LAZY_S, _BUSY = 0.02, 0.25, 20
-"""At most every 20 ms, and so seldom that looking takes less than a twentieth of the time."""
+_LOOK_S, _QUIET_S, _LAZY_S, _BUSY = 0.02, 0.1, 0.25, 20
+"""Every 20 ms, less often while little arrives, and so seldom that looking takes less than a twentieth of the time."""
+_LITTLE = 1 << 20
+"""Bytes between two looks."""
 _PER_PART = 64
 """Bytes that framing and encryption add to a part, at most."""
 _PER_S = 16
@@ -51,6 +53,7 @@ class _Connection:
     taken_before: float
     """Bytes that were taken under the same descriptor before this connection."""
     pending: float = 0
+    received: int = 0
 
 
 class Inbound:
@@ -95,21 +98,25 @@ class Inbound:
                 self._accepted(int(event["value"]))
             started = time.monotonic()
             if started - self._looked_at >= pause:
-                self._look(started)
-                pause = min(max(_BUSY * (time.monotonic() - started), _LOOK_S), _LAZY_S)
+                arrived = self._look(started)
+                least = min(pause * 2, _QUIET_S) if arrived < _LITTLE else _LOOK_S
+                pause = min(max(_BUSY * (time.monotonic() - started), least), _LAZY_S)
 
     def _accepted(self, descriptor: int) -> None:
         cookie = _cookie(descriptor)
         if cookie is not None:
             self._connections[descriptor] = _Connection(cookie, self._seen.get(descriptor, 0))
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> int:
+        """Compare what was received and taken; returns the bytes received since the last look."""
+        arrived = 0
         forgiven, self._looked_at = _PER_S * (now - self._looked_at), now
         for descriptor, one in list(self._connections.items()):
             received = _received(descriptor) if _cookie(descriptor) == one.cookie else None
             if received is None:
                 del self._connections[descriptor]
                 continue
+            arrived, one.received = arrived + received - one.received, received
             taken = self._seen[descriptor] = self._taken.get(descriptor, 0)
             one.taken_before -= forgiven
             one.pending = received - (taken - one.taken_before)
@@ -119,6 +126,7 @@ class Inbound:
         if self._trim_at is not None and now >= self._trim_at:
             self._trim_at = None
             _LIBC.malloc_trim(0)  # freed in blocks of the peer's choice, which the C library would keep
+        return arrived
 
     def _cut(self) -> None:
         while sum(one.pending for one in self._connections.values()) > self._limit:

@@ -30,8 +30,7 @@ Listen = Annotated[
     tuple[str, ...],
     Meta(
         description="addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; "
-        "shm+ipc://PATH, the fastest way within one host; file://FOLDER over a shared filesystem; addresses that other "
-        "hosts can reach need `keys`"
+        "file://FOLDER over a shared filesystem; addresses that other hosts can reach need `keys`"
     ),
 ]
 

@@ -27,9 +27,10 @@ from penstock.storage.filesystem import is_shared
 from penstock.storage.interface import Away, Gone, Location, Pieces, Range, is_segment_name, parse_location
 
 logger = logging.getLogger("penstock.storage")
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 256 << 20
+"""Each costs a registration and a frame that the plane reads back. Dead frames are punched out, so few are enough."""
 SHARED_SEGMENT_BYTES = 8 << 20
-"""On a filesystem that many hosts write to: one live frame must not pin 64 MiB for each of them."""
+"""On a filesystem that many hosts write to: one live frame must not pin more than this for each of them."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)

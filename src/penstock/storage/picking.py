@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.encode.gathering import OpenFrame, gather, open_frame
-from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame
 from penstock.storage.interface import Storage
 
@@ -34,9 +33,7 @@ class DamagedFrame(CorruptFrame):
         return CorruptFrame, (str(self),)
 
 
-def gather_picks(
-    storage: Storage, requests: Sequence[Sequence[Pick]], allocate: Allocate | None = None
-) -> list[memoryview]:
+def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[memoryview]:
     """For each request one frame of exactly those samples, in that order. Every stored frame is opened once.
 
     Raises DamagedFrame, which names the group; Away while storage does not answer.
@@ -49,7 +46,7 @@ def gather_picks(
             except CorruptFrame as error:
                 raise DamagedFrame(pick.group, str(error)) from None
     return [
-        gather([(opened[pick.location], np.array(pick.rows, np.intp)) for pick in request], allocate)
+        gather([(opened[pick.location], np.array(pick.rows, np.intp)) for pick in request])
         if request
         else memoryview(b"")
         for request in requests

@@ -46,7 +46,7 @@ def settings(ranks: int, *, direct: bool = True, storage: str | None = None, ret
         packing=Packing(ranks=ranks, seq_len=64),
         target=Target(groups=2),
         run="torture",
-        over_length="truncate",  # some groups are large, to travel through shared memory
+        over_length="truncate",  # some groups are large
         untrained_groups="accept",
         max_held_bytes=120_000,
         retain_steps=retain_steps,
@@ -57,7 +57,7 @@ def settings(ranks: int, *, direct: bool = True, storage: str | None = None, ret
 
 
 def group_of(number: int) -> list[ps.Sample]:
-    """The content of a group; one in eight is large enough for shared memory."""
+    """The content of a group; one in eight is large."""
     return named_group(f"g{number}", samples=1 + number % 3, tokens=5000 if number % 8 == 0 else 12)
 
 

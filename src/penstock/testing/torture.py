@@ -33,7 +33,7 @@ from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
-CARRIERS = ("direct", "tcp", "shm", "file")
+CARRIERS = ("direct", "tcp", "file")
 """`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` has one more."""
 RANKS, PRODUCERS = 4, 2
 
@@ -85,8 +85,7 @@ def address(carrier: str, folder: Path) -> str:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    names = {"shm": f"shm+ipc://{folder}/s", "file": f"file://{folder}/carrier"}
-    return names.get(carrier, f"{carrier}://torture")
+    return f"file://{folder}/carrier" if carrier == "file" else f"{carrier}://torture"
 
 
 class Started(Protocol):

@@ -32,7 +32,7 @@ def main() -> None:
             ranks.tell({"do": "take", "groups": case.groups, "ranks": count}, count)
             producers.tell({"do": "put", "ranks": count})
             got = ranks.answers(count)
-            used = meter.read(ranks=ranks.pids(count), plane=[])
+            used = meter.read(ranks=ranks.pids(count), producers=producers.pids(), plane=[])
             producers.answers()
             check(sent, got)
             return used

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,8 @@ SEQ_LEN = 4 * TOKENS
 def main() -> None:
     import penstock
 
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-path-", dir=sys.argv[1]) as folder,
-        tempfile.TemporaryDirectory(prefix="ps-") as sockets,  # whose paths may not be longer than 107 characters
-    ):
-        way = _Way(Path(folder), Path(sockets))
+    with tempfile.TemporaryDirectory(prefix="penstock-path-", dir=sys.argv[1]) as folder:
+        way = _Way(Path(folder))
         try:
             serve(["plane"], {"penstock": penstock.__version__}, way.run)
         finally:
@@ -50,8 +47,8 @@ class _Served:
 
 
 class _Way:
-    def __init__(self, folder: Path, sockets: Path) -> None:
-        self._folder, self._sockets = folder, sockets
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._producers, self._ranks = Crew(producer, PRODUCERS), Crew(rank, int(sys.argv[2]))
         self._planes: dict[str, _Served] = {}
 
@@ -65,11 +62,15 @@ class _Way:
         self._ranks.tell({"do": "take", "plane": plane.name}, ranks)
         self._producers.tell({"do": "put", "plane": plane.name})
         got = self._ranks.answers(ranks)
-        used = meter.read(ranks=self._ranks.pids(ranks), plane=[plane.process.pid])
+        used = meter.read(ranks=self._ranks.pids(ranks), producers=self._producers.pids(), plane=[plane.process.pid])
         self._producers.answers()
-        self._ranks.ask({"do": "commit", "plane": plane.name}, ranks)
+        done = self._ranks.ask({"do": "commit", "plane": plane.name}, ranks)
         check(sent, got)
-        return used
+        return replace(
+            used,
+            read_bytes=sum(one["read"] for one in done),
+            needed_bytes=sum(one["needed"] for one in done),
+        )
 
     def _plane(self, ranks: int, carrier: str, groups: int) -> _Served:
         """The plane for that many ranks, running; those for another number of ranks end."""
@@ -81,10 +82,12 @@ class _Way:
 
     def _start(self, name: str, ranks: int, carrier: str, groups: int) -> _Served:
         home = self._folder / name
-        listen = f"shm+ipc://{self._sockets / name}" if carrier == "shm" else "tcp://127.0.0.1:*"
         words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
-        words += [f"--listen={listen}", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
-        if carrier != "direct" and _knows_direct():
+        words += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
+        keys = _writer_keys(self._folder / f"{name}-keys") if carrier == "direct" else None
+        if keys is not None:
+            words.append(f"--keys={keys}")
+        elif _knows_direct():
             words.append("--set=direct=false")
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli", "serve", str(home), *words], stdout=subprocess.PIPE
@@ -94,8 +97,8 @@ class _Way:
         if not line:
             raise RuntimeError(f"penstock serve ended with code {process.wait()}")
         url = json.loads(line)["urls"][0]
-        self._ranks.ask({"do": "join", "plane": name, "url": url, "world": ranks}, ranks)
-        self._producers.ask({"do": "join", "plane": name, "url": url})
+        self._ranks.ask({"do": "join", "plane": name, "url": url, "world": ranks, "keys": keys}, ranks)
+        self._producers.ask({"do": "join", "plane": name, "url": url, "keys": keys})
         return _Served(name, ranks, process)
 
     def close(self, planes: Sequence[_Served] | None = None) -> None:
@@ -107,6 +110,14 @@ class _Way:
             plane.process.wait(PATIENCE_S)
             shutil.rmtree(self._folder / plane.name)
             del self._planes[plane.name]
+
+
+def _writer_keys(folder: Path) -> str:
+    """A key folder whose client may write to storage."""
+    from penstock.send.keys import make_keys
+
+    make_keys(folder, ("other",), writers=("client",))
+    return str(folder)
 
 
 def _knows_direct() -> bool:
@@ -125,7 +136,7 @@ def producer(number: int, pipe: Connection) -> None:
     def handle(request: Request) -> dict[str, Any]:
         match request["do"]:
             case "join":
-                planes[request["plane"]] = ps.open(request["url"])
+                planes[request["plane"]] = ps.open(request["url"], keys=request.get("keys"))
             case "prepare":
                 case = CASES[request["case"]]
                 groups[:] = make_groups(case, range(number, case.groups, PRODUCERS), request["name"])
@@ -162,7 +173,9 @@ def rank(number: int, pipe: Connection) -> None:
         plane = request["plane"]
         match request["do"]:
             case "join":
-                sources[plane] = ps.connect(request["url"], rank=number, world=request["world"])
+                sources[plane] = ps.connect(
+                    request["url"], rank=number, world=request["world"], keys=request.get("keys")
+                )
             case "take":
                 steps[plane] = sources[plane].step(timeout=PATIENCE_S)
                 tensors = [_tensors(batch) for batch in steps[plane]]
@@ -170,11 +183,28 @@ def rank(number: int, pipe: Connection) -> None:
             case "commit":
                 sources[plane].commit(steps.pop(plane))
                 sources[plane].flush()
+                return _bytes_read(sources[plane])
             case "leave":
                 sources.pop(plane).close()
         return {}
 
     obey(pipe, handle)
+
+
+def _bytes_read(source: Any) -> dict[str, int]:
+    """What a source read from storage for its last step, and what the samples of that step take there."""
+    reach = getattr(source, "_reach", None)  # not in 462be9a
+    if reach is None or reach.reader is None:
+        return {"read": 0, "needed": 0}
+    from penstock.encode import RangedFrame
+    from penstock.serve.clients.storage_reader import ANY_SIZE
+
+    read = needed = 0
+    for group in reach.reader.picks.groups:
+        frame = RangedFrame(group.front, limits=ANY_SIZE)
+        read += sum(b - a for a, b in frame.plan(group.rows))
+        needed += sum(b - a for a, b in frame.ranges(group.rows, gap=0))
+    return {"read": read, "needed": needed}
 
 
 def _tensors(batch: Any) -> dict[str, Any]:

@@ -76,8 +76,8 @@ class _Way:
         meter = Meter()
         take = self._refs if request["way"] == "refs" else self._queue
         got = take(ranks, partition)
-        pids = self._pids[PRODUCERS:][:ranks]
-        used = meter.read(ranks=pids, others=self._pids)
+        producers, pids = self._pids[:PRODUCERS], self._pids[PRODUCERS:]
+        used = meter.read(ranks=pids[:ranks], producers=producers, idle=pids[ranks:])
         if request["way"] == "queue":
             _clear(partition)
         check(sent, got)

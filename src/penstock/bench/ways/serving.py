@@ -24,7 +24,6 @@ from .inputs import add
 
 Request: TypeAlias = dict[str, Any]
 PATIENCE_S = 300.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,18 @@ class Round:
     """Peak resident memory of what stands between producers and ranks."""
     rank_bytes: int
     """Peak resident memory of the largest rank."""
+    producer_bytes: int
+    """Peak resident memory of the largest producer."""
+    plane_faults: int
+    """Page faults, minor and major, of what stands between producers and ranks."""
+    rank_faults: int
+    """Those of the rank that had most."""
+    producer_faults: int
+    """Those of the producer that had most."""
+    read_bytes: int = 0
+    """That ranks read from storage, where they do."""
+    needed_bytes: int = 0
+    """That their samples take there."""
     put_s: float = 0.0
     """Until the last put returned, where that was looked at."""
     plane_in: float = 0.0
@@ -143,22 +154,35 @@ class Meter:
     def __init__(self) -> None:
         for pid in _tree():
             _write(pid, "clear_refs", "5")  # the peak starts anew
+        self._faults = {pid: _faults(pid) for pid in _tree()}
         self._cpu = {pid: _cpu_s(pid) for pid in _tree()}
         self._begin = time.perf_counter()
 
-    def read(self, *, ranks: Sequence[int], plane: Sequence[int] | None = None, others: Sequence[int] = ()) -> Round:
-        """`plane` are the processes between producers and ranks: by default all but ranks, `others` and this one."""
+    def read(
+        self,
+        *,
+        ranks: Sequence[int],
+        producers: Sequence[int],
+        plane: Sequence[int] | None = None,
+        idle: Sequence[int] = (),
+    ) -> Round:
+        """`plane` are the processes between producers and ranks: by default all but those, `idle` and this one."""
         seconds = time.perf_counter() - self._begin
         tree = _tree()
-        between = set(tree) - {os.getpid(), *ranks, *others} if plane is None else plane
         spent = {pid: _cpu_s(pid) - self._cpu.get(pid, 0.0) for pid in tree}
+        faults = {pid: _faults(pid) - self._faults.get(pid, 0) for pid in tree}
+        between = set(tree) - {os.getpid(), *ranks, *producers, *idle} if plane is None else plane
         return Round(
             seconds=seconds,
             cpu_s=sum(spent.values()),
             plane_cpu_s=sum(spent.get(pid, 0.0) for pid in between),
             rank_cpu_s=sum(spent.get(pid, 0.0) for pid in ranks),
             plane_bytes=sum(peak_bytes(pid) for pid in between),
-            rank_bytes=max(peak_bytes(pid) for pid in ranks),
+            rank_bytes=max(map(peak_bytes, ranks)),
+            producer_bytes=max(map(peak_bytes, producers)),
+            plane_faults=sum(faults.get(pid, 0) for pid in between),
+            rank_faults=max(faults.get(pid, 0) for pid in ranks),
+            producer_faults=max(faults.get(pid, 0) for pid in producers),
         )
 
 
@@ -191,8 +215,16 @@ def _stat(pid: int) -> list[str]:
 
 
 def _cpu_s(pid: int) -> float:
+    """CPU time of a process, by its clock: /proc counts in ticks of 10 ms, as long as a plane's whole step."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # as `clock_getcpuclockid` makes it
+    except OSError:
+        return 0.0
+
+
+def _faults(pid: int) -> int:
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+    return int(fields[7]) + int(fields[9]) if fields else 0
 
 
 def peak_bytes(pid: int) -> int:

@@ -4,7 +4,6 @@ runs/demo            a folder: a durable plane in this process
 memory:              a plane in this process, nothing durable
 tcp://HOST:PORT      a plane elsewhere, over sockets
 ipc://PATH           a plane on this host
-shm+ipc://PATH       the same, payloads through shared memory
 file://FOLDER        a plane elsewhere, over a shared filesystem
 ray://NAME           a plane of the Ray cluster that this process is in, which is started if settings are given
 """
@@ -20,12 +19,12 @@ from typing import Any, Unpack
 
 from penstock.atomic import folder_errors
 from penstock.config import build, nested, signature_of
+from penstock.config.removed import REMOVED_SCHEMES
 from penstock.errors import ConfigError, PenstockError
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
 from penstock.send.memory import MemoryPlane
-from penstock.send.shared_memory import SharedClient, SharedPlane
 from penstock.send.sockets import MAX_MESSAGE, SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.closing import await_closing
@@ -39,7 +38,7 @@ from penstock.serve.process.server import Server
 from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
-_REMOTE = ("tcp://", "ipc://", "shm+ipc://", "file://")
+_REMOTE = ("tcp://", "ipc://", "file://")
 _RAY = "ray://"
 _CALLERS = ("keys", "timeouts", "run")
 """Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
@@ -183,8 +182,6 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
         end: ClientCarrier = _ray().connect_ray(url)
         return end
     pair = None if keys is None else ClientKeys.load(keys)
-    if url.startswith("shm+ipc://"):
-        return SharedClient(url.removeprefix("shm+"), keys=pair)
     if url.startswith(("tcp://", "ipc://")):
         return SocketClient(url, keys=pair)
     if url.startswith("file://"):
@@ -194,8 +191,6 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
 
 def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneCarrier:
     """The plane's end of the carrier that an address names. It takes no message of more than `max_message` bytes."""
-    if url.startswith("shm+ipc://"):
-        return SharedPlane(url.removeprefix("shm+"), max_message=max_message)
     if url.startswith(("tcp://", "ipc://")):
         return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys), max_message=max_message)
     if url.startswith("file://"):
@@ -204,4 +199,7 @@ def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int 
 
 
 def _unknown(url: str, known: Sequence[str]) -> ConfigError:
+    scheme = url.partition("://")[0]
+    if scheme in REMOVED_SCHEMES:
+        return ConfigError(f"address {url!r}: {scheme}:// was removed; {REMOVED_SCHEMES[scheme]}")
     return ConfigError(f"address {url!r}: must begin with one of {', '.join(known)}")

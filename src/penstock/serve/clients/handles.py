@@ -77,7 +77,7 @@ def usable_url(url: str) -> str:
     if kind == "tcp":
         match = _HOST.fullmatch(url)
         return f"tcp://{_host(match['host'])}:{match['port']}" if match else url
-    if kind not in ("ipc", "shm+ipc", "file"):
+    if kind not in ("ipc", "file"):
         return url
     path = str(Path(rest).absolute())
     if rest.startswith("@") or (kind != "file" and len(path.encode()) > _LONGEST_SOCKET):

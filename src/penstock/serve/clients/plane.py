@@ -147,6 +147,8 @@ class Plane:
     ) -> bool:
         """Hand a group over; it is durable when this returns. False if this very group was there already.
 
+        Large arrays (routed experts) are written from where they lie: do not change them before this returns.
+
         When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
         all) and then raises `Overloaded`.
         """

@@ -58,9 +58,8 @@ class PlaneKeywords(TypedDict, total=False):
     run: str
     """The run's name; ranks and workers that name another are refused."""
     listen: Sequence[str]
-    """Addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; shm+ipc://PATH, the
-    fastest way within one host; file://FOLDER over a shared filesystem; addresses that other hosts can reach need
-    `keys`."""
+    """Addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; file://FOLDER over a
+    shared filesystem; addresses that other hosts can reach need `keys`."""
     keys: str | Path | None
     """Key folder made by `penstock keys`; needed where other hosts can connect."""
     replicas: int

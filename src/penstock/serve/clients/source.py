@@ -16,7 +16,7 @@ from penstock.arrays.digests import sample_digests, step_digest
 from penstock.arrays.versions import MAX_VERSION
 from penstock.encode import decode
 from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
-from penstock.pack import RankPlan, fill
+from penstock.pack import BlockPool, RankPlan, fill
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import Frames, FromPlane
 from penstock.send.picks import StepPicks
@@ -57,7 +57,7 @@ class Source:
         self._first = self._next
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._reach = Reach()
+        self._reach, self._pool = Reach(), BlockPool()
         self._session = settings.new_session(self._reach.find)
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
@@ -286,7 +286,7 @@ class Source:
             return
         try:
             rank_plan = RankPlan.from_bytes(message.plan)
-            step = SourceStep(message.step, message.digest, rank_plan, fill(samples, rank_plan))
+            step = SourceStep(message.step, message.digest, rank_plan, fill(samples, rank_plan, pool=self._pool))
         except Exception as error:  # noqa: BLE001 - the same
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return

@@ -57,9 +57,12 @@ class StorageReader:
         self._storage, self._memory = storage, StepMemory()
         self.bytes_read = 0
         """In all."""
+        self.picks = StepPicks(groups=())
+        """Of the last step."""
 
     def samples(self, picks: StepPicks) -> Samples:
         """The samples that a rank trains, in the order of its plan; raises Unreadable."""
+        self.picks = picks
         if not picks.groups:
             return Samples.of([])
         reads = [self._planned(picked) for picked in picks.groups]

@@ -189,7 +189,7 @@ class Acceptance:
         tried = False
         while True:
             try:
-                self._journal.log.disk.check(arriving, self._journal.log.used_bytes + self._journal.segments.num_bytes)
+                self._journal.log.disk.check(arriving, self._used_bytes)
             except DiskFull as error:
                 if self._journal.segments.is_deleting:
                     words = f"the disk is full, and freed frames are being deleted: {error}"
@@ -201,6 +201,9 @@ class Acceptance:
                 self._journal.log.disk.restore()
             else:
                 return
+
+    def _used_bytes(self) -> int:
+        return self._journal.log.used_bytes + self._journal.segments.num_bytes
 
     def make_room(self) -> None:
         """A frame did not fit on its volume, which need not be the log's: free what is only kept to be looked at again.

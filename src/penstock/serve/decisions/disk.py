@@ -14,7 +14,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,8 +43,9 @@ class Disk:
             volume = os.statvfs(folder)
             self.reserve_bytes = min(reserve_bytes, volume.f_blocks * volume.f_frsize // 8)
 
-    def check(self, size: int, used: int) -> None:
-        """Raise DiskFull unless `size` bytes of groups may be put where `used` are used."""
+    def check(self, size: int, count_used: Callable[[], int]) -> None:
+        """Raise DiskFull unless `size` bytes of groups may be put. Counts what is used only where there is a quota."""
+        used = 0 if self._quota is None else count_used()
         if self._quota is not None and used + size > self._quota:
             todo = _FREES_NOTHING if self.keeps_all else "raise it, or wait until steps are committed"
             raise DiskFull(

@@ -13,8 +13,11 @@ from penstock.serve.settings import PlaneSettings
 
 def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
     """Return what a step must wait for so that nothing too stale is trained, or ""."""
-    most, ahead, oldest = settings.replay.max_staleness, step - state.next_step, state.run_tables.oldest_version()
-    if most is None or ahead <= 0 or oldest is None or state.policy_version + ahead - oldest <= most:
+    most, ahead = settings.replay.max_staleness, step - state.next_step
+    if most is None or ahead <= 0:
+        return ""
+    oldest = state.run_tables.oldest_version()  # looks at all that is held, so only where it matters
+    if oldest is None or state.policy_version + ahead - oldest <= most:
         return ""
     return (
         f"step {step - 1} to be committed: groups of policy version {oldest} would be staler than max_staleness {most} "

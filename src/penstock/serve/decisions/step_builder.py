@@ -7,7 +7,7 @@ plan and digests, in any process, at any time; the same frames give the same sam
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.digests import step_digest
-from penstock.encode.layout import Allocate
 from penstock.errors import PenstockError
 from penstock.keep.facts import GroupFacts, join_facts
 from penstock.pack import Packing, plan
@@ -71,8 +70,6 @@ class StepBuilder:
 
     packing: Packing
     storage: Storage
-    allocate: Allocate | None = field(default=None)
-    """Where payloads are written; None: ordinary memory."""
 
     def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
         made = plan(join_facts(facts), self.packing)
@@ -102,7 +99,7 @@ class StepBuilder:
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
         known = {place.location: GroupFacts.from_bytes(place.metadata) for place in groups}
-        gathered = gather_picks(self.storage, [requests[rank] for rank in inline], self.allocate)
+        gathered = gather_picks(self.storage, [requests[rank] for rank in inline])
         payloads: list[Frames | None] = [None] * len(requests)
         for rank, payload in zip(inline, gathered, strict=True):
             payloads[rank] = pieces_of(payload)

@@ -27,7 +27,6 @@ from typing import IO, Any
 
 from penstock.errors import ConfigError, Fenced
 from penstock.send.memory import MemoryPlane
-from penstock.send.shared_memory import reclaim
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.clients.plane import Plane
 from penstock.serve.decisions.log import Log
@@ -100,8 +99,6 @@ def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_logging(config.log_file))
         turns = _open(config, stack)
-        for folder in reclaim():  # only now: a plane that is refused changes nothing
-            logger.info("removed shared memory of a plane that is gone: %s", folder)
         settle_memory()
         state = turns.ready
         logger.info("epoch %d, next step %d, listening at %s", turns.log.epoch, state.next_step, ", ".join(state.urls))
@@ -260,13 +257,13 @@ def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:
 
 def _inode(url: str) -> int:
     """Of an ipc address's socket file; 0 for other addresses."""
-    path = url.removeprefix("shm+").removeprefix("ipc://")
+    path = url.removeprefix("ipc://")
     return Path(path).stat().st_ino if path != url else 0
 
 
 def _remove_socket(url: str, inode: int) -> None:
     """ZeroMQ leaves the file behind; remove it unless somebody else listens there by now."""
-    path = Path(url.removeprefix("shm+").removeprefix("ipc://"))
+    path = Path(url.removeprefix("ipc://"))
     with contextlib.suppress(FileNotFoundError):
         if inode and path.stat().st_ino == inode:
             path.unlink()

@@ -1,6 +1,7 @@
 """Groups in and steps out: decisions in the loop's thread, everything that weighs as much as the data beside it.
 
     put      engine.offer    ->  [intake: check, make facts, keep, sync]  ->  engine.arrive, flush     answered
+    stored   engine.offer    ->  look at its metadata                     ->  engine.arrive, flush     answered
     step     engine.draw     ->  [steps: plan from facts]                 ->  engine.record            durable
                              ->  [steps: gather the payloads]             ->  staged                   delivered
 
@@ -19,7 +20,6 @@ from itertools import islice
 
 import xxhash
 
-from penstock.encode.layout import Allocate
 from penstock.errors import CorruptFrame, DiskFull, PenstockError, StorageError
 from penstock.keep.facts import GroupFacts
 from penstock.send.messages import Buffer, Put
@@ -124,7 +124,11 @@ class Pipeline:
             stored = Stored(
                 put.group, put.digest, put.location, put.metadata, put.shown, put.evaluation, read_back=read_back
             )
-            self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
+            looked_at = None if read_back else self._intake.look_at(stored, may_read=False)
+            if looked_at is None:
+                self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
+            else:  # metadata of a kilobyte: a thread would cost more than looking at it
+                self._looked_at(looked_at)
         return None
 
     def _free_repeat(self, put: Put, writer: str) -> None:
@@ -141,9 +145,10 @@ class Pipeline:
             return ""
         return GroupFacts.from_bytes(metadata).run
 
-    def _looked_at(self, result: Arrived | Dropped | Refused | Exception) -> None:
+    def _looked_at(self, result: Arrived | Dropped | Refused | Exception | None) -> None:
         if isinstance(result, Exception):
             raise result
+        assert result is not None, "None is returned only where nothing may be read"
         if isinstance(result, Arrived):
             self._engine.segments.verified(result.location)
             self._engine.counts["groups_direct"] += 1
@@ -391,7 +396,7 @@ class AlteredOnTheWay(CorruptFrame):
     """A frame is not what was sent: it must be sent again."""
 
 
-def pipeline_of(engine: Engine, workers: Workers, allocate: Allocate | None = None) -> Pipeline:
-    """The pipeline of a real plane; payloads are built in memory that `allocate` gives."""
+def pipeline_of(engine: Engine, workers: Workers) -> Pipeline:
+    """The pipeline of a real plane."""
     intake = Intake(engine.settings, engine.writer)
-    return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage, allocate), workers)
+    return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage), workers)

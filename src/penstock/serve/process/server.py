@@ -42,7 +42,6 @@ from penstock.send.messages import (
     Trace,
 )
 from penstock.send.session import Phase
-from penstock.send.shared_memory import SharedPlane
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
@@ -92,9 +91,8 @@ class Server:
         self._storage = storage or storage_of(settings, log.folder)
         self.engine = Engine(settings, log, self._storage, outside)
         self._workers = workers or Threads()
-        shared = next((carrier.allocate for carrier in carriers if isinstance(carrier, SharedPlane)), None)
         self.engine.journal.run_beside = partial(self._workers.submit, "sweep")
-        self._pipeline = (pipeline or partial(pipeline_of, allocate=shared))(self.engine, self._workers)
+        self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
         self.coordinator = coordinator_of(settings, log, self.engine)
         self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
         self._run_id = bytes.fromhex(log.run_id)
