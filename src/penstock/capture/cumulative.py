@@ -41,11 +41,12 @@ def from_steps(steps: Iterable[Any], *, temperature: float | None = None, **fiel
 
 def from_rollout(output: Any, **fields: Any) -> Trajectory:
     """The trajectory of a whole rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
-    `stop_condition`, `metrics` and `sampling_args`, as the first generation of verifiers returned it."""
+    `stop_condition`, `metrics`, `timing` and `sampling_args`, as the first generation of verifiers returned it."""
     name = str(field_of(output, "trajectory_id", None) or field_of(output, "example_id", ""))
     where = f"rollout {name!r}"
     error = field_of(output, "error", None)
     sampling = field_of(output, "sampling_args", None) or {}
+    milliseconds = field_of(field_of(output, "timing", None), "total_ms", None)
     read = {
         "id": name,
         "reward": field_of(output, "reward", None),
@@ -53,6 +54,7 @@ def from_rollout(output: Any, **fields: Any) -> Trajectory:
         "truncated": bool(field_of(output, "is_truncated", False)),
         "stop_condition": str(field_of(output, "stop_condition", None) or ""),
         "metrics": optional_mapping(output, "metrics", where),
+        "seconds": None if milliseconds is None else milliseconds / 1000,
         "temperature": field_of(sampling, "temperature", None),
     }
     return from_steps(list_of(output, "trajectory", where), **{**read, **fields})

@@ -201,6 +201,7 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
         id=draw(texts(min_size=1)) if name is None else name,
         group=draw(texts()),
         prompt=draw(st.sampled_from(["", "", "17", "數 17"])),
+        rollout=draw(st.sampled_from(["", "", {"metrics": {"format": 0.5, "數": None}}, {"seconds": 1.5}])),
         env=draw(st.sampled_from(["", "math", "Zürich 数学"])),
         run=draw(st.sampled_from(["", "run-1"])),
         mode=draw(st.sampled_from(MODES)),
