@@ -41,6 +41,7 @@ PROCESS = {
     "send/test_hostile_peers.py",
     "serve/test_http_hostile.py",
     "serve/test_waiting_line.py",
+    "serve/test_second_trainer.py",
     "serve/test_watchdog.py",
     "storage/test_direct.py::test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane",
     "test_cli.py",
