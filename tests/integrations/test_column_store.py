@@ -341,7 +341,7 @@ def test_no_request_ends_a_unit_or_empties_it_by_mistake(tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "link").symlink_to(tmp_path)
     for outside in ("penstock-0-of-1", "checkpoints/link/penstock-0-of-1", "checkpoints/live", "live/columns"):
         for act in (Save(str(tmp_path / outside)), Load(str(tmp_path / outside))):
-            with pytest.raises(InvalidInput, match="must be called penstock-K-of-N and lie below .*checkpoints"):
+            with pytest.raises(InvalidInput, match=r"must be called penstock-K-of-N and lie below .*checkpoints"):
                 line.ask(act)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "live"]
     for folder in ("relative", f"{tmp_path}/a\0b", f"{tmp_path}/../up"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import penstock as ps
 from penstock.commands.top import _from_plane, page
 from penstock.serve.process.prometheus import render

@@ -1,4 +1,4 @@
-"""What is known of a rollout beside its tokens: metrics, info, how it ended, how long it took, whose turn each token is.
+"""What is known of a rollout beside its tokens: metrics, info, how it ended, its seconds, whose turn each token is.
 
 A sample carries it as one short text, the JSON of a `RolloutInfo`, so frames, exports and files keep it like a name.
 The text is plain ASCII and bounded: it travels with a group's metadata, which stays small.

@@ -37,7 +37,19 @@ class Sample:
     [0.0, 1.5]
     """
 
-    __slots__ = ("_columns", "_own", "env", "group", "id", "images", "mode", "policy_version", "prompt", "rollout", "run")
+    __slots__ = (
+        "_columns",
+        "_own",
+        "env",
+        "group",
+        "id",
+        "images",
+        "mode",
+        "policy_version",
+        "prompt",
+        "rollout",
+        "run",
+    )
 
     id: str
     """Unique; generated when not given."""

@@ -1,8 +1,9 @@
 """Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
 
 A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
-`mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token was drawn from (`sampling_mask`, or
-`top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`. Mappings and objects are read alike.
+`mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token was
+drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`. Mappings
+and objects are read alike.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def from_steps(
 ) -> Trajectory:
     """The trajectory of cumulative steps; `fields` are those of `Trajectory` (`id`, `reward`, `env`, ...).
 
-    Images come as `images` (spans) or as `multi_modal_data` (hashes, placeholders and grids). Where the hashes there are
-    not the sha256 of the images' bytes, `image_hashes` gives that for each of them.
+    Images come as `images` (spans) or as `multi_modal_data` (hashes, placeholders and grids). Where the hashes there
+    are not the sha256 of the images' bytes, `image_hashes` gives that for each of them.
 
     >>> t = from_steps([
     ...     {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]},
@@ -46,7 +47,9 @@ def from_steps(
     [[1, 2], [3], [4], [5]]
     """
     name = f"trajectory {fields['id']!r}" if fields.get("id") else "trajectory"
-    return fold((_step(step, f"{name} steps[{i}]", temperature, image_hashes) for i, step in enumerate(steps)), **fields)
+    return fold(
+        (_step(step, f"{name} steps[{i}]", temperature, image_hashes) for i, step in enumerate(steps)), **fields
+    )
 
 
 def from_rollout(output: Any, **fields: Any) -> Trajectory:

@@ -78,8 +78,8 @@ def _span(item: Any, name: Any, place: tuple[int, int], lookup: HashLookup | Non
     for field, value in fields.items():
         if isinstance(value, bytes | bytearray | memoryview) or np.size(_plain(value)) > _MOST_NUMBERS:
             raise InvalidInput(
-                f"{where}[{str(field)!r:.40}]: pixels or features, which do not travel; keep the image in an asset store "
-                "and its descriptor here"
+                f"{where}[{str(field)!r:.40}]: pixels or features, which do not travel; keep the image in an asset "
+                "store and its descriptor here"
             )
     grid = _grid(fields.get("image_grid_thw"), where)
     offset, length = place
@@ -112,7 +112,7 @@ def _digest(name: Any, lookup: HashLookup | None, where: str) -> str:
         name = lookup(str(name))
     if not isinstance(name, str) or not _SHA256.fullmatch(name):
         raise InvalidInput(
-            f"{where}: hash {name!r:.80} is not the sha256 of the image's bytes in 64 hex digits; pass image_hashes=, which "
-            "gives it for the environment's own hash"
+            f"{where}: hash {name!r:.80} is not the sha256 of the image's bytes in 64 hex digits; pass image_hashes=, "
+            "which gives it for the environment's own hash"
         )
     return name

@@ -152,7 +152,12 @@ def _generated(now: dict[str, Any]) -> list[str]:
     metrics = now.get("metrics", {})
     if not metrics.get("gen/samples"):
         return []
-    forms = {"reward": "reward {:.3f}", "length": "{:,.0f} tokens", "truncated": "{:.0%} truncated", "seconds": "{:.1f} s"}
+    forms = {
+        "reward": "reward {:.3f}",
+        "length": "{:,.0f} tokens",
+        "truncated": "{:.0%} truncated",
+        "seconds": "{:.1f} s",
+    }
     found = [form.format(metrics[f"gen/{name}"]) for name, form in forms.items() if f"gen/{name}" in metrics]
     return [f"generated  {', '.join(found)}: means of {metrics['gen/samples']:,.0f} samples put before the last step"]
 

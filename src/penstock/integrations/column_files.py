@@ -5,9 +5,9 @@
 
 A location is handed out when its bytes are synced, so a torn tail is never referred to. A new life begins new
 segments. Freed frames are punched out of their segment where the filesystem can do that, and a segment is removed when
-every byte of it was freed by name: by `sweep`, which may take as long as the disk likes. Segments are mapped to be read; their size is
-looked at before each use, because touching pages that a file no longer has ends the process. Whether the bytes are
-still those that were kept is for the frame's own checksums to say.
+every byte of it was freed by name: by `sweep`, which may take as long as the disk likes. Segments are mapped to be
+read; their size is looked at before each use, because touching pages that a file no longer has ends the process.
+Whether the bytes are still those that were kept is for the frame's own checksums to say.
 """
 
 from __future__ import annotations

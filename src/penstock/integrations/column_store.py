@@ -3,9 +3,9 @@
 A *block* is what came with one put: some columns of some rows. Its bytes are frames of a `ColumnFiles`, one for each
 column; what is known of them (names, types, shapes, sizes, checksums, which rows) is one line of an SQLite file,
 written after the bytes were synced. What is freed is written there too, by name, before its bytes are deleted, so that
-nothing is ever deleted because it is unknown. A row's column is that of the newest block that has it. A block is given back when
-all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time; nothing here
-is pickled.
+nothing is ever deleted because it is unknown. A row's column is that of the newest block that has it. A block is given
+back when all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time;
+nothing here is pickled.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def start_units(conf: Any) -> dict[str, Any]:
-    """Start the storage units that a config asks for: `backend.Penstock.folder`, `.checkpoints`, `.num_units`, `.timeout_s`."""
+    """Start the storage units that `backend.Penstock` asks for: `folder`, `checkpoints`, `num_units`, `timeout_s`."""
     import ray
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 

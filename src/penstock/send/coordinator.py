@@ -25,7 +25,8 @@ of the session it served from its log and nothing of its processes: it is REJOIN
     RUNNING     rank 0: request 7           -> deliver 7
 
 A process that *restarts* (another incarnation, session 0) ends the session of the others: what they computed with it
-is gone. While its earlier incarnation may be alive it waits, and is refused if that one answers (`joiners.py`). An incarnation that left or failed has a tombstone, from which old messages are answered.
+is gone. While its earlier incarnation may be alive it waits, and is refused if that one answers (`joiners.py`). An
+incarnation that left or failed has a tombstone, from which old messages are answered.
 """
 
 from __future__ import annotations
@@ -219,7 +220,10 @@ class Coordinator:
         self._session.on(Happened.MESSAGE)
         if isinstance(message, Beat):
             self._members[place].beat(message, now)
-            return [*self._refuse_joiner(place, message), Send(self._members[place].peer, self.pulse(now, message.number))]
+            return [
+                *self._refuse_joiner(place, message),
+                Send(self._members[place].peer, self.pulse(now, message.number)),
+            ]
         if isinstance(message, Report):
             return self._steps.on_report(place, message)
         if isinstance(message, Damaged):

@@ -193,7 +193,12 @@ class Members:
 
     def mismatch(self, hello: Hello) -> str:
         """Why a process cannot take part, with both values; empty if it can."""
-        for name, text in (("run", hello.run), ("incarnation", hello.incarnation), ("process", hello.process), ("pid_space", hello.pid_space)):
+        for name, text in (
+            ("run", hello.run),
+            ("incarnation", hello.incarnation),
+            ("process", hello.process),
+            ("pid_space", hello.pid_space),
+        ):
             if len(text) > MAX_NAME:
                 return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
         pairs = (

@@ -150,9 +150,9 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     schema: int = SCHEMA
     picks: bytes = b""
     """Which samples of which stored groups these are (`penstock.send.picks`)."""
-    numbers: dict[str, float] = {}
-    """What the plane knows of the time before the step was planned: `gen/` what was put, `buffer/` what was held. Not in
-    the digest."""
+    numbers: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the plane knows of the time before the step was planned: `gen/` what was put, `buffer/` what was held. Not
+    in the digest."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 def pid_space() -> str:
     """Name the machine's boot and this process's pid namespace; empty where the system does not say."""
     try:
-        return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:
         return ""
 

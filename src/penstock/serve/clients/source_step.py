@@ -15,7 +15,12 @@ class SourceStep(StepOfRank):
     """
 
     def __init__(
-        self, number: int, digest: str, rank_plan: RankPlan, batches: list[MicroBatch], numbers: Mapping[str, float] | None = None
+        self,
+        number: int,
+        digest: str,
+        rank_plan: RankPlan,
+        batches: list[MicroBatch],
+        numbers: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(rank_plan)
         self.number = number
@@ -23,8 +28,8 @@ class SourceStep(StepOfRank):
         self.digest = digest
         """Of the rank's plan and samples: equal digests, equal steps."""
         self.numbers = dict(numbers or {})
-        """For metrics, of the time before the step was planned: `gen/` what was put since the step before, `buffer/` what
-        was held. Empty for a step that was planned before the plane restarted."""
+        """For metrics, of the time before the step was planned: `gen/` what was put since the step before, `buffer/`
+        what was held. Empty for a step that was planned before the plane restarted."""
         self._batches = batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
