@@ -61,7 +61,7 @@ class Sample:
     run: str
     mode: str
     rollout: str
-    """What is known of its rollout, as JSON; `penstock.arrays.rollout.read_rollout` reads it. Empty: nothing."""
+    """What is known of its rollout, as JSON; `penstock.arrays.read_rollout` reads it. Empty: nothing."""
     policy_version: int | None
     """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]

@@ -1,9 +1,9 @@
 """Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
 
 A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
-`mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token was
-drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`. Mappings
-and objects are read alike.
+`mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token
+was drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`.
+Mappings and objects are read alike.
 """
 
 from __future__ import annotations

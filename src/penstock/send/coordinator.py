@@ -221,7 +221,7 @@ class Coordinator:
         if isinstance(message, Beat):
             self._members[place].beat(message, now)
             return [
-                *self._refuse_joiner(place, message),
+                *self._joiners.answered(place, message, self.epoch),
                 Send(self._members[place].peer, self.pulse(now, message.number)),
             ]
         if isinstance(message, Report):
@@ -295,15 +295,6 @@ class Coordinator:
             holder, probe = self._joiners.wait(peer, place, hello, now)
             return [Send(holder, self.pulse(now, probe=probe))]
         return self._join_fresh(place, Joiner.at_once(peer, hello, now), now)
-
-    def _refuse_joiner(self, place: Place, beat: Beat) -> list[Effect]:
-        """A process answered the probe: it lives, and whoever wanted its place cannot have it."""
-        found = self._joiners.answered(place, beat)
-        if found is None:
-            return []
-        joiner, reason = found
-        refused = Note(f"session {self.session}: refused {joiner.hello.process or 'a process'}: {reason}")
-        return [refused, Send(joiner.peer, Refused(epoch=self.epoch, reason=reason[:MAX_REASON]))]
 
     def _join_fresh(self, place: Place, joiner: Joiner, now: float) -> list[Effect]:
         """A process that just started joins the session that is forming; if there is none, it begins one."""

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.send.carrier import Peer
+from penstock.send.effects import Effect, Note, Send
 from penstock.send.members import Member, Members, Place, another
-from penstock.send.messages import Beat, Hello
+from penstock.send.messages import MAX_REASON, Beat, Hello, Refused
 from penstock.send.timeouts import Timeouts
 
 
@@ -69,14 +70,16 @@ class Joiners:
         found.peer, found.hello, found.heard = peer, hello, now
         return holder.peer, found.probe
 
-    def answered(self, place: Place, beat: Beat) -> tuple[Joiner, str] | None:
-        """A process was heard: the one that waits for its place, and why it cannot have it."""
+    def answered(self, place: Place, beat: Beat, epoch: int) -> list[Effect]:
+        """A process was heard. If it answers the probe it lives, and whoever waits for its place is refused."""
         found = self._waiting.get(place)
         if found is None or not beat.probe or beat.probe != found.probe:
-            return None
+            return []
         del self._waiting[place]
         name = self._members.name(place)
-        return found, f"{another(self._members[place].process)} already joined as {name}; stop one of the two"
+        reason = f"{another(self._members[place].process)} already joined as {name}; stop one of the two"
+        refused = Refused(epoch=epoch, reason=reason[:MAX_REASON])
+        return [Note(f"refused {found.hello.process or 'a process'}: {reason}"), Send(found.peer, refused)]
 
     def probes(self) -> list[tuple[Peer, int]]:
         """Whom to probe again: an earlier one may be lost."""
