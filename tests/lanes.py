@@ -62,6 +62,7 @@ PROCESS = {
     "view/test_group_page.py",
     "view/test_page_contents.py",
     "view/test_run_page.py",
+    "view/test_rollout_page.py",
     "view/test_sample_page.py",
     "view/test_screens.py",
     "view/test_watching.py",
