@@ -161,6 +161,22 @@ def prompts_and_unknown_versions() -> list[ps.Sample]:
     return [*made, ps.Sample(id="alone", token_ids=[9])]
 
 
+def rollouts() -> list[ps.Sample]:
+    """What is known of three rollouts: all there can be, little, nothing."""
+    known = {
+        "metrics": {"format": 0.5, "broken": None},
+        "info": {"task": "17", "note": "naïve"},
+        "stop_condition": "max_turns",
+        "truncated": True,
+        "error": "timeout",
+        "agent": "solver",
+        "seconds": 3.25,
+        "roles": {"names": ["user", "assistant"], "runs": [0, 2, 1, 1]},
+    }
+    texts: list[Any] = [known, {"seconds": 1.0}, ""]
+    return [ps.Sample(id=f"{i}", token_ids=[1, 2, i], rollout=text) for i, text in enumerate(texts)]
+
+
 def sampling_masks() -> list[ps.Sample]:
     """Kept sets of answers to one prompt; one answer has none, one sample has a set of its only token."""
     rng = np.random.default_rng(5)
@@ -254,6 +270,7 @@ BATCHES = (
     images,
     every_column,
     prompts_and_unknown_versions,
+    rollouts,
     sampling_masks,
     kept_sets_everywhere,
     own_columns,

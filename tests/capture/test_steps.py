@@ -220,6 +220,46 @@ def test_images_follow_their_turn_into_the_sample() -> None:
     assert sample["mm_token_type_ids"].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
 
 
+def described(offset: int, letter: str = "a", **item: Any) -> dict[str, Any]:
+    """One image as an environment describes it."""
+    return {
+        "mm_hashes": {"image": [letter * 64]},
+        "mm_placeholders": {"image": [{"offset": offset, "length": 2}]},
+        "mm_items": {"image": [{"image_grid_thw": [[1, 2, 4]], **item}]},
+    }
+
+
+def test_descriptors_without_pixels_are_taken_as_references() -> None:
+    both = {
+        "mm_hashes": {"image": ["a" * 64, "b" * 64]},
+        "mm_placeholders": {"image": [(1, 2), (4, 2)]},
+        "mm_items": {"image": [{"image_grid_thw": [1, 2, 4]}, {"image_grid_thw": np.array([[1, 2, 4]])}]},
+    }
+    rollout = {
+        "trajectory": [
+            {"tokens": step([1, 7, 7], [2], multi_modal_data=described(1))},
+            {"tokens": step([1, 7, 7, 2, 7, 7, 3], [4], multi_modal_data=both)},
+        ],
+        "reward": 1.0,
+    }
+    [sample] = to_samples(from_rollout(rollout))
+    spans = from_steps([step([1, 7, 7, 2, 7, 7, 3], [4], images=[image(1, "a"), image(4, "b")])]).turns[0].images
+    assert sample.images == spans
+    assert sample["mm_token_type_ids"].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
+
+
+def test_placeholders_are_found_by_token_types_and_other_hashes_are_looked_up() -> None:
+    data = described(1, letter="z")
+    del data["mm_placeholders"]
+    given = step([1, 7, 7], [2], multi_modal_data=data, mm_token_type_ids=[0, 1, 1, 0])
+    [sample] = to_samples(from_steps([given], image_hashes={"z" * 64: "c" * 64}.__getitem__))
+    assert sample.images == (image(1, "c"),)
+
+
+def test_an_empty_descriptor_is_no_image() -> None:
+    assert from_steps([step([1], [5], multi_modal_data={"mm_hashes": {}})]).turns[0].images == ()
+
+
 def test_equal_placeholders_of_different_images_are_different_prefixes() -> None:
     rollout = from_steps([
         step([1, 7, 7, 5], [2], images=[image(1, "a")]),
@@ -247,7 +287,14 @@ BAD: list[tuple[Any, str]] = [
     (step([1], [5], prompt_mask=[0, 0]), r"steps\[1\].prompt_mask: 2 values for 1 tokens"),
     (step([1], [5], prompt_mask=[1]), r"steps\[1\].prompt_mask\[0\]: True"),
     (step([1], [5], mm_token_type_ids=[0]), r"steps\[1\].mm_token_type_ids: 1 values for 2 tokens"),
-    (step([1], [5], multi_modal_data={"mm_hashes": {}}), r"steps\[1\].multi_modal_data: not taken"),
+    (step([1], [5], multi_modal_data={"pixel_values": [1]}), r"steps\[1\].multi_modal_data.pixel_values: not a field"),
+    (step([1], [5], multi_modal_data=described(1, pixel_values=np.zeros((8, 4)))), r"\['pixel_values'\]: pixels or fe"),
+    (step([1], [5], multi_modal_data=described(1, image=b"x")), r"mm_items\['image'\]\[0\]\['image'\]: pixels or fea"),
+    (step([1], [5], multi_modal_data=described(1, letter="z")), r"hash 'zzz.*is not the sha256.*pass image_hashes="),
+    (step([1], [5], multi_modal_data={"mm_hashes": {"video": ["a"]}}), r"mm_hashes: video; only images"),
+    (step([1], [5], multi_modal_data=described(1) | {"mm_hashes": {"image": []}}), "1 items, 0 hashes and 1 placeh"),
+    (step([1], [5], multi_modal_data=described(1) | {"mm_placeholders": {}}), "mm_placeholders: missing, and so are"),
+    (step([1], [5], multi_modal_data=described(1, image_grid_thw=[1, 2])), r"image_grid_thw: \[1, 2\]; must be time"),
     (step([1], [5], images=[{"hash": "a" * 64}]), r"steps\[1\].images\[0\]: Missing required argument 'grid'"),
     (step([1], [5], images=[image(0, "a")]), r"steps\[1\].images\[0\]: tokens 0..2 of 1"),
     (step([1], [5], images=[image(0, "z")]), r"steps\[1\].images\[0\].hash"),

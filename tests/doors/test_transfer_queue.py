@@ -52,7 +52,10 @@ def started(folder: Path | None, units: int = 2) -> None:
     if folder is None:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
         return
-    backend = {"storage_backend": "Penstock", "Penstock": {"folder": str(folder), "num_units": units}}
+    backend = {
+        "storage_backend": "Penstock",
+        "Penstock": {"folder": str(folder), "checkpoints": str(folder.parent), "num_units": units},
+    }
     tq.init(OmegaConf.create({"backend": backend}))
 
 

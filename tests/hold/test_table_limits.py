@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -232,3 +234,13 @@ def test_released_items_are_not_kept_alive() -> None:
 def test_a_capacity_that_no_machine_has_is_our_error() -> None:
     with pytest.raises(ConfigError, match="capacity"):
         Table(capacity=10**12)
+
+
+@pytest.mark.parametrize("priority", ["x", None, [1.0], float("nan")])
+def test_a_priority_that_is_no_number_is_our_error(priority: Any) -> None:
+    table: Table = Table(capacity=2)
+    with pytest.raises(InvalidInput, match=r"priority .*; give a finite number"):
+        table.insert("a", 1, priority=priority)
+    table.insert("a", 1)
+    with pytest.raises(InvalidInput, match=r"has priority .*; give a finite number"):
+        table.update_priorities({"a": priority})

@@ -124,6 +124,42 @@ def test_blocks_that_make_no_sense_are_refused_and_nothing_is_kept(tmp_path: Pat
     store.close()
 
 
+def test_nothing_is_deleted_because_no_row_names_it(tmp_path: Path) -> None:
+    store = ColumnStore(tmp_path)
+    store.put([block([0], a=[b"x" * 5000])])
+    store.close()
+    copy = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    store = ColumnStore(tmp_path)
+    store.put([block([1], a=[b"y" * 5000])])
+    store.close()
+    segments = {path.name: path.read_bytes() for path in (tmp_path / "columns").iterdir()}
+    assert len(segments) == 2
+    for path in [path for path in tmp_path.iterdir() if path.is_file()]:  # the database is restored from a copy
+        path.unlink()
+    for name, data in copy.items():
+        (tmp_path / name).write_bytes(data)
+    store = ColumnStore(tmp_path)
+    store.clear([0])
+    store.close()
+    left = {path.name: path.read_bytes() for path in (tmp_path / "columns").iterdir()}
+    [unknown] = left.items()
+    assert unknown[0] in segments and b"y" * 5000 in unknown[1], "what was freed by name is gone, the other is not"
+
+
+def test_what_was_freed_and_not_yet_deleted_is_deleted_by_the_next_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ColumnStore(tmp_path)
+    store.put([block([0], a=[b"x" * 50_000]), block([1], a=[b"y" * 50_000])])
+    with monkeypatch.context() as killed:  # before its sweep
+        killed.setattr("penstock.integrations.column_files.ColumnFiles.sweep", lambda _self: None)
+        store.clear([0, 1])
+        store.close()
+    assert len(list((tmp_path / "columns").iterdir())) == 1
+    ColumnStore(tmp_path).close()
+    assert list((tmp_path / "columns").iterdir()) == []
+
+
 def test_a_folder_has_one_owner_and_keeps_what_was_said_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.integrations.column_store._OWNER_S", 0.2)
     store = ColumnStore(tmp_path, units="2")
@@ -250,7 +286,7 @@ def test_a_unit_that_can_serve_no_more_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
-    unit = Unit(tmp_path / "live", host="127.0.0.1")
+    unit = Unit(tmp_path / "live", host="127.0.0.1", saves_under=tmp_path)
     line = Line(lambda _: unit.where, timeout_s=60)
     one = block([0, 1], a=[b"x", b"y"])
     line.ask(Put(one.rows, one.columns), one.data)
@@ -258,7 +294,7 @@ def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
         line.ask(Put(one.rows, one.columns), [b"xyz"])
     with pytest.raises(UnknownKey, match="row 7"):
         line.ask(Get((7,), ("a",)))
-    line.ask(Save(str(tmp_path / "saved")))
+    line.ask(Save(str(tmp_path / "saved" / "penstock-0-of-1")))
     line.ask(Clear((0,)))
     with pytest.raises(UnknownKey):
         line.ask(Get((0,), ("a",)))
@@ -268,7 +304,7 @@ def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
             stranger.send_multipart(parts)
         stranger.setsockopt(zmq.LINGER, 0)
         assert b"CorruptFrame" in stranger.recv_multipart()[1]
-    line.ask(Load(str(tmp_path / "saved")))
+    line.ask(Load(str(tmp_path / "saved" / "penstock-0-of-1")))
     assert bytes(line.ask(Get((1, 0), ("a",)))[1][0]) == b"yx"
     line.close()
     unit.close()
@@ -294,13 +330,20 @@ def test_a_unit_that_other_hosts_can_reach_hears_only_who_has_its_keys(tmp_path:
 
 
 def test_no_request_ends_a_unit_or_empties_it_by_mistake(tmp_path: Path) -> None:
-    unit = Unit(tmp_path / "live", host="127.0.0.1")
+    unit = Unit(tmp_path / "live", host="127.0.0.1", saves_under=tmp_path / "checkpoints")
     line = Line(lambda _: unit.where, timeout_s=60)
     one = block([0], a=[b"x"])
     line.ask(Put(one.rows, one.columns), one.data)
     with pytest.raises(UnknownKey, match="nothing was saved there"):
-        line.ask(Load(str(tmp_path / "missing")))
-    assert not (tmp_path / "missing").exists()
+        line.ask(Load(str(tmp_path / "checkpoints" / "penstock-0-of-1")))
+    assert not (tmp_path / "checkpoints").exists()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "link").symlink_to(tmp_path)
+    for outside in ("penstock-0-of-1", "checkpoints/link/penstock-0-of-1", "checkpoints/live", "live/columns"):
+        for act in (Save(str(tmp_path / outside)), Load(str(tmp_path / outside))):
+            with pytest.raises(InvalidInput, match=r"must be called penstock-K-of-N and lie below .*checkpoints"):
+                line.ask(act)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "live"]
     for folder in ("relative", f"{tmp_path}/a\0b", f"{tmp_path}/../up"):
         for act in (Save(folder), Load(folder)):
             with pytest.raises(InvalidInput, match="must be absolute"):

@@ -61,6 +61,8 @@ class World:
         self.held: list[tuple[object, FromPlane, Frames]] = []
         """Payloads, and what follows them, on a slow link."""
         self.slow: set[object] = set()
+        self.gone = False
+        """Whether processes are known to have ended."""
         self.start_plane()
         self.members = [Rank(self, rank) for rank in range(ranks)]
         self.settle()
@@ -76,6 +78,7 @@ class World:
             last_step=self.last_step,
             left=self.left,
             timeouts=TIMES,
+            is_gone=lambda _space, _pid: self.gone,
         )
 
     def do(self, effects: list[Effect]) -> None:

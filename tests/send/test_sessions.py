@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from penstock.send.messages import Beat
 from penstock.send.session import Phase
 from tests.send.session_world import TIMES, Rank, World
 
@@ -258,8 +259,9 @@ def test_the_dead_do_not_decide_where_a_restarted_trainer_resumes() -> None:
     assert phase(world) is Phase.RUNNING
 
 
-def test_a_process_whose_place_was_taken_is_told() -> None:
-    world = World(2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_trainer_is_refused_while_the_first_one_lives(ranks: int) -> None:
+    world = World(ranks)  # with one rank the session runs, with the second one missing it forms
     world.session = 0
     world.start_plane()
     first = Rank(world, 0)
@@ -268,6 +270,34 @@ def test_a_process_whose_place_was_taken_is_told() -> None:
     second = Rank(world, 0, life="b")
     world.members.append(second)
     world.settle()
-    world.pass_time(TIMES.heartbeat_s * 2)
-    assert "another process has joined as rank 0" in str(first.error)
-    assert second.error is None
+    assert "another process already joined as rank 0; stop one of the two" in str(second.error)
+    world.pass_time(TIMES.peer_s * 2)
+    assert first.error is None
+    assert phase(world) is (Phase.RUNNING if ranks == 1 else Phase.FORMING)
+
+
+def test_a_process_that_answers_no_probe_is_replaced_after_two_heartbeats() -> None:
+    world = World(2)
+    dead = world.members.pop(0)
+    world.cut.add(dead.name)
+    again = Rank(world, 0, life="b")
+    world.members.append(again)
+    world.settle()
+    assert phase(world) is Phase.RUNNING
+    # A beat of the dead process that was still on its way proves nothing: it was sent before the probe.
+    world.do(world.plane.on_message(dead.name, Beat(session=world.session, number=99), world.now))
+    world.settle()
+    world.pass_time(TIMES.heartbeat_s * 2.2)
+    assert "joined as this rank: it restarted" in str(world.members[0].error)
+    assert again.error is None
+    assert phase(world) is Phase.FORMING
+
+
+def test_a_process_that_is_known_to_have_ended_is_replaced_at_once() -> None:
+    world = World(1)
+    world.cut.add(world.members.pop().name)
+    world.gone = True
+    again = Rank(world, 0, life="b")
+    world.members.append(again)
+    world.settle()
+    assert phase(world) is Phase.RUNNING and again.error is None

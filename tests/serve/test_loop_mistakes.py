@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.errors import InvalidInput, StepAborted
+from penstock.errors import ConfigError, InvalidInput, StepAborted
 from penstock.pack.denominators import Denominators
 from penstock.testing.groups import named_group
 from penstock.testing.pace import pace
@@ -137,3 +137,19 @@ def test_an_exporter_needs_a_micro_batch_and_terms(tmp_path: Path) -> None:
         pytest.raises(InvalidInput, match=r"write\(dict, dict\); pass a micro-batch"),
     ):
         exporter.write(10, {}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("where", "meant"), [("memory", "memory:"), ("localhost:7440", "tcp://localhost:7440")])
+def test_an_address_without_its_scheme_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, meant: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"give '{meant}', or './{where}' for a folder"):
+        ps.open(where, ranks=1, seq_len=16, groups_per_step=1)
+    assert list(tmp_path.iterdir()) == []
+    ps.open(f"./{where}", ranks=1, seq_len=16, groups_per_step=1).close()
+
+
+def test_a_missing_step_target_is_named_by_its_settings() -> None:
+    with pytest.raises(ConfigError, match="memory:: when a step is full: missing; give one of groups_per_step, samp"):
+        ps.open("memory:", ranks=1, seq_len=16)

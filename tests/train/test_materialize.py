@@ -257,3 +257,17 @@ def test_image_tokens_and_features_are_counted_against_each_other(store: AssetSt
     ids[-1] = 151655  # a placeholder the model sampled
     with pytest.raises(InvalidInput, match=rf"{spans[0].length + 1} in the row for {spans[0].length} image features"):
         check_image_tokens(ids, 151655, got, merge=2)
+
+
+def test_a_processor_that_returns_bfloat16_tensors_is_taken() -> None:
+    torch = pytest.importorskip("torch")
+    processor = FromCallable(function=lambda _: (torch.full((4, 2), 0.5, dtype=torch.bfloat16), (1, 2, 2)), row_size=2)
+    out = np.zeros((4, 2), np.float32)
+    processor.fill(processor.prepare(np.zeros((2, 2, 3), np.uint8)), out)
+    assert (out == 0.5).all()
+
+
+def test_a_processor_that_returns_no_numbers_is_our_error() -> None:
+    processor = FromCallable(function=lambda _: ([["x"]], (1, 1, 1)), row_size=1)  # type: ignore[arg-type,return-value]
+    with pytest.raises(IncompatibleAsset, match=r"list of patch rows, grid .*; return numbers"):
+        processor.prepare(np.zeros((2, 2, 3), np.uint8))

@@ -55,7 +55,7 @@ def test_what_was_packed_is_named_by_rank_and_in_total() -> None:
         assert found[0][f"pack/local_{name}"] + found[1][f"pack/local_{name}"] == found[0][f"pack/total_{name}"]
     assert found[0]["pack/total_micro_batches"] == sum(len(batches) for batches in step.ranks)
     assert found[0]["pack/total_samples"] == 16
-    assert found[0]["pack/max_micro_batch_tokens"] <= found[0]["pack/micro_batch_max_tokens"] == 12
+    assert found[0]["pack/total_max_micro_batch_tokens"] <= found[0]["pack/micro_batch_max_tokens"] == 12
 
 
 def test_staleness_of_trained_samples_is_not_called_the_buffers() -> None:

@@ -28,7 +28,7 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
     one = sample("s1", 8, group="g", prompt="sum 17", env="math", policy_version=5, **more)
     export(tmp_path, batch_of(one))
     (line,) = lines_of(tmp_path)
-    facts = {name: line[name] for name in list(line)[:18]}
+    facts = {name: line[name] for name in list(line)[:19]}
     assert facts == {
         "schema_version": 1,
         "step": 1,
@@ -43,6 +43,7 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
         "sample_id": "s1",
         "group_id": "g",
         "prompt": "sum 17",
+        "rollout": None,
         "policy_version": 5,
         "staleness": 2,
         "rule": None,
@@ -61,7 +62,7 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
         ],
         "columns": None,
     }
-    assert list(line)[18:] == [
+    assert list(line)[19:] == [
         "token_ids",
         "loss_mask",
         "inference_logprobs",

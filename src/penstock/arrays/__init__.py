@@ -4,6 +4,7 @@ from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Column
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import teacher_topk
 from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.rollout import RolloutInfo, read_rollout
 from penstock.arrays.sample import Sample
 from penstock.arrays.samples import Samples
 
@@ -14,8 +15,10 @@ __all__ = [
     "Column",
     "ImageSpan",
     "Ragged",
+    "RolloutInfo",
     "Sample",
     "Samples",
     "offsets_of",
+    "read_rollout",
     "teacher_topk",
 ]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, TOPK, Array, Cells, Column, first_bad
 from penstock.arrays.kept_sets import ascending, check_kept
 from penstock.arrays.ragged import Ragged, freeze, offsets_of
+from penstock.arrays.rollout import text_problem
 from penstock.errors import InvalidInput
 
 Values: TypeAlias = Array | Ragged | Sequence[float] | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | float
@@ -42,6 +43,11 @@ def run_name_problem(name: str) -> str:
 def check_text(text: Mapping[str, object], where: str) -> None:
     """Raise unless every text field is a short string without control characters and the mode is known."""
     for name, value in text.items():
+        if name == "rollout" and isinstance(value, str):
+            problem = text_problem(value)
+            if problem:
+                raise InvalidInput(f"{where}.rollout: {problem}")
+            continue
         if not isinstance(value, str) or len(value) > MAX_TEXT or (name == "id" and not value):
             raise InvalidInput(f"{where}.{name}: {str(value)[:40]!r}; must be a string of 1 to {MAX_TEXT} characters")
         if value and not (value.isascii() and value.isprintable()):

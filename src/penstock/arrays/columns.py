@@ -172,7 +172,7 @@ def _sample(name: str, dtype: str, fill: int | str, meaning: str) -> Column:
     return Column(name, dtype=dtype, per="sample", fill=fill, meaning=meaning)
 
 
-_TEXTS = ("id", "group", "prompt", "env", "run", "mode")
+_TEXTS = ("id", "group", "prompt", "env", "run", "mode", "rollout")
 
 # A log-softmax in float32 can round to a hair above zero; anything beyond that is not a log-probability.
 LOGPROB_SLACK = 1e-3
@@ -248,6 +248,7 @@ TABLE: tuple[Column, ...] = (
     _sample("env", "str", "", "the environment that scored it"),
     _sample("run", "str", "", "the run or adapter it belongs to"),
     _sample("mode", "str", "rl", "rl, opd or sft"),
+    _sample("rollout", "str", "", "what is known of its rollout, as JSON: metrics, info, how it ended, seconds, roles"),
     _sample(
         "policy_version", "<i8", NO_VERSION, "oldest policy version that sampled any of its tokens; -1 = not known"
     ),

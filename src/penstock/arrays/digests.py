@@ -47,9 +47,14 @@ def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
 
 def _names(samples: Samples) -> list[bytes]:
     images = samples.images or ((),) * len(samples)
-    text = zip(*(samples.text[name] for name in TEXT_COLUMNS), strict=True)
+    # The rollout's text came later: a sample without one keeps the digest that logs of earlier versions hold.
+    text = zip(*(samples.text[name] for name in TEXT_COLUMNS if name != "rollout"), strict=True)
     facts = zip(text, samples.policy_versions.tolist(), images, strict=True)
-    return [xxhash.xxh3_128_digest(_PACK.encode(fact)) for fact in facts]
+    rollouts = samples.text["rollout"]
+    return [
+        xxhash.xxh3_128_digest(_PACK.encode((*fact, rollout) if rollout else fact))
+        for fact, rollout in zip(facts, rollouts, strict=True)
+    ]
 
 
 def _column(name: str, column: Ragged) -> list[bytes]:

@@ -19,6 +19,7 @@ from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells, Column
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own, table_with, words_for
 from penstock.arrays.ragged import freeze, same_bits
+from penstock.arrays.rollout import RolloutInfo, rollout_text
 from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
 
@@ -36,7 +37,19 @@ class Sample:
     [0.0, 1.5]
     """
 
-    __slots__ = ("_columns", "_own", "env", "group", "id", "images", "mode", "policy_version", "prompt", "run")
+    __slots__ = (
+        "_columns",
+        "_own",
+        "env",
+        "group",
+        "id",
+        "images",
+        "mode",
+        "policy_version",
+        "prompt",
+        "rollout",
+        "run",
+    )
 
     id: str
     """Unique; generated when not given."""
@@ -47,6 +60,8 @@ class Sample:
     env: str
     run: str
     mode: str
+    rollout: str
+    """What is known of its rollout, as JSON; `penstock.arrays.read_rollout` reads it. Empty: nothing."""
     policy_version: int | None
     """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]
@@ -64,6 +79,7 @@ class Sample:
         env: str = "",
         run: str = "",
         mode: str = "rl",
+        rollout: str | Mapping[str, Any] | RolloutInfo = "",
         policy_version: int | None = None,
         images: Sequence[ImageSpan] = (),
         columns: Given = NO_COLUMNS,
@@ -76,8 +92,11 @@ class Sample:
             "env": env,
             "run": run,
             "mode": mode,
+            "rollout": rollout if isinstance(rollout, str) else "",
         }
         where = f"sample {text['id']!r:.80}"
+        if not isinstance(rollout, str):
+            text["rollout"] = rollout_text(rollout, f"{where}.rollout")
         check_text(text, where)
         given = {"token_ids": token_ids, "loss_mask": loss_mask, **known_columns}
         own: Own = NO_COLUMNS

@@ -45,7 +45,7 @@ class Samples(Sequence[Sample]):
         self.columns = columns
         """Ragged columns by name, in table order; token_ids and loss_mask are always there."""
         self.text = text
-        """id, group, prompt, env, run and mode of each sample."""
+        """id, group, prompt, env, run, mode and rollout of each sample."""
         self.policy_versions = policy_versions
         """[n] the oldest policy version of each sample; -1 = not known."""
         self.images = images

@@ -58,7 +58,15 @@ class FromCallable:
 
     def prepare(self, rgb: NDArray[np.uint8]) -> Rows:
         patches, (t, h, w) = self.function(rgb)
-        return Rows(patches=np.asarray(patches, np.float32), grid=(int(t), int(h), int(w)))
+        if hasattr(patches, "detach"):  # a tensor: numpy has no bfloat16, and reads no other device
+            patches = patches.detach().float().cpu().numpy()
+        try:
+            return Rows(patches=np.asarray(patches, np.float32), grid=(int(t), int(h), int(w)))
+        except (TypeError, ValueError) as error:
+            raise IncompatibleAsset(
+                f"processor: {type(patches).__name__} of patch rows, grid {(t, h, w)!r:.60}: {error}; return numbers",
+                error_type="raw_mm_grid_mismatch",
+            ) from None
 
     def grid_of(self, prepared: Rows) -> Grid:
         return prepared.grid

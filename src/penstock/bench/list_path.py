@@ -39,6 +39,7 @@ def make_samples(count: int = 512, tokens: int = 2_000_000, seed: int = 0) -> Sa
             "env": ("math",) * count,
             "run": ("",) * count,
             "mode": ("rl",) * count,
+            "rollout": ("",) * count,
         },
         policy_versions=np.zeros(count, np.int64),
     )

@@ -1,8 +1,9 @@
 """Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
 
 A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
-`mm_token_type_ids`, `images`, `temperature`, and the ids each token was drawn from (`sampling_mask`, or
-`top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`. Mappings and objects are read alike.
+`mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token
+was drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`.
+Mappings and objects are read alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from penstock.arrays.coerce import Values, coerce
 from penstock.arrays.columns import COLUMNS
 from penstock.arrays.images import ImageSpan
 from penstock.capture.fold import Step, fold
+from penstock.capture.image_descriptors import HashLookup, read_descriptors
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
 from penstock.capture.routing import read_routing
 from penstock.capture.sampling_masks import sampling_mask_of
@@ -25,8 +27,17 @@ from penstock.capture.trajectory import Trajectory
 from penstock.errors import InvalidInput
 
 
-def from_steps(steps: Iterable[Any], *, temperature: float | None = None, **fields: Any) -> Trajectory:
+def from_steps(
+    steps: Iterable[Any],
+    *,
+    temperature: float | None = None,
+    image_hashes: HashLookup | None = None,
+    **fields: Any,
+) -> Trajectory:
     """The trajectory of cumulative steps; `fields` are those of `Trajectory` (`id`, `reward`, `env`, ...).
+
+    Images come as `images` (spans) or as `multi_modal_data` (hashes, placeholders and grids). Where the hashes there
+    are not the sha256 of the images' bytes, `image_hashes` gives that for each of them.
 
     >>> t = from_steps([
     ...     {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]},
@@ -36,16 +47,19 @@ def from_steps(steps: Iterable[Any], *, temperature: float | None = None, **fiel
     [[1, 2], [3], [4], [5]]
     """
     name = f"trajectory {fields['id']!r}" if fields.get("id") else "trajectory"
-    return fold((_step(step, f"{name} steps[{i}]", temperature) for i, step in enumerate(steps)), **fields)
+    return fold(
+        (_step(step, f"{name} steps[{i}]", temperature, image_hashes) for i, step in enumerate(steps)), **fields
+    )
 
 
 def from_rollout(output: Any, **fields: Any) -> Trajectory:
     """The trajectory of a whole rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
-    `stop_condition`, `metrics` and `sampling_args`, as the first generation of verifiers returned it."""
+    `stop_condition`, `metrics`, `timing` and `sampling_args`, as the first generation of verifiers returned it."""
     name = str(field_of(output, "trajectory_id", None) or field_of(output, "example_id", ""))
     where = f"rollout {name!r}"
     error = field_of(output, "error", None)
     sampling = field_of(output, "sampling_args", None) or {}
+    milliseconds = field_of(field_of(output, "timing", None), "total_ms", None)
     read = {
         "id": name,
         "reward": field_of(output, "reward", None),
@@ -53,17 +67,19 @@ def from_rollout(output: Any, **fields: Any) -> Trajectory:
         "truncated": bool(field_of(output, "is_truncated", False)),
         "stop_condition": str(field_of(output, "stop_condition", None) or ""),
         "metrics": optional_mapping(output, "metrics", where),
+        "seconds": milliseconds / 1000 if isinstance(milliseconds, int | float) and milliseconds >= 0 else None,
         "temperature": field_of(sampling, "temperature", None),
     }
     return from_steps(list_of(output, "trajectory", where), **{**read, **fields})
 
 
-def _step(step: Any, where: str, temperature: float | None) -> Step:
+def _step(step: Any, where: str, temperature: float | None, lookup: HashLookup | None) -> Step:
     tokens = field_of(step, "tokens", ABSENT)
     tokens = step if tokens is ABSENT else required(step, "tokens", where)
     prompt, completion = ids_of(tokens, "prompt_ids", where), ids_of(tokens, "completion_ids", where)
     _check_prompt_mask(field_of(tokens, "prompt_mask", None), len(prompt), f"{where}.prompt_mask")
     own = field_of(tokens, "temperature", None)
+    types = _types(field_of(tokens, "mm_token_type_ids", None), len(prompt) + len(completion), where)
     columns: dict[str, Values | None] = {
         "temperatures": temperature if own is None else own,
         "sampling_mask": sampling_mask_of(tokens, where),
@@ -75,9 +91,9 @@ def _step(step: Any, where: str, temperature: float | None) -> Step:
         mask=field_of(tokens, "completion_mask", None),
         logprobs=field_of(tokens, "completion_logprobs", None),
         columns={name: value for name, value in columns.items() if value is not None},
-        types=_types(field_of(tokens, "mm_token_type_ids", None), len(prompt) + len(completion), where),
+        types=types,
         routing=read_routing(field_of(tokens, "routed_experts", None), f"{where}.routed_experts"),
-        images=_images(tokens, where),
+        images=_images(tokens, types, lookup, where),
     )
 
 
@@ -101,12 +117,12 @@ def _types(types: Any, count: int, where: str) -> NDArray[np.uint8] | None:
     return values
 
 
-def _images(tokens: Any, where: str) -> tuple[ImageSpan, ...]:
-    images = field_of(tokens, "images", None)
-    if images is None:
-        if field_of(tokens, "multi_modal_data", None):
-            raise InvalidInput(f"{where}.multi_modal_data: not taken, pixels do not travel; give `images` as spans")
-        return ()
+def _images(
+    tokens: Any, types: NDArray[np.uint8] | None, lookup: HashLookup | None, where: str
+) -> tuple[ImageSpan, ...]:
+    if field_of(tokens, "images", None) is None:
+        described = field_of(tokens, "multi_modal_data", None)
+        return read_descriptors(described, types, lookup, f"{where}.multi_modal_data") if described else ()
     return tuple(_image(image, f"{where}.images[{i}]") for i, image in enumerate(list_of(tokens, "images", where)))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.arrays.coerce import check_text
+from penstock.arrays.rollout import check_info, check_metrics, check_seconds
 from penstock.arrays.versions import check_version
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
@@ -51,16 +52,19 @@ class Trajectory:
     policy_version: int | None = None
     """Version the rollout was sampled from, None = not known; turns may say more in `weight_versions`."""
     error: str | None = None
-    """Why the rollout failed; its tokens are kept and train nothing."""
+    """Why the rollout failed; its tokens are kept and train nothing. Samples carry the first 500 characters."""
     truncated: bool = False
     """Ended by a limit rather than by the model."""
     stop_condition: str = ""
+    """Why it ended, in the environment's words."""
+    seconds: float | None = None
+    """How long the rollout took; None = not known."""
     routing_gaps: int = 0
     """Model calls whose routed experts were reported with rows missing, and therefore left out."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Small numbers about the rollout; never in the path of the tokens."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    """Numbers about the rollout, at most 4,096 bytes as JSON; one that is not finite is kept as None."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything small the caller wants to find again; never read here."""
+    """Anything the caller wants to find again: values that JSON has, at most 4,096 bytes of it."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -74,8 +78,9 @@ class Trajectory:
         put(self, "parents", parents)
         put(self, "keeps", _checked_keeps(self.turns, parents, keeps, where))
         put(self, "reward", _checked_reward(self.reward, where))
-        put(self, "metrics", _checked_mapping(self.metrics, f"{where}.metrics"))
-        put(self, "info", _checked_mapping(self.info, f"{where}.info"))
+        put(self, "metrics", check_metrics(self.metrics, f"{where}.metrics"))
+        put(self, "info", check_info(self.info, f"{where}.info"))
+        put(self, "seconds", check_seconds(self.seconds, f"{where}.seconds"))
         put(self, "policy_version", check_version(self.policy_version, f"{where}.policy_version"))
 
     @property
@@ -164,12 +169,6 @@ def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequenc
                 f"{where} turns[{i}].keep: {keep} cuts an image of turns[{parent}] in two; branch before or behind it"
             )
     return tuple(checked)
-
-
-def _checked_mapping(mapping: Any, where: str) -> dict[str, Any]:
-    if not isinstance(mapping, Mapping):
-        raise InvalidInput(f"{where}: a {type(mapping).__name__}; must be a mapping")
-    return dict(mapping)
 
 
 def _checked_reward(reward: float | None, where: str) -> float | None:

@@ -94,6 +94,13 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
     )
 
 
+def _seconds(span: Any) -> float | None:
+    """How long the agent was at work; None where the trace does not say when it began or ended."""
+    start, end = field_of(span, "start", None), field_of(span, "end", None)
+    both = isinstance(start, int | float) and isinstance(end, int | float)
+    return end - start if both and 0 < start <= end else None
+
+
 def _parents(nodes: Sequence[Any], where: str) -> list[int]:
     parents = []
     for i, node in enumerate(nodes):
@@ -126,6 +133,7 @@ def _outcome(trace: Any, where: str) -> dict[str, Any]:
         "stop_condition": stop,
         "truncated": stop in _LIMITS or cut,
         "metrics": {key: value for key, value in metrics.items() if value is not None},
+        "seconds": _seconds(field_of(field_of(trace, "timing", None), "agent", None)),
     }
     if not field_of(trace, "ok", True):
         errors = optional_list(trace, "errors", where)

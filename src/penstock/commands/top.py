@@ -126,6 +126,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"{totals['steps']:,} steps",
         f"buffer     {held}",
         f"staleness  {staleness['mean']:.2f} mean, {staleness['max']:g} at most, in policy versions",
+        *_generated(now),
         f"waiting    {_waiting(now)}",
         f"ledger     {ledger_line(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
@@ -144,6 +145,21 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     else:
         lines.append(f"files      {', '.join(f'{name} {size(n)}' for name, n in now['files'].items())}")
     return [printable(line) for line in lines]
+
+
+def _generated(now: dict[str, Any]) -> list[str]:
+    """How good what was put before the last step is; nothing where that is not known."""
+    metrics = now.get("metrics", {})
+    if not metrics.get("gen/samples"):
+        return []
+    forms = {
+        "reward": "reward {:.3f}",
+        "length": "{:,.0f} tokens",
+        "truncated": "{:.0%} truncated",
+        "seconds": "{:.1f} s",
+    }
+    found = [form.format(metrics[f"gen/{name}"]) for name, form in forms.items() if f"gen/{name}" in metrics]
+    return [f"generated  {', '.join(found)}: means of {metrics['gen/samples']:,.0f} samples put before the last step"]
 
 
 def _waiting(now: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import NO_COLUMNS, Own
+from penstock.arrays.rollout import MAX_ERROR, Roles, RolloutInfo
 from penstock.arrays.sample import Sample
 from penstock.arrays.versions import known
 from penstock.capture.trajectory import Trajectory
@@ -118,6 +119,7 @@ def to_samples(
             continue  # a model call without a token: nothing was seen and nothing said
         parts = [Part(trajectory.turns[t], keep, taken[t]) for t, keep in path]
         rows.append((number, _row(parts, trajectory, version) | {"columns": own_columns(parts, columns)}))
+        rows[-1][1]["rollout"] = _rollout(parts, trajectory)
         for turn, keep in path:
             taken[turn] = max(taken[turn], keep)
     if any(row["loss_mask"].any() for _, row in rows):
@@ -129,6 +131,21 @@ def to_samples(
     if advantage is not None:
         shared["advantages"] = advantage
     return [Sample(id=_name(name, number), **{**row, **shared}) for number, row in rows]
+
+
+def _rollout(parts: Sequence[Part], trajectory: Trajectory) -> str:
+    """What is known of the rollout, with the roles along this branch."""
+    named = any(part.turn.role for part in parts)
+    return RolloutInfo(
+        metrics=dict(trajectory.metrics),
+        info=dict(trajectory.info),
+        stop_condition=trajectory.stop_condition,
+        truncated=trajectory.truncated,
+        error=(trajectory.error or "")[:MAX_ERROR],
+        agent=trajectory.agent,
+        seconds=trajectory.seconds,
+        roles=Roles.of((part.turn.role, part.keep) for part in parts) if named else None,
+    ).to_text(trajectory.where)
 
 
 def _name(name: str, number: int) -> str | None:

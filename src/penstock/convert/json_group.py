@@ -70,8 +70,9 @@ class JsonRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     error: Annotated[str | None, Meta(description="why it failed; its tokens are kept and train nothing")] = None
     truncated: bool = False
     stop_condition: str = ""
-    metrics: dict[str, float] = {}
-    info: Record = {}
+    seconds: Annotated[float | None, Meta(description="how long it took")] = None
+    metrics: Annotated[dict[str, float | None], Meta(description="at most 4,096 bytes")] = {}
+    info: Annotated[Record, Meta(description="at most 4,096 bytes")] = {}
 
 
 class _Head(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

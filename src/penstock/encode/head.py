@@ -265,7 +265,7 @@ def _check_text(text: dict[str, tuple[str, ...]]) -> None:
         for name, values in text.items():
             distinct = dict.fromkeys(values)
             if (
-                name != "mode"
+                name not in ("mode", "rollout")
                 and _is_plain("".join(distinct))
                 and all(0 < len(value) <= MAX_TEXT for value in distinct)
             ):

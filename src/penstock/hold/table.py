@@ -102,7 +102,7 @@ class Table:
         Waits while the limiter holds inserts back, or the table is full and has no remover; raises
         WaitTimeout after `timeout` seconds (0 tries once). A key already held is replaced.
         """
-        if not 0.0 <= priority <= MAX_PRIORITY:
+        if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
         if num_bytes or num_tokens:
             self._check_size(key, num_bytes, num_tokens)
@@ -209,7 +209,7 @@ class Table:
     def update_priorities(self, priorities: Mapping[Key, float]) -> int:
         """Give items new priorities by key; how many were applied. Keys no longer held are counted as stale."""
         for key, priority in priorities.items():
-            if not 0.0 <= priority <= MAX_PRIORITY:
+            if not _is_priority(priority):
                 _refuse_priority(f"update_priorities: {key!r} has priority", priority)
         with self._lock:
             slot_of = self._slots.slot_of
@@ -373,8 +373,15 @@ class Table:
 Table.__init__.__signature__ = signature_of(Table.__init__, Settings)  # type: ignore[attr-defined]
 
 
-def _refuse_priority(where: str, priority: float) -> None:
-    raise InvalidInput(f"{where} {priority}; give a finite number from 0 to {MAX_PRIORITY:g}")
+def _is_priority(priority: Any) -> bool:
+    try:
+        return bool(0.0 <= priority <= MAX_PRIORITY)
+    except (TypeError, ValueError):
+        return False
+
+
+def _refuse_priority(where: str, priority: object) -> None:
+    raise InvalidInput(f"{where} {priority!r:.60}; give a finite number from 0 to {MAX_PRIORITY:g}")
 
 
 def _store(settings: Settings, on_evict: OnEvict | None) -> Store:

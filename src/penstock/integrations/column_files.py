@@ -4,10 +4,10 @@
     location                000003-000001:8192:310284       segment, offset, bytes
 
 A location is handed out when its bytes are synced, so a torn tail is never referred to. A new life begins new
-segments. Forgotten frames are punched out of their segment where the filesystem can do that, and a segment without
-frames is removed: by `sweep`, which may take as long as the disk likes. Segments are mapped to be read; their size is
-looked at before each use, because touching pages that a file no longer has ends the process. Whether the bytes are
-still those that were kept is for the frame's own checksums to say.
+segments. Freed frames are punched out of their segment where the filesystem can do that, and a segment is removed when
+every byte of it was freed by name: by `sweep`, which may take as long as the disk likes. Segments are mapped to be
+read; their size is looked at before each use, because touching pages that a file no longer has ends the process.
+Whether the bytes are still those that were kept is for the frame's own checksums to say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from penstock.arrays.ragged import offsets_of
@@ -32,7 +31,6 @@ from penstock.errors import CorruptFrame, DiskFull, StorageError
 logger = logging.getLogger("penstock.columns")
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this is continued in a new one."""
-_NAME = re.compile(r"\d{6,}-\d{6,}")
 _LOCATION = re.compile(r"(\d{6,}-\d{6,}):(\d{1,15}):(\d{1,15})")
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -46,6 +44,10 @@ class ColumnFiles:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._live: dict[str, set[int]] = {}
         """Segment -> where in it frames begin that are still wanted."""
+        self._freed: dict[str, dict[int, int]] = {}
+        """Segment -> where frames that were freed begin, and their bytes."""
+        self.removed: deque[str] = deque()
+        """Segments that were removed, for whoever remembers what was freed in them."""
         self._bytes = 0
         self._count = 0
         self._active: tuple[str, int] | None = None
@@ -69,7 +71,7 @@ class ColumnFiles:
             self._abandon(start)
             raise _typed(error, self._folder) from None
         offsets = offsets_of([len(frame) for frame in frames]) + start
-        with self._lock:  # not around the sync: `forget` must not wait for it
+        with self._lock:  # not around the sync: `free` must not wait for it
             self._live.setdefault(segment, set()).update(offsets[:-1].tolist())
             self._end = int(offsets[-1])
             self._bytes += self._end - start
@@ -106,7 +108,7 @@ class ColumnFiles:
             os.close(file)
             with self._lock:
                 self._active, self._end = None, 0
-                self._drop_if_empty(name)
+                self._remove_if_freed(name)
 
     # -------------------------------------------------------------- giving
 
@@ -132,23 +134,51 @@ class ColumnFiles:
         finally:
             os.close(file)
 
-    # -------------------------------------------------------------- giving back
+    # -------------------------------------------------------------- freeing
 
-    def forget(self, locations: Iterable[str]) -> None:
+    def load(self, live: Iterable[str], freed: Iterable[str]) -> None:
+        """Begin with these frames, and free those that an earlier life of the folder freed and did not get to delete.
+
+        Bytes that neither names stay where they are: nothing is deleted because it is unknown."""
+        with self._lock:
+            self._live, self._freed, self._bytes = {}, {}, 0
+            for location in live:
+                segment, offset, size = _parts(location)
+                self._live.setdefault(segment, set()).add(offset)
+                self._bytes += size
+            for location in freed:
+                self._free(*_parts(location))
+        self.sweep()
+
+    def free(self, locations: Iterable[str]) -> None:
+        """Give up these frames; `sweep` deletes their bytes."""
         with self._lock:
             for location in locations:
                 segment, offset, size = _parts(location)
-                if offset not in self._live.get(segment, ()):
-                    continue
-                self._live[segment].remove(offset)
-                self._bytes -= size
-                if not self._drop_if_empty(segment):
-                    self._to_sweep.append((segment, offset, size))
+                if offset in self._live.get(segment, ()):
+                    self._live[segment].remove(offset)
+                    self._bytes -= size
+                self._free(segment, offset, size)
 
-    def _drop_if_empty(self, segment: str) -> bool:
+    def _free(self, segment: str, offset: int, size: int) -> None:
+        if offset in self._live.get(segment, ()):
+            return
+        self._freed.setdefault(segment, {})[offset] = size
+        if not self._remove_if_freed(segment):
+            self._to_sweep.append((segment, offset, size))
+
+    def _remove_if_freed(self, segment: str) -> bool:
+        """Remove a segment whose every byte was freed by name; one that is written to stays."""
         if self._live.get(segment) or (self._active is not None and self._active[0] == segment):
             return False
+        freed = sum(self._freed.get(segment, {}).values())
+        try:
+            if freed < (self._folder / segment).stat().st_size:
+                return False
+        except OSError:  # it is gone already
+            pass
         self._live.pop(segment, None)
+        self._freed.pop(segment, None)
         self._maps.pop(segment, None)
         self._to_sweep.append((segment, 0, 0))
         return True
@@ -161,25 +191,8 @@ class ColumnFiles:
                 return
             if size:
                 _punch(self._folder / segment, offset, size)
-            else:
-                _remove(self._folder / segment)
-
-    def retain(self, locations: Iterable[str]) -> None:
-        ends: dict[str, list[tuple[int, int]]] = {}
-        with self._lock:
-            self._live, self._bytes = {}, 0
-            for location in locations:
-                segment, offset, size = _parts(location)
-                self._live.setdefault(segment, set()).add(offset)
-                self._bytes += size
-                ends.setdefault(segment, [(0, 0)]).append((offset, offset + size))
-            for path in self._folder.iterdir():
-                if _NAME.fullmatch(path.name) and not self._drop_if_empty(path.name):
-                    # What was forgotten and not swept: the plane may have been killed in between.
-                    for (_, a), (b, _) in pairwise(sorted(ends.get(path.name, []))):
-                        if a < b:
-                            self._to_sweep.append((path.name, a, b - a))
-        self.sweep()
+            elif _remove(self._folder / segment):
+                self.removed.append(segment)
 
     @property
     def num_bytes(self) -> int:
@@ -204,11 +217,13 @@ def _write(file: int, frame: Buffer) -> None:
         view = view[os.write(file, view) :]
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:  # it is removed when the folder is opened again
         logger.warning("%s: not removed: %s", path, error.strerror)
+        return False
+    return True
 
 
 def _punch(path: Path, offset: int, size: int) -> None:

@@ -2,9 +2,10 @@
 
 A *block* is what came with one put: some columns of some rows. Its bytes are frames of a `ColumnFiles`, one for each
 column; what is known of them (names, types, shapes, sizes, checksums, which rows) is one line of an SQLite file,
-written after the bytes were synced. A row's column is that of the newest block that has it. A block is given back when
-all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time; nothing here
-is pickled.
+written after the bytes were synced. What is freed is written there too, by name, before its bytes are deleted, so that
+nothing is ever deleted because it is unknown. A row's column is that of the newest block that has it. A block is given
+back when all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time;
+nothing here is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +33,7 @@ _OWNER_S = 30.0
 _BATCH_BYTES = 64 << 20
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blocks (id INTEGER PRIMARY KEY AUTOINCREMENT, rows BLOB NOT NULL, columns BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS freed (segment TEXT NOT NULL, location TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
@@ -119,7 +121,7 @@ class ColumnStore:
         for block in blocks:
             _check(block)
         kept = self._keep(blocks)
-        with self._changing() as sql:
+        with self._unless_kept(kept), self._changing() as sql:
             for block, columns in zip(blocks, kept, strict=True):
                 self._add(_insert(sql, block.rows, columns), _Held(np.array(block.rows, np.int64), columns))
             dead = self._shadowed(row for block in blocks for row in block.rows)
@@ -144,7 +146,8 @@ class ColumnStore:
         found: list[tuple[tuple[int, ...], list[Kept]]] = []
         for batch in _batches(blocks):
             found += [(block.rows, columns) for block, columns in zip(batch, self._keep(batch), strict=True)]
-        with self._changing() as sql:
+        with self._unless_kept(columns for _, columns in found), self._changing() as sql:
+            _note_freed(sql, (location for held in self._blocks.values() for location in held.locations))
             sql.execute("DELETE FROM blocks")
             for rows, columns in found:
                 _insert(sql, rows, columns)
@@ -229,9 +232,11 @@ class ColumnStore:
     def sweep(self) -> None:
         """Give the space of what was cleared back to the disk; may take as long as the disk likes."""
         self._files.sweep()
+        self._forget_removed()
 
     def close(self) -> None:
         self._files.close()
+        self._forget_removed()
         self._sql.close()
         fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open too
         self._owner.close()
@@ -258,7 +263,10 @@ class ColumnStore:
             kept = msgspec.msgpack.decode(columns, type=tuple[Kept, ...])
             self._add(number, _Held(np.frombuffer(rows, np.int64).copy(), kept))
         self._checked = set()
-        self._files.retain(location for held in self._blocks.values() for location in held.locations)
+        with self._errors():
+            freed = [location for (location,) in self._sql.execute("SELECT location FROM freed")]
+        self._files.load((location for held in self._blocks.values() for location in held.locations), freed)
+        self._forget_removed()
 
     def _add(self, number: int, held: _Held) -> None:
         self._blocks[number] = held
@@ -290,13 +298,34 @@ class ColumnStore:
             if held.live:
                 sql.execute("UPDATE blocks SET rows = ? WHERE id = ?", (held.rows.tobytes(), number))
             else:
+                _note_freed(sql, held.locations)
                 sql.execute("DELETE FROM blocks WHERE id = ?", (number,))
 
     def _free(self, numbers: Iterable[int]) -> None:
         for number in [number for number in numbers if not self._blocks[number].live]:
             locations = self._blocks.pop(number).locations
-            self._files.forget(locations)
+            self._files.free(locations)
             self._checked -= set(locations)
+
+    def _forget_removed(self) -> None:
+        """What was freed in segments that are gone need not be remembered."""
+        while self._files.removed:
+            with self._errors():
+                self._sql.execute("DELETE FROM freed WHERE segment = ?", (self._files.removed.popleft(),))
+
+    @contextmanager
+    def _unless_kept(self, kept: Iterable[Sequence[Kept]]) -> Iterator[None]:
+        """Free frames that were written for a change that failed. What is on disk was read back by then."""
+        written = [column.location for columns in kept for column in columns if column.location]
+        try:
+            yield
+        except BaseException:
+            known = {location for held in self._blocks.values() for location in held.locations}
+            lost = [location for location in written if location not in known]
+            with suppress(sqlite3.Error):
+                _note_freed(self._sql, lost)
+                self._files.free(lost)
+            raise
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -335,6 +364,11 @@ def _own(path: Path) -> IO[bytes]:
         else:
             os.set_inheritable(file.fileno(), False)
             return file
+
+
+def _note_freed(sql: sqlite3.Connection, locations: Iterable[str]) -> None:
+    named = ((location.partition(":")[0], location) for location in locations)
+    sql.executemany("INSERT OR IGNORE INTO freed VALUES (?, ?)", named)
 
 
 def _insert(sql: sqlite3.Connection, rows: Sequence[int], columns: Sequence[Kept]) -> int:

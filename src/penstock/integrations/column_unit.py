@@ -8,6 +8,7 @@ replaces itself, the others change nothing the second time.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from penstock.serve.process.bearer import is_loopback
 logger = logging.getLogger("penstock.columns")
 _LOOK_S = 0.25
 MAX_MESSAGE = 2**31 - 1
+_SAVED = re.compile(r"penstock-\d{1,6}-of-\d{1,6}")
 Where = tuple[str, int] | tuple[str, int, bytes, bytes, bytes]
 """(address, life of the folder): a unit that was killed comes back with another life. Beyond loopback followed by keys:
 the unit's public one, the client's public and secret one. Whoever may ask for the address, over Ray, may connect."""
@@ -77,7 +79,9 @@ _ANSWERS = msgspec.msgpack.Decoder(Done | Refused)
 
 
 class Unit:
-    """Serves a folder from a thread, until closed; `on_failure` is called when that thread can serve no more."""
+    """Serves a folder from a thread, until closed; `on_failure` is called when that thread can serve no more.
+
+    Checkpoints are written to and read from folders below `saves_under`, by default the unit's own folder."""
 
     def __init__(
         self,
@@ -86,9 +90,11 @@ class Unit:
         host: str,
         unit: int = 0,
         units: int = 1,
+        saves_under: str | Path | None = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._stopping, self._on_failure = False, on_failure
+        self._root = Path(saves_under or folder)
         self._ready = threading.Event()
         self._failed: BaseException | None = None
         self.where: Where = ("", 0)
@@ -153,7 +159,7 @@ class Unit:
         self._put(store, socket, puts)
         for back, request in others:
             try:
-                done, found = _answer(store, request)
+                done, found = _answer(store, request, self._root)
                 socket.send_multipart([*back, msgspec.msgpack.encode(done), *found], copy=False)
             except Exception as error:  # noqa: BLE001 - the fault of one request, whatever it is, and told to its sender
                 _refuse(socket, back, error)
@@ -174,20 +180,20 @@ class Unit:
             socket.send_multipart([*back, msgspec.msgpack.encode(Done())])
 
 
-def _answer(store: ColumnStore, request: Get | Clear | Save | Load) -> tuple[Done, Sequence[Buffer]]:
+def _answer(store: ColumnStore, request: Get | Clear | Save | Load, root: Path) -> tuple[Done, Sequence[Buffer]]:
     if isinstance(request, Get):
         found = store.get(request.rows, request.names)
         return Done(found.columns), found.data
     if isinstance(request, Clear):
         store.clear(request.rows)
     elif isinstance(request, Save):
-        target = ColumnStore(_folder(request))
+        target = ColumnStore(_folder(request, root))
         try:
             target.replace(store.blocks())
         finally:
             target.close()
     else:
-        folder = _folder(request)
+        folder = _folder(request, root)
         if not (folder / "blocks.sqlite").is_file():
             raise UnknownKey(f"{folder}: nothing was saved there; what the unit has stays as it is")
         source = ColumnStore(folder)
@@ -198,10 +204,16 @@ def _answer(store: ColumnStore, request: Get | Clear | Save | Load) -> tuple[Don
     return Done(), ()
 
 
-def _folder(request: Save | Load) -> Path:
+def _folder(request: Save | Load, root: Path) -> Path:
+    """The folder of a checkpoint: below `root`, links followed, and of a name that no unit's own folder has."""
     path = Path(request.folder)
     if not path.is_absolute() or not request.folder.isprintable() or ".." in path.parts:
         raise InvalidInput(f"folder {request.folder[:200]!r}: must be absolute, printable and without ..")
+    if not path.resolve().is_relative_to(root.resolve()) or not _SAVED.fullmatch(path.name):
+        raise InvalidInput(
+            f"folder {request.folder[:200]!r}: must be called penstock-K-of-N and lie below {root}; set "
+            "backend.Penstock.checkpoints to the folder of your checkpoints"
+        )
     return path
 
 

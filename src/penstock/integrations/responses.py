@@ -13,6 +13,7 @@ import numpy as np
 from penstock.arrays.coerce import coerce
 from penstock.arrays.columns import COLUMNS, Array
 from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.rollout import read_rollout
 from penstock.arrays.sample import Sample
 from penstock.capture.plain import from_arrays
 from penstock.capture.trajectory import Trajectory
@@ -73,6 +74,9 @@ def to_trajectory(sample: Sample, **fields: Any) -> Trajectory:
     reward = one_number(sample, "rewards")
     facts: dict[str, Any] = {"env": sample.env, "run": sample.run, "mode": sample.mode}
     facts |= {"policy_version": sample.policy_version, "reward": None if reward != reward else reward}
+    known = read_rollout(sample.rollout)
+    facts |= {name: getattr(known, name) for name in ("metrics", "info", "stop_condition", "truncated", "seconds")}
+    facts |= {"agent": known.agent, "error": known.error or None}
     logprobs = sample.get("logprobs") if sample.loss_tokens else None
     return from_arrays(
         sample.token_ids,

@@ -71,6 +71,8 @@ def _line(sample: Sample) -> Iterator[bytes]:
     facts: dict[str, Any] = {
         name: value for name in TEXT_COLUMNS if (value := getattr(sample, name)) != TEXT_COLUMNS[name].fill
     }
+    if sample.rollout:
+        facts["rollout"] = msgspec.json.decode(sample.rollout)
     if sample.policy_version is not None:
         facts["policy_version"] = sample.policy_version
     if sample.images:

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.arrays.coerce import coerce
@@ -123,6 +124,8 @@ def to_slime(sample: Sample, *, group_index: int, index: int, lost: Lost | None 
     response = sample.num_tokens - start
     reward = one_number(sample, "rewards")
     facts = {name: value for name, c in TEXT_COLUMNS.items() if (value := getattr(sample, name)) != c.fill}
+    if sample.rollout:
+        facts["rollout"] = msgspec.json.decode(sample.rollout)
     record: dict[str, Any] = {
         "group_index": group_index,
         "index": index,

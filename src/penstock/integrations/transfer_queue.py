@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def start_units(conf: Any) -> dict[str, Any]:
-    """Start the storage units that a config asks for: `backend.Penstock.folder`, `.num_units`, `.timeout_s`."""
+    """Start the storage units that `backend.Penstock` asks for: `folder`, `checkpoints`, `num_units`, `timeout_s`."""
     import ray
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
@@ -48,10 +48,15 @@ def start_units(conf: Any) -> dict[str, Any]:
     folder, units = settings.get("folder"), int(settings.get("num_units") or 1)
     if not folder or not Path(folder).is_absolute():
         raise ConfigError(f"backend.{NAME}.folder: {folder!r}; give the absolute path of a folder, one for each run")
+    checkpoints = settings.get("checkpoints")
+    if checkpoints and not Path(checkpoints).is_absolute():
+        raise ConfigError(f"backend.{NAME}.checkpoints: {checkpoints!r}; give the absolute path of a folder")
     places = get_node_round_robin_scheduling_strategies(units)
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_UnitActor)
     handles = {
-        name: actor.options(name=name, namespace=_NAMESPACE, scheduling_strategy=places[i]).remote(folder, i, units)
+        name: actor.options(name=name, namespace=_NAMESPACE, scheduling_strategy=places[i]).remote(
+            folder, checkpoints or folder, i, units
+        )
         for i, name in enumerate(_names(units))
     }
     ray.get([handle.where.remote() for handle in handles.values()])
@@ -66,7 +71,7 @@ def _names(units: int) -> list[str]:
 class _UnitActor:
     """A storage unit in a Ray actor; started again, it has what its folder has."""
 
-    def __init__(self, folder: str, unit: int, units: int) -> None:
+    def __init__(self, folder: str, checkpoints: str, unit: int, units: int) -> None:
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -75,6 +80,7 @@ class _UnitActor:
             host=host,
             unit=unit,
             units=units,
+            saves_under=checkpoints,
             on_failure=lambda: os._exit(1),  # Ray starts it again
         )
 

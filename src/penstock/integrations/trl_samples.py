@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.arrays.rollout import RolloutInfo, check_metrics, read_rollout
 from penstock.arrays.sample import Sample
 from penstock.capture.records import field_of, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
@@ -44,7 +45,7 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
     metrics.pop("reward", None)
     if lost is not None:
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else dict(record)
-        lost.fields({**fields, "metrics": metrics}, known=[name for name in _READ if name != "metrics"])
+        lost.fields(fields, known=_READ)
     group, version = field_of(record, "group_id"), field_of(record, "model_version")
     return Sample(
         id=id,
@@ -55,6 +56,7 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
         logprobs=required(record, "old_log_probs", where),
         advantages=number_of(record, "advantage", where),
         rewards=reward,
+        rollout=RolloutInfo(metrics=check_metrics(metrics, f"{where}.metrics")),
     )
 
 
@@ -83,7 +85,10 @@ def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
         "advantage": advantage,
         "model_version": -1 if sample.policy_version is None else sample.policy_version,
         "group_id": group_id,
-        "metrics": {} if reward is None or reward != reward else {"reward": reward},
+        "metrics": {
+            **{name: value for name, value in read_rollout(sample.rollout).metrics.items() if value is not None},
+            **({} if reward is None or reward != reward else {"reward": reward}),
+        },
     }
 
 

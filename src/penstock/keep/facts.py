@@ -7,6 +7,7 @@ A step is planned by joining the metadata of its groups: no frame is opened for 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from itertools import chain
@@ -20,6 +21,7 @@ from penstock.arrays import Samples
 from penstock.arrays.columns import ALL_OR_NONE, Description
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.own_columns import Own, own_of, table_with
+from penstock.arrays.rollout import RolloutInfo, read_rollout
 from penstock.arrays.sample_facts import SampleFacts, Shape
 from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.encode import FramePieces, Limits, front_of
@@ -97,11 +99,11 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     rewards: bytes = b""
     """float32 per sample: its one number, or the sum over its tokens; NaN = none. Empty where no sample has any."""
     truncated: bytes = b""
-    """bool per sample: whether its rollout was cut off. Empty where it is not known."""
+    """bool per sample: whether its rollout ended by a limit. Empty where none did."""
     seconds: tuple[float, ...] = ()
-    """Per sample how long its rollout took. Empty where it is not known."""
+    """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
     metrics: dict[str, float] = {}
-    """Numbers of the group that a producer adds: at most 32, with names of at most 64 characters."""
+    """The rollouts' metrics, each its mean over the samples: at most 32, with names of at most 64 characters."""
 
     @property
     def num_samples(self) -> int:
@@ -226,7 +228,32 @@ def facts_of(
         size=size,
         env=_one_for_all(samples.text["env"]),
         rewards=_rewards(samples),
+        **_rollouts(samples.text["rollout"]),
     )
+
+
+def _rollouts(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Truncation, seconds and metrics of the samples' rollouts; nothing where no sample says."""
+    if not any(texts):
+        return {}
+    known = [read_rollout(text) for text in texts]
+    out: dict[str, Any] = {"metrics": _mean_metrics(known)}
+    if any(one.truncated for one in known):
+        out["truncated"] = np.array([one.truncated for one in known]).tobytes()
+    if any(one.seconds is not None for one in known):
+        out["seconds"] = tuple(-1.0 if one.seconds is None else one.seconds for one in known)
+    return out
+
+
+def _mean_metrics(known: list[RolloutInfo]) -> dict[str, float]:
+    """The mean of each metric over the samples that have it; of the first names only, as metadata stays small."""
+    values: dict[str, list[float]] = {}
+    for one in known:
+        for name, value in one.metrics.items():
+            if value is not None and len(name) <= MAX_METRIC_NAME:
+                values.setdefault(name, []).append(value)
+    means = {name: sum(values[name]) / len(values[name]) for name in sorted(values)[:MAX_METRICS]}
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
 def _one_for_all(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def _positions(layout: Layout, out: Array) -> None:
 def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch]:
     """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
     rank_plan, samples = layout.rank_plan, layout.samples
-    text = {name: layout.text(name) for name in ("id", "group", "prompt", "env", "mode", "run")}
+    text = {name: layout.text(name) for name in ("id", "group", "prompt", "env", "mode", "rollout", "run")}
     lengths = np.array(layout.lengths, np.int64)
     starts = np.repeat(np.array(layout.tokens[:-1], np.int64), np.diff(layout.segments))
     offsets = offsets_of(lengths)[:-1] - starts
@@ -184,6 +184,7 @@ def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch
                     prompts=tuple(text["prompt"][own]),
                     envs=tuple(text["env"][own]),
                     modes=tuple(text["mode"][own]),
+                    rollouts=tuple(text["rollout"][own]),
                     policy_versions=versions[own],
                     source_offsets=zeros[own],
                     offsets=offsets[own],

@@ -38,6 +38,8 @@ class Segment:
     """The prompt's name; empty where not given."""
     env: str
     mode: str
+    rollout: str
+    """What is known of its rollout, as JSON; empty where nothing is."""
     policy_version: int | None
     """None = not known."""
     source_offset: int
@@ -63,6 +65,8 @@ class Segments:
     """The prompts' names; empty where not given."""
     envs: tuple[str, ...]
     modes: tuple[str, ...]
+    rollouts: tuple[str, ...]
+    """What is known of each rollout, as JSON; empty where nothing is."""
     policy_versions: NDArray[np.int64]
     """-1 = not known."""
     source_offsets: NDArray[np.int64]
@@ -77,7 +81,7 @@ class Segments:
 
     def __iter__(self) -> Iterator[Segment]:
         """One `Segment` per sample, in the order of their tokens."""
-        text = (self.ids, self.groups, self.prompts, self.envs, self.modes)
+        text = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
         numbers = (self.policy_versions, self.source_offsets, self.offsets, self.lengths)
         for words, counts in zip(
             zip(*text, strict=True), zip(*(n.tolist() for n in numbers), strict=True), strict=True
@@ -88,6 +92,7 @@ class Segments:
                 prompt=words[2],
                 env=words[3],
                 mode=words[4],
+                rollout=words[5],
                 policy_version=known(counts[0]),
                 source_offset=counts[1],
                 offset=counts[2],

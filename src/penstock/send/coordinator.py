@@ -25,15 +25,17 @@ of the session it served from its log and nothing of its processes: it is REJOIN
     RUNNING     rank 0: request 7           -> deliver 7
 
 A process that *restarts* (another incarnation, session 0) ends the session of the others: what they computed with it
-is gone. An incarnation that left or failed has a tombstone, from which old messages are answered.
+is gone. While its earlier incarnation may be alive it waits, and is refused if that one answers (`joiners.py`). An
+incarnation that left or failed has a tombstone, from which old messages are answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from penstock.send.carrier import Peer
 from penstock.send.effects import Detach, Effect, MemberLeft, Note, Resume, Send
+from penstock.send.joiners import Joiner, Joiners
 from penstock.send.members import Member, Members, Place, another
 from penstock.send.messages import (
     MAX_REASON,
@@ -73,8 +75,10 @@ class Coordinator:
         last_step: int = 0,
         left: Mapping[Place, int] | None = None,
         timeouts: Timeouts | None = None,
+        is_gone: Callable[[str, int], bool] = lambda _space, _pid: False,
     ) -> None:
-        """`session` and `left` are what `Resume` and `MemberLeft` said before the plane restarted."""
+        """`session` and `left` are what `Resume` and `MemberLeft` said before the plane restarted. `is_gone` returns
+        whether a process is known to have ended, by pid namespace and pid."""
         self.run, self.ranks, self.replicas, self.epoch = run, ranks, replicas, epoch
         self._session = Session(
             run=run,
@@ -95,6 +99,7 @@ class Coordinator:
         self._rejoining_since = 0.0
         self._ticked: float | None = None
         self._members = Members(run, ranks, replicas)
+        self._joiners = Joiners(self._members, self.timeouts, is_gone)
         self._steps = Steps(self._session, self._members, left or {})
         self._failure: Aborted | None = None
         self._tombstones = Tombstones(epoch)
@@ -215,7 +220,10 @@ class Coordinator:
         self._session.on(Happened.MESSAGE)
         if isinstance(message, Beat):
             self._members[place].beat(message, now)
-            return [Send(self._members[place].peer, self.pulse(now, message.number))]
+            return [
+                *self._joiners.answered(place, message, self.epoch),
+                Send(self._members[place].peer, self.pulse(now, message.number)),
+            ]
         if isinstance(message, Report):
             return self._steps.on_report(place, message)
         if isinstance(message, Damaged):
@@ -235,15 +243,19 @@ class Coordinator:
         if last is not None and now - last < pace / 8:
             return []
         self._ticked = now
+        if last is not None and now - last > pace:
+            self._joiners.excuse(now - last)
+        joined = [e for place, one in self._joiners.due(now) for e in self._join_fresh(place, one, now)]
+        joined += [Send(peer, self.pulse(now, probe=number)) for peer, number in self._joiners.probes()]
         if self.phase is Phase.FAILED:
-            return []
+            return joined
         if last is not None and now - last > pace:
             # The plane itself stood still so long; what was said meanwhile may not have been read yet.
             self._rejoining_since += now - last
             self._members.excuse(now - last)
         if self.phase is Phase.FORMING:
-            return self._drop_silent(now)
-        return self._notice_silence(now)
+            return [*joined, *self._drop_silent(now)]
+        return [*joined, *self._notice_silence(now)]
 
     def _drop_silent(self, now: float) -> list[Effect]:
         """Who falls silent before the session runs has taken no part: its place is free again."""
@@ -279,17 +291,21 @@ class Coordinator:
         known = self._members.get(place)
         if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
             return [*self._come_back(place, peer, now), *self._answered(place, now)]
-        return self._join_fresh(peer, place, hello, now)
+        if self.phase is not Phase.FAILED and self._joiners.must_wait(place, hello):
+            holder, probe = self._joiners.wait(peer, place, hello, now)
+            return [Send(holder, self.pulse(now, probe=probe))]
+        return self._join_fresh(place, Joiner.at_once(peer, hello, now), now)
 
-    def _join_fresh(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
+    def _join_fresh(self, place: Place, joiner: Joiner, now: float) -> list[Effect]:
         """A process that just started joins the session that is forming; if there is none, it begins one."""
         effects: list[Effect] = []
+        hello = joiner.hello
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
-            why = f"{another(hello.process)} joined as this rank: it restarted, or two trainers run"
+            why = f"{another(hello.process)} joined as this rank: it restarted"
             effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
-        self._join(peer, place, hello, now)
+        self._join(joiner.peer, place, hello, joiner.heard)
         return [*effects, *self._admit(place, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
@@ -309,13 +325,23 @@ class Coordinator:
         self._join(peer, place, hello, now)
         return self._admit(place, now)
 
-    def _join(self, peer: Peer, place: Place, hello: Hello, now: float) -> None:
+    def _join(self, peer: Peer, place: Place, hello: Hello, heard: float) -> None:
         if self._members.get(place) is not None:  # an earlier incarnation of it, before all had joined
             by = f"{another(hello.process)} has joined as {self._members.name(place)} since"
             self._tombstones.replaced(self._members.leave(place).incarnation, by)
             self._steps.forget(place)
         self._members.join(
-            place, Member(peer=peer, incarnation=hello.incarnation, start=hello.step, heard=now, direct=hello.direct)
+            place,
+            Member(
+                peer=peer,
+                incarnation=hello.incarnation,
+                start=hello.step,
+                heard=heard,
+                direct=hello.direct,
+                process=hello.process,
+                pid=hello.pid,
+                pid_space=hello.pid_space,
+            ),
         )
 
     def _come_back(self, place: Place, peer: Peer, now: float) -> list[Effect]:
@@ -336,7 +362,7 @@ class Coordinator:
             return [note, *self._begin(now)]
         self._session.on(Happened.HELLO)
         welcome = self._welcome()  # a process that is not ready answers it with a beat, at once
-        return [note, *(Send(self._members[one].peer, welcome) for one in (place, *awaited))]
+        return [note, *(Send(self._members[one].peer, welcome) for one in {place, *awaited})]
 
     def _answered(self, place: Place, now: float) -> list[Effect]:
         """A process was heard: begin if it is the last one that was awaited."""
@@ -405,7 +431,7 @@ class Coordinator:
         is_ready = self.phase is Phase.RUNNING
         return Welcome(epoch=self.epoch, session=self.session, ready=is_ready, step=self.next_step)
 
-    def pulse(self, now: float, number: int = 0) -> Pulse:
+    def pulse(self, now: float, number: int = 0, probe: int = 0) -> Pulse:
         """A sign of life, and what there is to know while one waits."""
         return Pulse(
             epoch=self.epoch,
@@ -414,4 +440,5 @@ class Coordinator:
             left=next((rank for rank, _ in reversed(self._steps.left)), -1),
             number=number,
             policy_version=self.policy_version,
+            probe=probe,
         )

@@ -31,6 +31,11 @@ class Member:
     """Step -> how many times it was sent."""
     direct: bool = False
     """Whether it reads samples from storage itself."""
+    process: str = ""
+    """Its pid and host, for messages to people."""
+    pid: int = 0
+    pid_space: str = ""
+    """Where the pid counts; empty: not known."""
     reports: int = 0
     """How many of its reports arrived."""
     filling: set[int] = field(default_factory=set)
@@ -188,7 +193,12 @@ class Members:
 
     def mismatch(self, hello: Hello) -> str:
         """Why a process cannot take part, with both values; empty if it can."""
-        for name, text in (("run", hello.run), ("incarnation", hello.incarnation), ("process", hello.process)):
+        for name, text in (
+            ("run", hello.run),
+            ("incarnation", hello.incarnation),
+            ("process", hello.process),
+            ("pid_space", hello.pid_space),
+        ):
             if len(text) > MAX_NAME:
                 return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
         pairs = (

@@ -51,6 +51,9 @@ class Hello(_Message, frozen=True, tag="hello"):
     """Whether it reads samples from storage itself; else they come with each step."""
     process: str = ""
     """Its pid and host, for messages to people."""
+    pid: int = 0
+    pid_space: str = ""
+    """Where the pid counts: the machine's boot and the pid namespace. Empty: not known."""
 
 
 class Request(_Message, frozen=True, tag="request"):
@@ -109,6 +112,8 @@ class Beat(_Message, frozen=True, tag="beat"):
     """The last beat whose pulse came back: so the plane notices when only the way to this process is cut."""
     filling: tuple[int, ...] = ()
     """Steps that came and are being checked and filled: however long that takes, they are not late."""
+    probe: int = 0
+    """The probe that it answers."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -145,6 +150,9 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     schema: int = SCHEMA
     picks: bytes = b""
     """Which samples of which stored groups these are (`penstock.send.picks`)."""
+    numbers: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the plane knows of the time before the step was planned: `gen/` what was put, `buffer/` what was held. Not
+    in the digest."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):
@@ -220,6 +228,8 @@ class Pulse(_Message, frozen=True, tag="pulse"):
     """Groups that may be sent without asking for room, and not be answered yet."""
     credit_bytes: int = 0
     """Their bytes together."""
+    probe: int = 0
+    """Repeat this in a beat, at once: another process wants the place."""
 
 
 # ------------------------------------------------------------------ first contact, of anybody

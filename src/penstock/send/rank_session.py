@@ -112,6 +112,8 @@ class RankSession:
         timeouts: Timeouts | None = None,
         can_read: Callable[[Attached], bool] = lambda _attached: False,
         process: str = "",
+        pid: int = 0,
+        pid_space: str = "",
     ) -> None:
         """`step` is the first one it wants; None for the first that is not committed. `can_read` finds out whether
         this process sees the plane's storage."""
@@ -135,6 +137,8 @@ class RankSession:
             session=0,
             step=step or 0,
             process=process,
+            pid=pid,
+            pid_space=pid_space,
         )
         self.was_ready = False
         """Whether it took part in a session, to which it would return."""
@@ -258,6 +262,8 @@ class RankSession:
         if isinstance(message, Pulse):
             self.waiting_for, self.left = message.waiting_for, message.left
             self._pulses = max(self._pulses, message.number)
+            if message.probe:
+                return self._say_beat(now, message.probe)
         elif isinstance(message, Deliver):
             return self._on_deliver(message, frames, now)
         elif isinstance(message, Sent):
@@ -304,10 +310,10 @@ class RankSession:
         self._hello_message = msgspec.structs.replace(self._hello_message, direct=self._can_read(message))
         return [*self._say_hello(now), *(self.leave() if self._leaving else [])]
 
-    def _say_beat(self, now: float) -> list[Event]:
+    def _say_beat(self, now: float, probe: int = 0) -> list[Event]:
         self._beat, self._beats = now, self._beats + 1
         filling = tuple(sorted(self._filling))
-        return [Out(Beat(session=self.session, number=self._beats, heard=self._pulses, filling=filling))]
+        return [Out(Beat(session=self.session, number=self._beats, heard=self._pulses, filling=filling, probe=probe))]
 
     def _on_refused(self, message: Refused, now: float) -> list[Event]:
         if message.session == 0:

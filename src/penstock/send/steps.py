@@ -55,6 +55,8 @@ class Staged:
     digests: list[str]
     picks: list[bytes] = field(default_factory=list)
     """Per rank, which samples of which stored groups these are; empty: it is not said."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What the plane knows of the time before it was planned, for the trainer's metrics."""
 
     def serves(self, inline: Iterable[int]) -> bool:
         """Whether it has the samples of these ranks."""
@@ -205,6 +207,7 @@ class Steps:
             digest=staged.digests[rank],
             plan=staged.plans[rank],
             picks=staged.picks[rank] if staged.picks else b"",
+            numbers=dict(staged.numbers),
         )
         return [Send(member.peer, message, payload)]
 

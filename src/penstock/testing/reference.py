@@ -85,7 +85,8 @@ def record(sample: Sample) -> dict[str, Any]:
     """
     return {
         "text": [sample.id, sample.group, sample.env, sample.run, sample.mode],
-        **({"prompt": sample.prompt} if sample.prompt else {}),  # as in frames: only where there is one
+        # As in frames: only where there is one.
+        **{name: getattr(sample, name) for name in ("prompt", "rollout") if getattr(sample, name)},
         "policy_version": sample.policy_version,
         "images": [
             [i.hash, list(i.grid), i.offset, i.length, i.merge, i.media_type, i.width, i.height, i.num_bytes]

@@ -36,6 +36,7 @@ _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x800000
 _LOGPROBS = ("logprobs", "teacher_logprobs")
 _FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.kind == "f" and not column.trailing)
 _OTHERS = ("routed_experts", "images", "weight_versions", "sampling_mask", "teacher_topk", "own")
+ROLLOUTS: list[str | dict[str, Any]] = ["", "", {"metrics": {"format": 0.5, "數": None}}, {"seconds": 1.5}]
 _OPTIONAL = (*_FLOATS, *_FLOATS, *_OTHERS)  # floats twice as often
 
 
@@ -201,6 +202,7 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
         id=draw(texts(min_size=1)) if name is None else name,
         group=draw(texts()),
         prompt=draw(st.sampled_from(["", "", "17", "數 17"])),
+        rollout=draw(st.sampled_from(ROLLOUTS)),
         env=draw(st.sampled_from(["", "math", "Zürich 数学"])),
         run=draw(st.sampled_from(["", "run-1"])),
         mode=draw(st.sampled_from(MODES)),

@@ -208,7 +208,7 @@ def _record(
             columns[name] = row if name in per_token or len(row) > 1 else row[0]
     return {
         "text": [text[name][i] for name in ("id", "group", "env", "run", "mode")],
-        **({"prompt": text["prompt"][i]} if text.get("prompt", [""] * (i + 1))[i] else {}),
+        **{name: text[name][i] for name in ("prompt", "rollout") if name in text and text[name][i]},
         "policy_version": None if versions[i] < 0 else versions[i],
         "images": images[i] if images else [],
         "columns": columns,

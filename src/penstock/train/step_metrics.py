@@ -126,10 +126,9 @@ def packed(accounting: Accounting, rank: int) -> dict[str, float]:
     """What was packed, of one rank (`local`) and of all of them (`total`)."""
     found: dict[str, float] = {}
     for scope, counts in (("local", accounting.ranks[rank]), ("total", accounting.total)):
-        for name in ("tokens", "loss_tokens", "samples", "micro_batches"):
+        for name in ("tokens", "loss_tokens", "samples", "micro_batches", "max_micro_batch_tokens"):
             found[f"pack/{scope}_{name}"] = getattr(counts, name)
     return found | {
-        "pack/max_micro_batch_tokens": accounting.total.max_micro_batch_tokens,
         "pack/micro_batch_max_tokens": accounting.micro_batch_max_tokens,
         "pack/over_cap": accounting.over_cap,
         "pack/truncated_tokens": accounting.truncated_tokens,

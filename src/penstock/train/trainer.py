@@ -260,6 +260,7 @@ class Trainer:
                 "perf/waste": step.accounting.waste,
                 "train/packing_error": self.packing_error,
                 **packed(step.accounting, self.rank),
+                **step.numbers,
                 **images,
                 **memory(),
             },

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -128,6 +129,9 @@ class Snapshot:
                 continue
             values = getattr(self.batch.segments, f"{column.name}s", None)
             value = None if values is None else values[i]
+            if column.name == "rollout":
+                out[name] = msgspec.json.decode(value) if value else None
+                continue
             out[name] = (value or None) if column.is_text or value is None else known(int(value))
         return out
 

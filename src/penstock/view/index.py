@@ -61,7 +61,8 @@ def describe(record: Record) -> dict[str, Any]:
     columns, facts, mask = record.columns, record.facts, record.columns["loss_mask"]
     masked = columns.get("is_masked")
     return {
-        **{name: facts.get(name) for name in (*OF_SAMPLE, "rank", "micro_step", "staleness")},
+        **{name: facts.get(name) for name in (*OF_SAMPLE, "rank", "micro_step", "staleness") if name != "rollout"},
+        **{name: (facts.get("rollout") or {}).get(name) for name in ("truncated", "stop_condition", "seconds")},
         "tokens": record.num_tokens,
         "loss_tokens": int(np.count_nonzero(mask)),
         "reward": reward_of(record),

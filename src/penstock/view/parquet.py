@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _RECORDS_PER_GROUP = 64
 _IMAGES_PER_GROUP = 8 << 20
 """Bytes of images, from which on a row group is written: 64 records of a rollout with screenshots are 267 MB."""
-_TEXT = ("rule", "images", "columns")
+_TEXT = ("rollout", "rule", "images", "columns")
 """Facts with structure; kept as JSON text so that the schema never changes with what is in them."""
 
 

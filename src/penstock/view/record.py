@@ -145,6 +145,7 @@ FACTS: dict[str, Any] = {
     "micro_sequence_idx": int,
     "export_sequence_idx": int,
     **{name: str if column.is_text else int for name, column in OF_SAMPLE.items()},
+    "rollout": dict[str, Any],
     "staleness": int,
     "rule": dict[str, float | str | None],
     "images": list[dict[str, Any]],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ logger = logging.getLogger("penstock.plane")
 _REMOTE = ("tcp://", "ipc://", "file://")
 _RAY = "ray://"
 _CALLERS = ("keys", "timeouts", "run")
+_TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 """Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
 
@@ -73,6 +76,9 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return _line_to(address, given)
     if "://" in address:
         raise _unknown(address, [*_REMOTE, _RAY])
+    if isinstance(where, str) and (address == "memory" or _HOST_AND_PORT.fullmatch(address)):
+        meant = "memory:" if address == "memory" else f"tcp://{address}"
+        raise ConfigError(f"{address}: no folder and no address; give {meant!r}, or './{address}' for a folder")
     if "log" in given:
         raise ConfigError(f"{address}: log: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
     tables = nested(PlaneSettings, given, address)
@@ -81,6 +87,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         raise ConfigError(
             f"{address}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len"
         )
+    if not any(name in given for name in _TARGETS):
+        raise ConfigError(f"{address}: when a step is full: missing; give one of {', '.join(_TARGETS)}")
     return open_settings(address, build(PlaneSettings, tables))
 
 

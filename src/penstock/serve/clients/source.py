@@ -286,7 +286,8 @@ class Source:
             return
         try:
             rank_plan = RankPlan.from_bytes(message.plan)
-            step = SourceStep(message.step, message.digest, rank_plan, fill(samples, rank_plan, pool=self._pool))
+            batches = fill(samples, rank_plan, pool=self._pool)
+            step = SourceStep(message.step, message.digest, rank_plan, batches, message.numbers)
         except Exception as error:  # noqa: BLE001 - the same
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return

@@ -13,6 +13,7 @@ from penstock.errors import InvalidInput
 from penstock.send.messages import MAX_NAME, Attached
 from penstock.send.rank_session import RankSession
 from penstock.send.timeouts import Timeouts
+from penstock.serve.pids import pid_space
 
 _MAX_STEP = 2**53
 
@@ -66,6 +67,8 @@ class SourceSettings:
             timeouts=self.timeouts,
             can_read=can_read,
             process=f"pid {os.getpid()} on {socket.gethostname()}"[:MAX_NAME],
+            pid=os.getpid(),
+            pid_space=pid_space()[:MAX_NAME],
         )
 
 

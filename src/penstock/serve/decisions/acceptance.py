@@ -17,6 +17,7 @@ from penstock.send.rooms import NOTHING, Amount
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
 from penstock.serve.decisions.decision_records import GivePriorities, Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
+from penstock.serve.decisions.generated import Generated
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
@@ -55,6 +56,8 @@ class Acceptance:
     def __init__(self, settings: PlaneSettings, journal: Journal) -> None:
         self._settings, self._journal = settings, journal
         self._arrivals = Arrivals()
+        self.generated = Generated()
+        """How good what was put lately is."""
         self.full: set[str] = set()
         """Tables a put was refused in, for want of room, since the last time some became free."""
         self.stale_in_a_row = 0
@@ -335,6 +338,8 @@ class Acceptance:
         if row.state is State.EVALUATION:
             self._journal.state.take_evaluation(row, arrival.eval_facts)
             return _outcomes(arrival)
+        if arrival.kept is not None:
+            self.generated.add(arrival.kept[0])
         stale = not self._journal.state.take_in(row)
         self._journal.counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0

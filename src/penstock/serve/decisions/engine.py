@@ -241,6 +241,7 @@ class Engine:
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
             self.log.count_uses(manifest.groups)
         self.state.planned(drawn.step, manifest)
+        self.acceptance.generated.close(drawn.step, self.run_tables.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
         """The step that was drawn cannot be planned: it never happened, and groups that are to blame are set aside.

@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import xxhash
@@ -368,7 +368,7 @@ class Pipeline:
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
-            self._staged[step] = found
+            self._staged[step] = replace(found, numbers=self._engine.acceptance.generated.of_step(step))
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step

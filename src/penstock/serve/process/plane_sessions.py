@@ -11,6 +11,7 @@ from penstock.send.messages import Pulse
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import members_left
+from penstock.serve.pids import is_gone
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage
 
@@ -27,6 +28,7 @@ def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordin
         last_step=engine.last_step,
         left=members_left(settings, log),
         timeouts=settings.timeouts,
+        is_gone=is_gone,
     )
 
 

@@ -38,7 +38,9 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "ledger": engine.ledger.as_dict(),
         "quarantine": engine.quarantine(),
         "counts": dict(engine.counts),
-        "metrics": engine.run_tables.metrics() | engine.state.evaluations.metrics(),
+        "metrics": engine.run_tables.metrics()
+        | engine.acceptance.generated.metrics()
+        | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
         "runs": engine.runs(),
         "storage": engine.segments.status(),

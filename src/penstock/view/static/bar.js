@@ -18,6 +18,7 @@
 
   function details(row) {
     const facts = sample.facts;
+    const rollout = facts.rollout || {};
     const reward = (sample.columns.rewards || [NaN]).find((value) => Number.isFinite(value));
     const found = [
       facts.env_name,
@@ -28,6 +29,9 @@
       facts.policy_version !== null && "policy " + facts.policy_version,
       facts.staleness !== null && facts.staleness + " behind",
       reward !== undefined && "reward " + ps.number(reward),
+      rollout.truncated && "truncated",
+      rollout.stop_condition && "stopped by " + rollout.stop_condition,
+      Number.isFinite(rollout.seconds) && ps.number(rollout.seconds) + " s",
       row && row.advantage !== null && "advantage " + ps.signed(row.advantage),
       ps.number(sample.count) + " tokens",
     ];

@@ -50,7 +50,7 @@
       "Largest micro-batch",
       "tokens, and the configured cap",
       [
-        ["largest", "pack/max_micro_batch_tokens"],
+        ["largest", "pack/total_max_micro_batch_tokens"],
         ["cap", "pack/micro_batch_max_tokens"],
       ],
     ],

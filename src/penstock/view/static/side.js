@@ -56,6 +56,8 @@
     const cells = rows.map((key) =>
       line(ps.labels[key] || key, key, ...[sample, other].filter(Boolean).map((one) => text(one, key, i))),
     );
+    const said = [sample, other].filter(Boolean).map((one) => ps.visible(roleOf(one, i)) || "–");
+    if (said.some((role) => role !== "–")) cells.push(line("role", "role", ...said));
     if (live) cells.push(line("masked by " + ps.rules[rule].label, "live", live[i] ? "yes" : "no"));
     const head = other
       ? ps.el("thead", {}, ps.el("tr", {}, ...["", "A", "B"].map((name) => ps.el("th", { scope: "col" }, name))))
@@ -70,6 +72,29 @@
       ),
       ps.el("table", {}, ...[head, ps.el("tbody", {}, ...cells)].filter(Boolean)),
     );
+  }
+
+  // Whose turn a token belongs to; empty where the rollout does not say.
+  function roleOf(one, i) {
+    const roles = (one.facts.rollout || {}).roles;
+    if (!roles) return "";
+    for (let k = 0, end = 0; k + 1 < roles.runs.length; k += 2) {
+      end += roles.runs[k + 1];
+      if (i < end) return roles.names[roles.runs[k]] || "";
+    }
+    return "";
+  }
+
+  // What is known of the rollout: metrics and info by name, and why it failed.
+  function rolloutTable() {
+    const known = sample.facts.rollout || {};
+    const shown = (value) => (typeof value === "number" ? ps.number(value) : ps.visible(JSON.stringify(value)));
+    const rows = [
+      ...Object.entries(known.metrics || {}),
+      ...Object.entries(known.info || {}),
+      ...["agent", "error"].filter((name) => known[name]).map((name) => [name, known[name]]),
+    ].map(([name, value]) => line(ps.visible(name), name, typeof value === "string" ? ps.visible(value) : shown(value)));
+    return rows.length ? ps.el("table", { id: "rollout" }, ps.el("tbody", {}, ...rows)) : null;
   }
 
   // What a screen reader says of the token under the cursor.
@@ -210,6 +235,7 @@
       parts.token.append(ps.el("p", { class: "dim" }, "Point at a token, or move with the arrow keys."));
       element.replaceChildren(
         section("Token", parts.token),
+        ...[rolloutTable()].filter(Boolean).map((table) => section("Rollout", table)),
         section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
         section("Ratio", parts.ratio),
         section("Mismatch KL", parts.kl),
