@@ -10,9 +10,9 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PenstockError
+from penstock.log import Log, SqliteLog
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.pace import pace, stretched
@@ -58,7 +58,7 @@ def open_engine() -> Iterator[OpenEngine]:
         settings.setdefault("over_length", "truncate")
         settings.setdefault("untrained_groups", "accept")
         packing = Packing(ranks=settings.pop("ranks", 2), seq_len=64)
-        log = log or Log(folder, max_disk_bytes=settings.get("max_disk_bytes"))
+        log = log or SqliteLog(folder, max_disk_bytes=settings.get("max_disk_bytes"))
         engine = DirectEngine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)
         opened.append(engine)
         return engine

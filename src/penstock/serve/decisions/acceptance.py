@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
+from penstock.log import GroupRow, State
+from penstock.log.decision_records import GivePriorities, Shorten
 from penstock.send.rooms import NOTHING, Amount
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
-from penstock.serve.decisions.decision_records import GivePriorities, Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.journal import Journal
-from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
 from penstock.serve.decisions.priorities import check_priority
 from penstock.serve.decisions.untrained import why_untrained

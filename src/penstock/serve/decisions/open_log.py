@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.atomic import folder_errors
-from penstock.serve.decisions.log import Log
+from penstock.log import Log, SqliteLog
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared
 
@@ -20,7 +20,7 @@ def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
     with folder_errors(folder or "memory:"):
         if folder is not None:  # first: what is wrong with it should be said of it, not of what is inside
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Log(
+        return SqliteLog(
             folder,
             max_disk_bytes=settings.max_disk_bytes,
             disk_reserve_bytes=settings.disk_reserve_bytes,

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config import template
 from penstock.errors import ConfigError, CorruptFile, PenstockError
-from penstock.serve.decisions.log import Log, State
+from penstock.log import Log, State
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
@@ -76,7 +76,7 @@ def keeps_all(settings: PlaneSettings, log: Log) -> bool:
         logger.warning(
             '%s: this run keeps everything (retain="all") since an earlier start, and goes on with that; '
             "`penstock storage forget` ends it",
-            log.folder or "memory",
+            log.where,
         )
     return known or settings.retain == "all"
 
@@ -88,7 +88,7 @@ def _log_changes(settings: PlaneSettings, log: Log) -> None:
     before = msgspec.json.decode(text, type=dict[str, str]) if text else {}
     for name, value in now.items():
         if before.get(name, value) != value:
-            logger.warning("%s: %s: was %s, is now %s", log.folder or "memory", name, before[name], value)
+            logger.warning("%s: %s: was %s, is now %s", log.where, name, before[name], value)
     if now != before:
         with log.transaction():
             log.set_meta("opened", msgspec.json.encode(now).decode())
@@ -108,7 +108,7 @@ def damage_named(log: Log) -> Iterator[None]:
     except PenstockError:
         raise
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, LookupError, AssertionError) as error:
-        where = log.folder or "memory"
+        where = log.where
         raise CorruptFile(
             f"{where}: the log cannot be read: {type(error).__name__}: {error}; restore the folder from a copy"
         ) from error

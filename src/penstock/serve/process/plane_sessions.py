@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.log import Log
 from penstock.send.admission import Admission
 from penstock.send.carrier import Peer
 from penstock.send.coordinator import Coordinator
 from penstock.send.messages import Pulse
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import members_left
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage

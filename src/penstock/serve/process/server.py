@@ -18,6 +18,7 @@ import xxhash
 import zmq
 
 from penstock.errors import CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
+from penstock.log import Log
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
@@ -48,7 +49,6 @@ from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.segments import Outside
 from penstock.serve.process.damage import Damage, Look, look_at_frame
@@ -294,9 +294,7 @@ class Server:
                 raise outcome.error
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            current = self._log.meta("epoch", 0)
-            if current != self._log.epoch:
-                raise Fenced(f"epoch {self._log.epoch}: the run was taken over by epoch {current}; this plane must end")
+            self._log.check_epoch()
 
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
