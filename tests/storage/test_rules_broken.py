@@ -106,7 +106,7 @@ def start_with_any_log(patch: pytest.MonkeyPatch) -> None:
 
 @rule
 def an_old_plane_may_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Log, "_check_epoch", lambda _self: None)
+    patch.setattr(Log, "check_epoch", lambda _self: None)
     patch.setattr(Server, "_check_owner", lambda *_: None)
 
 

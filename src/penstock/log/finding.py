@@ -56,16 +56,19 @@ def open_existing(folder: Path) -> Log:
     return PostgresLog(url, folder=folder, take_over=False)
 
 
-def note_url(folder: Path, url: str) -> None:
-    """Let a run's folder say where its log is. Raises Conflict if that is somewhere else."""
+def check_url(folder: Path, url: str) -> None:
+    """Raise Conflict if the log of a run's folder is somewhere else."""
     found = url_of(folder)
-    if found == url:
-        return
-    if found:
+    if found and found != url:
         raise Conflict(f"{folder}: its log is in {found}, not in {url}; give that address, or another folder")
     if (folder / LOG).exists():
         raise Conflict(f"{folder}: its log is {LOG}, not {url}; leave `log` out, or give another folder")
-    (folder / URL).write_text(f"{url}\n", encoding="utf-8")
+
+
+def note_url(folder: Path, url: str) -> None:
+    """Let a run's folder say where its log is."""
+    if url_of(folder) != url:
+        (folder / URL).write_text(f"{url}\n", encoding="utf-8")
 
 
 def check_is_sqlite(folder: Path) -> None:

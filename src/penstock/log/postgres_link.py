@@ -22,7 +22,16 @@ from typing import Any, Generic, TypeVar
 
 import psycopg
 
-from penstock.errors import ConfigError, Conflict, CorruptFile, DiskFull, LogAway, StorageError
+from penstock.errors import (
+    ConfigError,
+    Conflict,
+    CorruptFile,
+    DiskFull,
+    Fenced,
+    LogAway,
+    PenstockError,
+    StorageError,
+)
 
 logger = logging.getLogger("penstock.log")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -60,7 +69,8 @@ class PostgresLink:
         self._lock = threading.Lock()
         """Around closing a connection, so that another thread never cuts one that is not ours any more."""
         self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
-        self._failure: LogAway | None = None
+        self._failure: PenstockError | None = None
+        """Why the log cannot be used any longer."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="penstock-log", daemon=True)
         self._thread.start()
@@ -68,7 +78,7 @@ class PostgresLink:
     def run(self, job: Callable[[Connection], _T], *, is_repeated: bool = True) -> _T:
         """Run a job, and repeat it where the connection is lost. Raises LogAway once the deadline has passed."""
         if self._failure is not None:
-            raise LogAway(str(self._failure))
+            raise type(self._failure)(str(self._failure))
         task = _Task(job, time.monotonic() + self._deadline_s, is_repeated=is_repeated)
         self._tasks.put(task)
         while not task.done.wait(_LOOK_S):
@@ -81,7 +91,7 @@ class PostgresLink:
                 task.given_up.set()
                 task.error = LogAway(f"{self._where}: no answer for {self._deadline_s:g} s (log_s)")
                 break
-        if isinstance(task.error, LogAway):
+        if isinstance(task.error, (LogAway, CorruptFile, Fenced)):
             self._failure = task.error
         if task.error is not None:
             raise task.error

@@ -30,7 +30,7 @@ from psycopg import sql
 
 from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.log.decision_log import FORMAT, Guard, Log
-from penstock.log.finding import note_url
+from penstock.log.finding import check_url, note_url
 from penstock.log.log_rows import State
 from penstock.log.postgres_address import redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
@@ -81,6 +81,8 @@ class PostgresLog(Log):
         self.folder = None if folder is None else Path(folder).resolve()
         if self.where in _open_here:
             raise Conflict(f"{self.where}: this process has it open already; call close() on that plane first")
+        if self.folder is not None:
+            check_url(self.folder, self.where)
         self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=0)
         self._guard, self._is_mine = guard, False
         self._writes: list[tuple[str, Sequence[Any]]] | None = None

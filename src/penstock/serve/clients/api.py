@@ -74,8 +74,6 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return _line_to(address, given)
     if "://" in address:
         raise _unknown(address, [*_REMOTE, _RAY])
-    if "log" in given:
-        raise ConfigError(f"{address}: log: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
     tables = nested(PlaneSettings, given, address)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
     if missing:

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError
 from penstock.log import Log
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
@@ -36,6 +36,7 @@ from penstock.send.messages import (
     FromPlane,
     GiveUp,
     OpenSegment,
+    Pulse,
     Put,
     SettleGroup,
     SetWeight,
@@ -58,7 +59,7 @@ from penstock.serve.process.pipeline import (
     Pipeline,
     pipeline_of,
 )
-from penstock.serve.process.plane_sessions import admission_of, coordinator_of
+from penstock.serve.process.plane_sessions import admission_of, coordinator_of, sign_of_life
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
@@ -104,6 +105,9 @@ class Server:
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
         self._stopping = threading.Event()
+        self._early: list[tuple[Peer, Buffer, Frames]] = []
+        """What came while the log was away; handled in the next turn."""
+        log.while_waiting = self._stay_alive
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
         self._retry_at = self._look_at = 0.0
@@ -168,6 +172,9 @@ class Server:
         """One turn of the loop."""
         self._now = now
         self._tell_version()
+        early, self._early = self._early, []
+        for message in early:
+            self._on_message(*message, now)
         for carrier in self._carriers:
             for peer, header, frames in carrier.receive():
                 self._on_message((carrier, peer), header, frames, now)
@@ -183,6 +190,20 @@ class Server:
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
         self.story.look()
+        self._on_turn()
+
+    def _stay_alive(self) -> None:
+        """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
+        now = self._now = time.monotonic()
+        self.coordinator.remark = f"the log is slow or away: {self._log.where}"
+        for carrier in self._carriers:
+            for address, header, frames in carrier.receive():
+                peer = (carrier, address)
+                sign = sign_of_life(self.coordinator, peer, header, now)
+                if sign is not None:  # not with `_send`: a peer that is gone would change what is being written
+                    carrier.send(address, self._pack(sign), ())
+                if not isinstance(sign, Pulse) or not sign.number:
+                    self._early.append((peer, header, frames))
         self._on_turn()
 
     def _unstage(self) -> None:
@@ -290,7 +311,7 @@ class Server:
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
         """A plane that was taken over must end, even if nobody makes it write."""
         for outcome in outcomes:
-            if isinstance(outcome.error, Fenced):
+            if isinstance(outcome.error, (Fenced, LogAway)):
                 raise outcome.error
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
@@ -317,7 +338,7 @@ class Server:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
             except Exception as error:  # an error to ranks and a line in the log, not the end of the plane
-                if isinstance(error, Fenced):
+                if isinstance(error, (Fenced, LogAway)):
                     raise
                 self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
                 break
