@@ -173,8 +173,8 @@ class PlaneSettings:
         str | None,
         Meta(
             description="database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, "
-            "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: SQLite "
-            "in the run's folder"
+            "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: "
+            "SQLite in the run's folder"
         ),
     ] = None
     direct: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +106,7 @@ def damage_named(log: Log) -> Iterator[None]:
         yield
     except PenstockError:
         raise
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, LookupError, AssertionError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AssertionError) as error:
         where = log.where
         raise CorruptFile(
             f"{where}: the log cannot be read: {type(error).__name__}: {error}; restore the folder from a copy"
