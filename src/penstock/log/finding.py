@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import Conflict, InvalidInput
+from penstock.errors import ConfigError, Conflict
 from penstock.log.decision_log import Log
 from penstock.log.log_reader import LogReader
 from penstock.log.sqlite_log import SqliteLog
@@ -72,6 +72,6 @@ def note_url(folder: Path, url: str) -> None:
 
 
 def check_is_sqlite(folder: Path) -> None:
-    """Raise InvalidInput if the log of a folder is in a database."""
+    """Raise ConfigError if the log of a folder is in a database."""
     if url := url_of(folder):
-        raise InvalidInput(f"{folder}: its log is in {url}; give log={url.partition('#')[0]!r}, or another folder")
+        raise ConfigError(f"{folder}: its log is in {url}; give log={url.partition('#')[0]!r}, or another folder")

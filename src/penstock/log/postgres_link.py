@@ -213,7 +213,7 @@ def _check_session(made: Connection, where: str) -> None:
 
 
 def _one(made: Connection, query: str) -> Any:
-    row = made.execute(query).fetchone()
+    row = made.execute(query, prepare=False).fetchone()  # a pooler does not know what was prepared
     assert row is not None
     return row[0]
 

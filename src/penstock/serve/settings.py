@@ -174,7 +174,7 @@ class PlaneSettings:
         Meta(
             description="database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, "
             "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: "
-            "SQLite in the run's folder"
+            "SQLite in the run's folder; with --ray: folder of the run, which every node sees"
         ),
     ] = None
     direct: Annotated[
