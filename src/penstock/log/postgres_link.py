@@ -89,7 +89,7 @@ class PostgresLink:
                 self._cut()
             if now > task.deadline + self._attempt_s + 1.0:
                 task.given_up.set()
-                task.error = LogAway(f"{self._where}: no answer for {self._deadline_s:g} s (log_s)")
+                task.error = LogAway(f"{self._where}: no answer for {self._deadline_s:g} s (timeouts.log_s)")
                 break
         if isinstance(task.error, (LogAway, CorruptFile, Fenced)):
             self._failure = task.error
@@ -131,7 +131,8 @@ class PostgresLink:
                 self._drop()
                 words = first_line(error)
             if time.monotonic() + pause > task.deadline or task.given_up.is_set() or not task.is_repeated:
-                raise LogAway(f"{self._where}: {words}")
+                after = f"; tried for {self._deadline_s:g} s (timeouts.log_s)" if task.is_repeated else ""
+                raise LogAway(f"{self._where}: {words}{after}")
             if pause < 0.03:
                 logger.warning("%s: %s; connecting again", self._where, words)
             task.given_up.wait(pause)
