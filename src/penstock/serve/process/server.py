@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError, PlaneLost
 from penstock.log import Log
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
@@ -141,10 +141,14 @@ class Server:
                 if words is not None:
                     self._send((carrier, peer), words)
 
-    def last_words(self) -> bytes | None:
-        """What a plane that ended answers to whoever can still reach it; None if it ended in order."""
-        words = self.coordinator.failure
-        return None if self.failure is None or words is None else self._pack(words)
+    def last_words(self) -> tuple[bytes, PenstockError] | None:
+        """What a plane that ended answers to ranks that can still reach it, and what others raise; None if it ended in
+        order."""
+        words, error = self.coordinator.failure, self.failure
+        if error is None or words is None:
+            return None
+        known = type(error) if isinstance(error, PenstockError) else PlaneLost
+        return self._pack(words), known(f"the plane in this process ended: {failure_in_words(error)}")
 
     def _close(self) -> None:
         for carrier in self._carriers:
