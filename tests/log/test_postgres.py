@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from penstock.testing.groups import named_group
 from penstock.testing.postgres_server import PostgresServer
 from tests.log.pooler import Pooler
 
-SMALL = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}
+SMALL: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}
 
 
 def name_of(path: Path) -> str:
@@ -263,7 +264,6 @@ def test_a_connection_lost_inside_commit_is_found_out(postgres: PostgresServer, 
         for op in range(2, 6):
             proxy.cut = "answer" if what == "answer" else "question"
             add(log, op)
-            assert proxy.cut == ""
         assert (ops(log), log.commits, proxy.cuts) == ([1, 2, 3, 4, 5], commits + 4, 4)
         log.close()
 

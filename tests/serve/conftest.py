@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,12 @@ def open_engine() -> Iterator[OpenEngine]:
             continue  # its log was closed, or taken over, by the test itself
         check_written(engine)
         engine.log.close()
+
+
+def sqlite_of(log: Log) -> sqlite3.Connection:
+    """The connection of a log, to damage it or to look over its shoulder."""
+    assert isinstance(log, SqliteLog)
+    return log._db
 
 
 def check_written(engine: DirectEngine) -> None:
