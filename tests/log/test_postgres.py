@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
+from penstock.cli import main
 from penstock.errors import ConfigError, Conflict, CorruptFile, Fenced, LogAway
 from penstock.log import GroupRow
 from penstock.log.postgres_address import redacted, schema_of
@@ -121,6 +122,33 @@ def test_a_log_that_stepped_back_is_refused_by_the_marker(own_postgres: Postgres
     own_postgres.execute(f"UPDATE {schema_of('run')}.run SET commits = 1, epoch = 0")
     with pytest.raises(Conflict, match="it was restored from a copy"):
         ps.open(tmp_path, **settings)
+
+
+def test_a_log_that_lost_groups_is_recovered_in_its_database(own_postgres: PostgresServer, tmp_path: Path) -> None:
+    """A failover lost the last transactions; storage has the frames, and its marker is ahead."""
+    settings = {**SMALL, "log": own_postgres.url}
+    with ps.open(tmp_path, **settings) as plane:
+        for name in "abcd":
+            plane.put(named_group(name))
+    schema = schema_of("run")
+    own_postgres.execute(f"DELETE FROM {schema}.groups WHERE op > 2; DELETE FROM {schema}.facts WHERE op > 2")
+    own_postgres.execute(f"UPDATE {schema}.run SET commits = 1, epoch = 0")
+    with pytest.raises(Conflict, match="it was restored from a copy"):
+        ps.open(tmp_path, **settings)
+    assert not check(tmp_path).ok
+    assert main(["storage", "recover", str(tmp_path), "--yes"]) == 0
+    assert check(tmp_path).ok
+    with ps.open(tmp_path, **settings) as plane:
+        assert plane.ledger.held == 8
+        assert not plane.put(named_group("d"))
+
+
+def test_quarantine_and_retention_are_decided_in_the_database(postgres: PostgresServer, tmp_path: Path) -> None:
+    settings = {**SMALL, "log": postgres.url, "run": name_of(tmp_path)}
+    with ps.open(tmp_path, **settings, retain="all") as plane:
+        plane.put(named_group("a"))
+    assert main(["storage", "forget", str(tmp_path), "--yes"]) == 0
+    assert read_run(tmp_path)["retain"] == "steps"
 
 
 # ------------------------------------------------------------------ what is refused

@@ -250,6 +250,15 @@ class PostgresLog(Log):
             # Either it was done before and the answer was lost, or the run is not ours any more.
             self._check_owner(self._owner(connection), {self._commits + 1})
 
+    def move_past(self, run_id: str, *, epoch: int, commits: int) -> None:
+        """For a recovery: become this run (unless empty), in an epoch and with transactions behind these."""
+        now = (run_id or self.run_id, max(self.epoch, epoch + 1), max(self._commits, commits) + 1)
+        query = "UPDATE run SET run_id = %s, epoch = %s, commits = %s WHERE epoch = %s AND commits = %s"
+        values = (*now, self.epoch, self._commits)
+        if not self._link.run(lambda connection: connection.execute(query, values).rowcount, is_repeated=False):
+            raise Fenced(f"{self.where}: another plane took the run over at the same moment; call this again")
+        self.run_id, self.epoch, self._commits = now
+
     def current_epoch(self) -> int:
         row = self._link.run(lambda connection: connection.execute("SELECT epoch FROM run").fetchone())
         return 0 if row is None else int(row[0])

@@ -67,6 +67,11 @@ class Acceptance:
         except PenstockError:
             return run
 
+    def look_up(self, groups: Sequence[str]) -> None:
+        """Ask the log once about all groups of a turn."""
+        names = [group for group in groups if 0 < len(group) <= MAX_ID]
+        self._journal.log.look_up(names, [_dropped_key(group) for group in names])
+
     def recognises(self, group: str, digest: bytes) -> bool | None:
         """Whether this very group is accepted, to be trained; None if none of this name is."""
         log = self._journal.log

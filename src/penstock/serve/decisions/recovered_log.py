@@ -19,9 +19,8 @@ import msgspec
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
 from penstock.keep.facts import GroupFacts
-from penstock.log import GroupRow, Log, SegmentRow, SqliteLog
+from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
 from penstock.log.decision_records import Advance, Lose, Quarantine
-from penstock.log.finding import check_is_sqlite
 from penstock.log.sqlite_copy import carry_over, copy_log, set_identity
 from penstock.log.sqlite_reader import LOG, typed_errors
 from penstock.log.witness import NAME as WITNESS
@@ -67,7 +66,8 @@ class Recovered:
 
 def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Put lost groups back into the log of a run; the caller owns its folder."""
-    check_is_sqlite(plan.run.folder)
+    if plan.run.log_url:
+        return _recover_database(plan, choices, progress)
     folder, storage = plan.run.folder, plan.run.storage
     building = folder / BUILDING
     shutil.rmtree(building, ignore_errors=True)  # what a recovery that was killed left of its own log
@@ -87,6 +87,34 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
     finally:
         log.close()
     return _install(plan, building, done)
+
+
+def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recovered:
+    """The same in a database, which keeps its own backups. The marker refuses planes until the log is past it, which is
+    the last thing that is written: a recovery that is killed can be called again."""
+    from penstock.log.postgres_log import PostgresLog
+
+    log = open_existing(plan.run.folder)
+    assert isinstance(log, PostgresLog)
+    try:
+        known = {row.name for row in log.segments()}
+        with log.transaction():
+            for name in plan.register:
+                if name not in known:
+                    log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
+            if plan.run.storage.folder.resolve() != (plan.run.folder / "storage").resolve():
+                log.set_meta("storage", str(plan.run.storage.folder.resolve()))
+        past = log.last_op
+        placed = ((frame, frame.location) for frame in plan.found.lost)
+        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+        _go_on(log, plan, choices, past)
+        marker = plan.run.marker
+        log.move_past(plan.run_id, epoch=marker.epoch if marker else 0, commits=marker.commits if marker else 0)
+        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
+    finally:
+        log.close()
+    _set_marker(plan, done)
+    return done
 
 
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:

@@ -176,12 +176,8 @@ class Server:
         """One turn of the loop."""
         self._now = now
         self._tell_version()
-        early, self._early = self._early, []
-        for message in early:
+        for message in self._receive():
             self._on_message(*message, now)
-        for carrier in self._carriers:
-            for peer, header, frames in carrier.receive():
-                self._on_message((carrier, peer), header, frames, now)
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
@@ -195,6 +191,21 @@ class Server:
         self._admit(self.admission.offer_room(now))
         self.story.look()
         self._on_turn()
+
+    def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
+        """What has arrived. The log is asked once about all groups that are named."""
+        arrived, self._early = self._early, []
+        for carrier in self._carriers:
+            arrived += [((carrier, peer), header, frames) for peer, header, frames in carrier.receive()]
+        found = []
+        for peer, header, frames in arrived:
+            try:
+                found.append((peer, read_from_client(header), header, frames))
+            except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
+                self.story.count("messages_corrupt", f"dropped a message: {error}")
+        named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
+        self.engine.acceptance.look_up(named)
+        return found
 
     def _stay_alive(self) -> None:
         """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
@@ -221,12 +232,7 @@ class Server:
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
         self.coordinator.remark = self.story.stale_words(self.engine)
 
-    def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
-        try:
-            message = read_from_client(header)
-        except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
-            self.story.count("messages_corrupt", f"dropped a message: {error}")
-            return
+    def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
         try:
             self._act_on(peer, message, run_of(header), frames, now)
         except Exception as error:
