@@ -42,7 +42,16 @@ _P99_MS, _RESTART_S = 10.0, {"SQLite": 4.0, "PostgreSQL": 6.0}
 Progress = Callable[[str], None]
 
 
-def run(*, full: bool = False, progress: Progress = lambda _: None) -> list[Row]:
+def run(
+    *,
+    full: bool = False,
+    progress: Progress = lambda _: None,
+    commits: int | None = None,
+    held: int = _HELD,
+    steps: int | None = None,
+) -> list[Row]:
+    """`commits`, `held` and `steps` are for tests."""
+    commits, steps = commits or (2000 if full else 500), steps or (_FULL_STEPS if full else _STEPS)
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-")))
         addresses: dict[str, str | None] = {"SQLite": None}
@@ -54,9 +63,9 @@ def run(*, full: bool = False, progress: Progress = lambda _: None) -> list[Row]
             addresses["PostgreSQL"] = opened.enter_context(PostgresServer()).url
         except (ImportError, PenstockError) as error:
             missing = f"no PostgreSQL: {error}"
-        rows = _commits(folder, addresses, 2000 if full else 500, progress)
+        rows = _commits(folder, addresses, commits, progress)
         for name, address in addresses.items():
-            rows.append(_restart(folder / f"restart-{name}", name, address, _FULL_STEPS if full else _STEPS, progress))
+            rows.append(_restart(folder / f"restart-{name}", name, address, held, steps, progress))
     return rows if not missing else [*rows, skipped("PostgreSQL, commit of 8 groups, p99", missing)]
 
 
@@ -124,15 +133,15 @@ def _opened(folder: Path, settings: PlaneSettings) -> Iterator[Log]:
 # ------------------------------------------------------------------ restarts
 
 
-def _restart(folder: Path, name: str, address: str | None, steps: int, progress: Progress) -> Row:
+def _restart(folder: Path, name: str, address: str | None, held: int, steps: int, progress: Progress) -> Row:
     progress(f"filling {name}")
-    words = [str(folder), address or "", str(_HELD), str(steps)]
+    words = [str(folder), address or "", str(held), str(steps)]
     done = _program("fill", *words)
     assert done.returncode == -signal.SIGKILL, done.stderr
     progress(f"starting again on {name}")
     found = json.loads(_program("restart", *words).stdout)
-    assert found["held"] == _HELD, found
-    title = f"{name}, restart after kill -9, {_HELD:,} held groups"
+    assert found["held"] == held, found
+    title = f"{name}, restart after kill -9, {held:,} held groups"
     note = f"{steps:,} committed steps; from opening the log to an engine that could serve"
     return Row(name=title, ours=found["seconds"], unit="s", target=_RESTART_S[name], bound="max", note=note)
 

@@ -20,8 +20,9 @@ from penstock.encode import encode
 from penstock.errors import CorruptFile, Fenced, StorageError
 from penstock.log import FORMAT, GroupRow, Log, LogReader, SegmentRow, State, reading
 from penstock.log.decision_records import Advance, Discard
+from penstock.pack import Packing
 from penstock.send.steps import Staged
-from penstock.serve.settings import Packing, PlaneSettings, Target
+from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
 
