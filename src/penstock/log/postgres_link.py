@@ -174,8 +174,21 @@ class PostgresLink:
 # ------------------------------------------------------------------ connections
 
 
-def connect(address: str, where: str, *, timeout_s: float) -> Connection:
-    """A connection that may be trusted with a log. Raises what is wrong with the server's settings."""
+_SESSION = (
+    # A plane whose host is gone must not hold up its successor for the two hours that TCP waits by default.
+    ("tcp_keepalives_idle", "10"),
+    ("tcp_keepalives_interval", "5"),
+    ("tcp_keepalives_count", "3"),
+    ("idle_in_transaction_session_timeout", "60s"),
+    # Whatever a role has as its default: how long we wait is decided here, and fencing needs rows as they are now.
+    ("statement_timeout", "0"),
+    ("lock_timeout", "0"),
+    ("default_transaction_isolation", "read committed"),
+)
+
+
+def connect(address: str, where: str, *, timeout_s: float, writes: bool = True) -> Connection:
+    """A connection to a log. `writes`: raises ConfigError where the server cannot be trusted with one."""
     made: Connection = psycopg.connect(
         address,
         autocommit=True,
@@ -187,10 +200,12 @@ def connect(address: str, where: str, *, timeout_s: float) -> Connection:
         application_name="penstock",
     )
     try:
-        _check_session(made, where)
-        # A plane whose host is gone must not hold up its successor for the two hours that TCP waits by default.
-        made.execute("SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3")
-        made.execute("SET idle_in_transaction_session_timeout = '60s'")
+        if writes:
+            _check_session(made, where)
+            for name, value in _SESSION:
+                made.execute("SELECT set_config(%s, %s, false)", (name, value))
+            # As it is now: a change of the server's configuration reaches sessions that did not set it.
+            made.execute("SELECT set_config('synchronous_commit', current_setting('synchronous_commit'), false)")
     except BaseException:
         made.close()
         raise

@@ -53,9 +53,9 @@ def reading_postgres(address: str) -> Iterator[PostgresReader]:
     base, run = split_run(address)
     where, schema = redacted(address), schema_of(run)
     try:
-        with connect(base, where, timeout_s=_CONNECT_S) as connection:
-            in_schema(connection, schema)
+        with connect(base, where, timeout_s=_CONNECT_S, writes=False) as connection:  # a standby will do, or a pooler
             connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            in_schema(connection, schema)
             yield PostgresReader(connection, where, schema)
     except psycopg.Error as error:
         if is_away(error):

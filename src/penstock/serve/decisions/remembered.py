@@ -59,8 +59,9 @@ def _storage(settings: PlaneSettings) -> str:
 
 
 def as_toml(settings: PlaneSettings) -> str:
-    """Every setting of the plane with its value, without comments; not those of the process around it."""
-    plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)})
+    """Every setting of the plane with its value, without comments; not those of the process around it, nor where the
+    log is: whoever decides the run again does not write there."""
+    plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)} | {"log": None})
     lines = template(plane, title="", all_values=True).splitlines()
     return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
 

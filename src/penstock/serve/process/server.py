@@ -151,6 +151,7 @@ class Server:
         return self._pack(words), known(f"the plane in this process ended: {failure_in_words(error)}")
 
     def _close(self) -> None:
+        self._log.while_waiting = lambda: None  # there is nobody left to answer
         for carrier in self._carriers:
             carrier.close()
         self._workers.close()  # first: what is being written has an end
