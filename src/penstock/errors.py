@@ -15,7 +15,8 @@
     │   └── PlaneLost               the plane did not answer in time (ConnectionError)
     ├── StorageError                the disk refused or returned something else than was written (OSError)
     │   ├── DiskFull                no room for what was put; nothing was kept, and it may be put again
-    │   └── CorruptFile             a file that is truncated, altered or of an unknown version
+    │   ├── CorruptFile             a file that is truncated, altered or of an unknown version
+    │   └── LogAway                 the log's database cannot be reached, or did not answer in time
     ├── AssetError                  an image, or what stands for it, cannot be used; `.status` and `.error_type`
     │   ├── ImageRefused            bytes, a data: URI or a file that is not an image we take (CallerError, ValueError)
     │   ├── InvalidReference        a reference that breaks the grammar or leads outside (PeerError, ValueError)
@@ -108,6 +109,10 @@ class DiskFull(StorageError):
 
 class CorruptFile(StorageError):
     """A file that is truncated, altered or of an unknown version."""
+
+
+class LogAway(StorageError):
+    """The database of a run's log cannot be reached, or did not answer in time."""
 
 
 class AssetError(PenstockError):

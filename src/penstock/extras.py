@@ -37,6 +37,7 @@ EXTRAS = {
     "metrics": Extra(modules=("prometheus_client", "uvicorn"), purpose="pages for Prometheus"),
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
+    "postgres": Extra(modules=("psycopg",), purpose="logs in PostgreSQL"),
     "ray": Extra(modules=("ray",), purpose="planes as actors of a Ray cluster"),
     "verifiers": Extra(modules=("verifiers",), purpose="rollouts with verifiers' environments"),
     "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import penstock as ps
 from penstock.encode import encode
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
@@ -45,7 +45,7 @@ def train(plane: ps.Plane, steps: int, *, version: int = 0) -> list[tuple[str, .
 
 def open_engine(folder: Path, **settings: Any) -> DirectEngine:
     made = PlaneSettings(packing=Packing(ranks=2, seq_len=64), target=Target(groups=2), **settings)
-    return DirectEngine(made, Log(folder))
+    return DirectEngine(made, SqliteLog(folder))
 
 
 def put_to(engine: DirectEngine, *names: str, evaluation: bool = False) -> None:

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import Conflict, InvalidInput, StepAborted
-from penstock.serve.decisions.log import Log
+from penstock.log import SqliteLog
 from penstock.serve.decisions.read_log import kept_groups, read_run, read_stored
 from penstock.serve.decisions.recorded_run import RecordedRun
 from penstock.serve.decisions.run_copy import RunCopy
@@ -83,7 +83,7 @@ def test_a_copy_is_brought_up_to_date_and_frees_what_the_source_freed(tmp_path: 
     with ps.open(target, retain_steps=0, **SETTINGS) as plane:
         train(plane, 2, version=2)
         assert not plane.status()["counts"].get("deletions_failed")
-    log = Log(target)
+    log = SqliteLog(target)
     registered = {row.name for row in log.segments()}
     log.close()
     assert FolderStorage(target / "storage").segments().keys() <= registered

@@ -226,7 +226,7 @@ def test_a_plane_that_is_fed_a_recorded_run_makes_the_same_steps(tmp_path: Path)
 def test_groups_arrive_in_their_order_and_time(tmp_path: Path, speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(tmp_path / "run")
     at = [1000.0]
-    monkeypatch.setattr("penstock.serve.decisions.log.time.time", lambda: at[0])
+    monkeypatch.setattr("penstock.log.decision_log.time.time", lambda: at[0])
     for name, when in zip("abcd", (1000.0, 1000.5, 1000.6, 1002.0), strict=True):
         at[0] = when
         put_to(engine, name)

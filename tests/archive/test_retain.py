@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.encode import encode
 from penstock.errors import DiskFull
-from penstock.serve.decisions.log import Log
+from penstock.log import SqliteLog
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.serve.decisions.read_log import kept_groups, read_stored
 from penstock.testing.groups import named_group
@@ -30,7 +30,7 @@ def names_kept(folder: Path) -> list[str]:
 
 
 def plans_kept(folder: Path) -> list[int]:
-    log = Log(folder)
+    log = SqliteLog(folder)
     try:
         return [step for step, _, data, _ in log.steps() if read_manifest(data).rank_plans]
     finally:
@@ -56,7 +56,7 @@ def test_nothing_that_was_accepted_is_freed(tmp_path: Path) -> None:
     assert [name for name, _ in kept_groups(run)][-1] == "big"
     assert [name for name, _ in kept_groups(run)][:-1] == [*"abcdefgh", *(f"e{i}" for i in range(8))]
     assert plans_kept(run) == [1, 2]
-    log = Log(run)
+    log = SqliteLog(run)
     assert all(log.facts(row.op) is not None for row in log.groups()) and not log.frees()
     log.close()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.bench import deliver, ingest
+from penstock.bench import deliver, ingest, log
 from penstock.bench.links import digest
 from penstock.bench.report import as_table
 from penstock.commands.bench import BENCHES
@@ -18,6 +18,15 @@ from penstock.encode import decode
 
 def silent(_what: str) -> None:
     return
+
+
+def test_log_measures_commits_and_restarts_of_both_logs() -> None:
+    rows = {row.name: row for row in log.run(commits=20, held=120, steps=3)}
+    assert len(rows) == 8
+    for name in ("SQLite", "PostgreSQL"):
+        assert rows[f"{name}, groups per second, 8 a commit"].ours
+        assert rows[f"{name}, restart after kill -9, 120 held groups"].target
+    assert rows["PostgreSQL, commit of 8 groups, p99"].target == 10.0
 
 
 def test_deliver_measures_every_way_and_leaves_nothing_behind() -> None:

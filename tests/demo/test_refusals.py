@@ -15,8 +15,8 @@ from penstock.cli import main
 from penstock.demo.launch import Launcher, RunFailed
 from penstock.demo.preflight import check_surroundings
 from penstock.errors import Closed, ConfigError, Conflict
+from penstock.log import SqliteLog
 from penstock.pack import Packing
-from penstock.serve.decisions.log import Log
 from penstock.train.run_config import ModelConfig, TaskConfig, TrainConfig
 
 TINY = {
@@ -82,7 +82,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_folder_in_which_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     config = TrainConfig(folder=str(tmp_path))
-    log = Log(tmp_path / "plane")
+    log = SqliteLog(tmp_path / "plane")
     try:
         with pytest.raises(Conflict, match="a run is at work in it"):
             check_surroundings(config)

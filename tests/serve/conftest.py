@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PenstockError
+from penstock.log import Log, SqliteLog
 from penstock.pack import Packing
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.pace import pace, stretched
@@ -58,7 +59,7 @@ def open_engine() -> Iterator[OpenEngine]:
         settings.setdefault("over_length", "truncate")
         settings.setdefault("untrained_groups", "accept")
         packing = Packing(ranks=settings.pop("ranks", 2), seq_len=64)
-        log = log or Log(folder, max_disk_bytes=settings.get("max_disk_bytes"))
+        log = log or SqliteLog(folder, max_disk_bytes=settings.get("max_disk_bytes"))
         engine = DirectEngine(PlaneSettings(packing=packing, target=target, replay=replay, **settings), log)
         opened.append(engine)
         return engine
@@ -72,6 +73,12 @@ def open_engine() -> Iterator[OpenEngine]:
             continue  # its log was closed, or taken over, by the test itself
         check_written(engine)
         engine.log.close()
+
+
+def sqlite_of(log: Log) -> sqlite3.Connection:
+    """The connection of a log, to damage it or to look over its shoulder."""
+    assert isinstance(log, SqliteLog)
+    return log._db
 
 
 def check_written(engine: DirectEngine) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import penstock as ps
 from penstock.keep import GroupFacts
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.send.memory import MemoryPlane
 from penstock.send.steps import Staged
@@ -18,7 +19,6 @@ from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Arrived, Dropped, Incoming, Intake, Refused
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import Builder, Place, PlannedStep, StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
@@ -110,7 +110,7 @@ def served(
 ) -> Iterator[tuple[ps.Plane, Server]]:
     """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
     memory = MemoryPlane()
-    server = Server(settings_of(), Log(None), [memory], pipeline=make, storage=storage)
+    server = Server(settings_of(), SqliteLog(None), [memory], pipeline=make, storage=storage)
     memory.last_words = server.last_words
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -15,7 +15,7 @@ from penstock.send.steps import Staged
 from penstock.serve.settings import Replay, Target
 from penstock.testing.engines import DirectEngine, damage_frame
 from penstock.testing.groups import named_group
-from tests.serve.conftest import OpenEngine
+from tests.serve.conftest import OpenEngine, sqlite_of
 
 
 def put(engine: DirectEngine, *names: str, **group: Any) -> None:
@@ -147,7 +147,7 @@ def test_many_puts_are_one_transaction(open_engine: OpenEngine, tmp_path: Path) 
         nonlocal count
         count += statement.startswith("COMMIT")
 
-    engine.log._db.set_trace_callback(counted)
+    sqlite_of(engine.log).set_trace_callback(counted)
     put(engine, *(f"g{i}" for i in range(64)))
     assert count == 1
 
@@ -275,12 +275,12 @@ def test_beyond_the_quota_puts_are_refused_and_steps_go_on(open_engine: OpenEngi
 def test_a_failed_write_is_no_acknowledgement_and_leaves_no_trace(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path)
     put(engine, "a", "b", "c", "d")
-    engine.log._db.execute("PRAGMA max_page_count=1")  # as large as it is now: SQLite reports a full disk
+    sqlite_of(engine.log).execute("PRAGMA max_page_count=1")  # as large as it is now: SQLite reports a full disk
     for i in range(40):  # a transaction that needs more pages than there are
         engine.put(i, f"more-{i}", encode(named_group(f"more-{i}", samples=40)))
     assert all(isinstance(outcome.error, DiskFull) for outcome in engine.flush())
     assert engine.ledger.accepted == 8
-    engine.log._db.execute("PRAGMA max_page_count=1000000")
+    sqlite_of(engine.log).execute("PRAGMA max_page_count=1000000")
     put(engine, "big", tokens=60_000)
     assert engine.ledger.accepted == 10
     train(engine)

@@ -11,8 +11,8 @@ import pytest
 from penstock.encode import encode
 from penstock.errors import ConfigError, Conflict, Fenced, InvalidInput
 from penstock.hold import Fifo, Prioritized, Uniform
-from penstock.serve.decisions.disk import take_over
-from penstock.serve.decisions.log import Log
+from penstock.log import SqliteLog
+from penstock.log.volume import take_over
 from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
@@ -136,31 +136,31 @@ def test_an_old_plane_that_comes_back_writes_nothing(open_engine: OpenEngine, tm
 
 
 def test_two_planes_cannot_have_one_folder(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = SqliteLog(tmp_path)
     with pytest.raises(Conflict, match="has it open"):
-        Log(tmp_path)
+        SqliteLog(tmp_path)
     log.close()
-    Log(tmp_path).close()
+    SqliteLog(tmp_path).close()
 
 
 def test_a_folder_that_is_taken_over_fences_the_plane_that_had_it(tmp_path: Path, open_engine: OpenEngine) -> None:
     lost = open_engine(tmp_path)
     put(lost, "a")
     assert take_over(tmp_path, 0.1)
-    log = Log(tmp_path)
+    log = SqliteLog(tmp_path)
     assert log.epoch == lost.log.epoch + 1 and [row.id for row in log.groups()] == ["a"]
     lost.put(1, "b", encode(named_group("b")))
     assert isinstance(lost.flush()[0].error, Fenced)
     with pytest.raises(Conflict, match="has it open"):
-        Log(tmp_path)  # the lock is that of the new one
+        SqliteLog(tmp_path)  # the lock is that of the new one
     log.close()
     assert not take_over(tmp_path, 0.1)
 
 
 def test_a_folder_whose_plane_ends_in_time_is_not_taken_from_it(tmp_path: Path) -> None:
-    log = Log(tmp_path)
+    log = SqliteLog(tmp_path)
     timer = threading.Timer(0.2, log.close)
     timer.start()
     assert not take_over(tmp_path, 60)
     timer.join()
-    Log(tmp_path).close()
+    SqliteLog(tmp_path).close()

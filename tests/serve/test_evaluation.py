@@ -12,8 +12,8 @@ from penstock.arrays import Sample
 from penstock.convert import ZeroVariance
 from penstock.encode import encode
 from penstock.errors import Conflict, DiskFull, Evicted, InvalidInput, Overloaded
+from penstock.log import State
 from penstock.send.steps import Staged
-from penstock.serve.decisions.log import State
 from penstock.serve.process.prometheus import render
 from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine

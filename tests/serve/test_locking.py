@@ -10,9 +10,9 @@ import pytest
 
 import penstock as ps
 from penstock.errors import Conflict
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.send.memory import MemoryPlane
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.read_log import read_run
 from penstock.serve.process.server import Server
 from penstock.serve.settings import PlaneSettings, Target
@@ -25,7 +25,7 @@ def opened(folder: Path) -> ps.Plane:
     """A plane as `ps.open` makes it on a network filesystem."""
     settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=1))
     memory = MemoryPlane()
-    server = Server(settings, Log(folder, exclusive=True), [memory])
+    server = Server(settings, SqliteLog(folder, exclusive=True), [memory])
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     return ps.Plane(memory.connect, url=str(folder), server=server, thread=thread)
@@ -63,8 +63,8 @@ def test_nobody_else_reads_it_and_is_told_whom_to_ask(tmp_path: Path) -> None:
 
 
 def test_a_second_log_is_refused_by_the_file_too(tmp_path: Path) -> None:
-    log = Log(tmp_path, exclusive=True)
+    log = SqliteLog(tmp_path, exclusive=True)
     (tmp_path / "lock").unlink()  # as when another host takes a folder over whose locks do not travel
     with pytest.raises(Conflict, match="another process has it open"):
-        Log(tmp_path, exclusive=True)
+        SqliteLog(tmp_path, exclusive=True)
     log.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.encode import encode
+from penstock.log import State
 from penstock.send.steps import Staged
-from penstock.serve.decisions.log import State
 from penstock.serve.decisions.losses import lose
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group

@@ -14,12 +14,12 @@ import xxhash
 import penstock as ps
 from penstock.arrays import Sample
 from penstock.errors import CorruptFrame, PenstockError
+from penstock.log import SqliteLog
 from penstock.send.steps import Staged
 from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.serve.process.workers import Inline, Threads, Workers
@@ -137,7 +137,7 @@ def test_what_failed_for_one_session_is_not_told_to_the_next() -> None:
 
 
 def test_a_failure_that_nobody_was_told_is_not_told_to_the_next_session() -> None:
-    engine = Engine(settings_of(), Log(None), MemoryStorage())
+    engine = Engine(settings_of(), SqliteLog(None), MemoryStorage())
     workers = Inline()
     builder = Trying(StepBuilder(engine.settings.packing, engine.storage), failing="no idea")
     pipeline = Pipeline(engine, Intake(engine.settings, engine.writer), builder, workers)
@@ -174,7 +174,7 @@ def test_a_damaged_frame_is_set_aside_and_the_step_is_planned_anew() -> None:
 
 
 def test_a_frame_altered_on_the_way_is_asked_for_again_and_the_others_of_its_batch_are_kept() -> None:
-    engine = Engine(settings_of(), Log(None), MemoryStorage())
+    engine = Engine(settings_of(), SqliteLog(None), MemoryStorage())
     workers = Inline()
     pipeline = pipeline_of(engine, workers)
     for name in "abc":
@@ -191,7 +191,7 @@ def test_a_frame_altered_on_the_way_is_asked_for_again_and_the_others_of_its_bat
 
 def made_with(workers: Workers) -> tuple[list[Outcome], list[Staged]]:
     """What becomes of some groups, and the steps that are made of them."""
-    engine = Engine(settings_of(), Log(None), MemoryStorage())
+    engine = Engine(settings_of(), SqliteLog(None), MemoryStorage())
     pipeline = pipeline_of(engine, workers)
     outcomes: list[Outcome] = []
     steps: list[Staged] = []
@@ -237,7 +237,7 @@ def test_threads_and_no_threads_make_the_same_steps() -> None:
 
 
 def test_a_step_behind_one_that_is_planned_anew_is_planned_anew_too() -> None:
-    engine = DirectEngine(settings_of(), Log(None))
+    engine = DirectEngine(settings_of(), SqliteLog(None))
     for name in "abcdef":
         engine.put(name, name, ps.encode(named_group(name)))
     engine.flush()

@@ -18,6 +18,8 @@ from penstock.arrays import Sample
 from penstock.encode import encode
 from penstock.errors import Fenced, InvalidInput, PenstockError, StepAborted
 from penstock.hold import Fifo, Prioritized
+from penstock.log import Log, SqliteLog
+from penstock.log.decision_records import Discard as Discarded
 from penstock.pack import Packing
 from penstock.send.message_header import pack_message
 from penstock.send.messages import (
@@ -44,10 +46,8 @@ from penstock.send.messages import (
     Trace,
 )
 from penstock.send.steps import Staged
-from penstock.serve.decisions.decision_records import Discard as Discarded
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import PlannedStep, StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
@@ -172,7 +172,7 @@ def hello(incarnation: str) -> Hello:
 
 def test_a_step_that_cannot_be_recorded_fails_for_its_ranks_only(caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire()
-    server, (builder,) = oversized_server(Log(None), wire)
+    server, (builder,) = oversized_server(SqliteLog(None), wire)
     line = Line(server, wire)
     line.say(hello("one"), peer=1)
     line.put("a", "b")
@@ -192,7 +192,7 @@ def test_a_step_that_cannot_be_recorded_fails_for_its_ranks_only(caplog: pytest.
 
 
 def test_a_plane_that_was_fenced_still_ends(tmp_path: Path) -> None:
-    wire, log = Wire(), Log(tmp_path)
+    wire, log = Wire(), SqliteLog(tmp_path)
     server, (builder,) = oversized_server(log, wire)
     builder.failing = False
     line = Line(server, wire)
@@ -275,7 +275,7 @@ def new_server(folder: Path, wire: Wire) -> Server:
     made = PlaneSettings(
         packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN, replay=replay, snapshot_every=1
     )
-    return Server(made, Log(folder), [wire], workers=Inline())
+    return Server(made, SqliteLog(folder), [wire], workers=Inline())
 
 
 def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ...]]]) -> None:

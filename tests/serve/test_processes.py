@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.decisions.log import Log
+from penstock.log import SqliteLog
 from penstock.testing.engines import DirectEngine
 from penstock.testing.hosts import NoNamespaces, torture_hosts
 from penstock.testing.processes import TIMEOUTS, Notes, settings
@@ -172,11 +172,11 @@ import sys
 import penstock as ps
 from penstock.encode import encode
 from penstock.testing.engines import DirectEngine
-from penstock.serve.decisions.log import Log
+from penstock.log import Log, SqliteLog
 from penstock.testing.groups import named_group
 from penstock.testing.processes import settings
 
-engine = DirectEngine(settings(2), Log(sys.argv[1]))
+engine = DirectEngine(settings(2), SqliteLog(sys.argv[1]))
 for i in range(6):
     engine.put(i, f"g{i}", encode(named_group(f"g{i}")))
     if engine.flush()[0].error is None:
@@ -218,7 +218,7 @@ def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path,
         ]
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=250, check=False)
         said = done.stdout.split("\n")
-        engine = DirectEngine(settings(2), Log(folder))
+        engine = DirectEngine(settings(2), SqliteLog(folder))
         known = {row.id for row in engine.log.groups()}
         assert {line for line in said if line.startswith("g")} <= known
         assert engine.next_step > max([int(line[10:]) for line in said if line.startswith("committed")], default=0)

@@ -18,7 +18,7 @@ from penstock.serve.decisions.state import PlaneState
 from penstock.serve.settings import Replay
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
-from tests.serve.conftest import OpenEngine
+from tests.serve.conftest import OpenEngine, sqlite_of
 
 POLICIES = {
     "queue": Replay(capacity=8),
@@ -72,7 +72,7 @@ def test_a_restart_from_memory_equals_one_from_the_whole_log(
     taken = engine.log.snapshot()
     assert taken is not None and taken[0] > engine.state.op // 2  # of late, so that the test means something
     short = rebuild(engine.log, POLICIES[policy], retain_steps=3)
-    engine.log._db.execute("DELETE FROM snapshots")
+    sqlite_of(engine.log).execute("DELETE FROM snapshots")
     whole = rebuild(engine.log, POLICIES[policy], retain_steps=3)
     assert everything(short) == everything(whole) == everything(engine.state)
 
@@ -96,7 +96,7 @@ def test_memory_that_is_of_no_use_is_left_aside(open_engine: OpenEngine, tmp_pat
         data = msgspec.structs.replace(saved, format=99).to_bytes()
     else:
         data = msgspec.structs.replace(saved, replay="Replay(capacity=1)").to_bytes()
-    engine.log._db.execute("UPDATE snapshots SET data = ?", (data,))
+    sqlite_of(engine.log).execute("UPDATE snapshots SET data = ?", (data,))
     engine.log.close()
     assert everything(open_engine(tmp_path).state) == before
 
@@ -121,9 +121,9 @@ def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path:
     engine.log.close()
     seen: list[str] = []
     again = open_engine(tmp_path, retain_steps=2)
-    again.log._db.set_trace_callback(seen.append)
+    sqlite_of(again.log).set_trace_callback(seen.append)
     rebuild(again.log, Replay(), retain_steps=2)
-    again.log._db.set_trace_callback(None)
+    sqlite_of(again.log).set_trace_callback(None)
     held = len(again.state.rows)
     single = [query for query in seen if "WHERE op = " in query]
     assert len(single) <= 2 * held + 8 and held < 140  # of the 236 groups that were ever accepted

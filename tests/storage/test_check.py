@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.encode import encode
-from penstock.serve.decisions.log import State
+from penstock.log import State
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage, parse_location
 from penstock.testing.engines import damage_frame

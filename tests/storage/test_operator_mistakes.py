@@ -10,8 +10,8 @@ import pytest
 
 from penstock.encode import decode, encode
 from penstock.errors import Conflict, CorruptFile, PenstockError, StorageError
+from penstock.log import State
 from penstock.pack import Packing
-from penstock.serve.decisions.log import State
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.storage import FolderStorage

@@ -23,7 +23,7 @@ from penstock.cli import main
 from penstock.encode import decode, encode
 from penstock.encode.layout import MAGIC
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
-from penstock.serve.decisions.log import State
+from penstock.log import State
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.storage import FolderStorage, parse_location, read_marker
 from penstock.storage.interface import new_segment_name

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidInput
+from penstock.log import Log
 from penstock.send.messages import Put
 from penstock.serve.decisions import engine as engine_module
 from penstock.serve.decisions.acceptance import Acceptance
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.segments import Sealed, Segments, _overlaps, _Segment
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
@@ -106,7 +106,7 @@ def start_with_any_log(patch: pytest.MonkeyPatch) -> None:
 
 @rule
 def an_old_plane_may_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Log, "_check_epoch", lambda _self: None)
+    patch.setattr(Log, "check_epoch", lambda _self: None)
     patch.setattr(Server, "_check_owner", lambda *_: None)
 
 

@@ -11,9 +11,9 @@ import xxhash
 from penstock.encode import encode
 from penstock.errors import Conflict, InvalidInput
 from penstock.keep import check_group
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.send.messages import Put
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.decisions.segments import Outside, Sealed
 from penstock.serve.process.workers import Inline, Job, Then
@@ -29,7 +29,7 @@ class Bench:
     """An engine, and a client that writes to its storage."""
 
     def __init__(self) -> None:
-        self.engine = DirectEngine(SETTINGS, Log(None), MemoryStorage())
+        self.engine = DirectEngine(SETTINGS, SqliteLog(None), MemoryStorage())
         (self.name,) = self.engine.segments.register("client")
         self.segment = self.engine.storage.create(self.name)
 
@@ -95,7 +95,7 @@ def test_two_groups_that_are_looked_at_together_cannot_be_at_one_place() -> None
 
 
 def test_a_segment_that_is_created_after_it_was_freed_is_deleted_by_the_next_plane() -> None:
-    storage, log, now = MemoryStorage(), Log(None), [1000.0]
+    storage, log, now = MemoryStorage(), SqliteLog(None), [1000.0]
     outside = Outside(wall=lambda: now[0], steady=lambda: now[0])
     engine = DirectEngine(SETTINGS, log, storage, outside)
     (name,) = engine.segments.register("client")
@@ -147,7 +147,7 @@ def test_a_log_from_right_before_a_deletion_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_client_that_is_gone_and_comes_back_writes_to_a_new_segment() -> None:
-    engine = DirectEngine(SETTINGS, Log(None), MemoryStorage())
+    engine = DirectEngine(SETTINGS, SqliteLog(None), MemoryStorage())
     (first,), (other,) = engine.segments.register("one"), engine.segments.register("two")
     engine.segments.seal_writer("one")
     with pytest.raises(Sealed):

@@ -19,9 +19,9 @@ from penstock.bench.ways.plane import SEQ_LEN, samples_of
 from penstock.bench.ways.serving import peak_bytes
 from penstock.encode import encode
 from penstock.keep import GroupFacts, check_group
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.serve.decisions.engine import Drawn, Engine
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.storage import MemoryStorage
@@ -50,7 +50,7 @@ def measure(folder: str, groups: int, ranks: int) -> dict[str, float]:
     packing = Packing(ranks=ranks, seq_len=SEQ_LEN)
     settings = PlaneSettings(packing=packing, target=Target(groups=groups), max_held_bytes=1 << 50)
     facts, storage = make_facts(groups), MemoryStorage()
-    log = Log(folder)
+    log = SqliteLog(folder)
     engine = Engine(settings, log, storage)
     quarter = max(groups // 4, 1)
     rates = [_accept(engine, facts[at : at + quarter]) for at in range(0, groups, quarter)]

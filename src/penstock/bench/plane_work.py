@@ -27,6 +27,7 @@ from penstock.bench.ways.serving import Crew
 from penstock.encode import encode
 from penstock.errors import Overloaded
 from penstock.keep import GroupFacts
+from penstock.log import SqliteLog
 from penstock.pack import Packing
 from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.messages import Buffer, Frames
@@ -35,7 +36,6 @@ from penstock.serve.clients.api import client_carrier, plane_carrier
 from penstock.serve.clients.plane import Plane
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.step_builder import StepBuilder
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.server import Server
@@ -83,7 +83,7 @@ def build_row(
     settings = PlaneSettings(
         packing=packing, target=Target(groups=len(groups)), replay=Replay(max_times_sampled=1000), retain_steps=1
     )
-    log = Log(folder)
+    log = SqliteLog(folder)
     engine = DirectEngine(settings, log)
     try:
         outcomes = [engine.put(group, group, frame) for group, frame in groups] + engine.flush()
@@ -123,7 +123,7 @@ def _served(
     settings: PlaneSettings, folder: Path | None, pipeline: Callable[[Engine, Workers], Pipeline] | None = None
 ) -> Iterator[_TimedServer]:
     """A plane in a thread of this process, over tcp; without a folder it keeps everything in memory."""
-    made = _TimedServer(settings, Log(folder), [plane_carrier("tcp://127.0.0.1:*")], pipeline=pipeline)
+    made = _TimedServer(settings, SqliteLog(folder), [plane_carrier("tcp://127.0.0.1:*")], pipeline=pipeline)
     thread = threading.Thread(target=made.run, name="penstock-plane", daemon=True)
     thread.start()
     try:

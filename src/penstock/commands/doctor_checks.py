@@ -97,8 +97,8 @@ def _version(name: str) -> str:
 
 
 def _sqlite() -> Iterator[Finding]:
-    old = sqlite3.sqlite_version_info < (3, 22)
-    text = f"SQLite {sqlite3.sqlite_version}" + ("; the log needs 3.22 or later" if old else "")
+    old = sqlite3.sqlite_version_info < (3, 24)
+    text = f"SQLite {sqlite3.sqlite_version}" + ("; the log needs 3.24 or later" if old else "")
     yield Finding(name="log", verdict="failure" if old else "ok", text=text)
 
 

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, which started us, ends")
     parser.add_argument("--json", action="store_true", help="print where it listens as one line of JSON")
     parser.add_argument("--ray", metavar="NAME", help="start it as an actor of the Ray cluster that this host is in")
-    parser.add_argument("--log", metavar="DIR", help="with --ray: folder of the run, which every node sees")
     parser.add_argument("--end", action="store_true", help="with --ray: end it")
     add_flags(parser, ServerSettings, without=("folder",))
 
@@ -62,8 +61,6 @@ def _in_ray(args: argparse.Namespace, given: Given) -> int:
 
     if args.folder is not None:
         raise ConfigError(f"--ray {args.ray}: folder {args.folder!r}; its folder is --log, and may be left out")
-    if args.log is not None:
-        given.set("log", args.log)
     address = f"ray://{args.ray}"
     with open_given(address, given) as plane:
         if args.end:

@@ -87,7 +87,7 @@ def _plane_folder(where: str) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("log.sqlite", "log.witness", "storage", "frames"))
+    return any((folder / name).exists() for name in ("log.sqlite", "log.url", "log.witness", "storage", "frames"))
 
 
 # ------------------------------------------------------------------ check

@@ -24,7 +24,8 @@ def is_address(where: str) -> bool:
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
     """The folder of a run's plane."""
-    from penstock.serve.decisions.read_log import LOG, is_run
+    from penstock.log import is_run
+    from penstock.log.sqlite_reader import LOG
 
     folder = _folder(where, keys)
     for path in (folder, folder / _PLANE):

@@ -47,7 +47,7 @@ def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
     folder = Path(config.folder).resolve()
     run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
     own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}
-    settings = ClusterSettings(**own, log=str(folder / "plane"))
+    settings = ClusterSettings(**own | {"log": str(folder / "plane")})
     tables = tomllib.loads(template(settings, title="", all_values=True))
     given = Given({name: value for name, value in tables.items() if name not in _CLUSTERS_OWN}, "the demo")
     with LocalCluster(NODES) as cluster, open_given(run.plane, given, node=cluster.others[-1]) as plane:

@@ -14,7 +14,8 @@ from penstock.encode import decode
 from penstock.errors import InvalidInput, PenstockError
 from penstock.integrations.file_or_stream import Place
 from penstock.integrations.lost import Lost
-from penstock.serve.decisions.read_log import is_run, kept_groups, read_stored
+from penstock.log import is_run
+from penstock.serve.decisions.read_log import kept_groups, read_stored
 
 
 def plane_folder_in(folder: Path) -> Path | None:

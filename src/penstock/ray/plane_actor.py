@@ -22,11 +22,11 @@ import zmq
 
 from penstock.config import build
 from penstock.errors import ConfigError, Conflict, Fenced, PenstockError
+from penstock.log import Log
+from penstock.log.volume import take_over
 from penstock.ray import calls
 from penstock.send.keys import PlaneKeys
 from penstock.send.sockets import SocketPlane
-from penstock.serve.decisions.disk import take_over
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.daemon import Exit
 from penstock.serve.process.log_format import log_lines

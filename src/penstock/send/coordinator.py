@@ -237,6 +237,15 @@ class Coordinator:
             outcome = self._steps.on_commit(place, message)
         return self._judge(outcome)
 
+    def on_beat(self, peer: Peer, beat: Beat, now: float) -> Pulse | None:
+        """Answer a beat of a process that takes part, where nothing can be decided; None: it is no such process."""
+        place = self._members.place_of(peer)
+        if place is None or beat.session != self.session or self._failure is not None:
+            return None
+        self._members[place].heard = now
+        self._members[place].beat(beat, now)
+        return self.pulse(now, beat.number)
+
     def on_tick(self, now: float) -> list[Effect]:
         """Notice silence. Call it at least once per heartbeat."""
         last, pace = self._ticked, self.timeouts.heartbeat_s

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from penstock.errors import Closed
+from penstock.errors import Closed, PenstockError
 from penstock.send.carrier import Envelope, Peer
 from penstock.send.messages import Buffer, Frames
 from penstock.send.wake import Wake
@@ -23,7 +23,7 @@ class MemoryPlane:
         self._clients: dict[Peer, MemoryClient] = {}
         self._numbers = itertools.count(1)
         self._wake = Wake()
-        self.last_words: Callable[[], bytes | None] = lambda: None
+        self.last_words: Callable[[], tuple[bytes, PenstockError] | None] = lambda: None
         """What a plane that ended by a failure answers to who still speaks to it."""
 
     @property
@@ -47,8 +47,8 @@ class MemoryPlane:
             words = self.last_words()
             if words is None:
                 raise Closed("the plane in this process was closed")
-            self.send(peer, words)
-            return
+            self.send(peer, words[0])  # what ranks raise
+            raise words[1]
         self._inbox.append((peer, header, frames))
         self._wake.call()
 

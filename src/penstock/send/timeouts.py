@@ -32,6 +32,14 @@ class Timeouts:
     plane_s: Annotated[
         float, Meta(gt=0, description="seconds that ranks and producers wait for a lost plane to come back")
     ] = 30.0
+    log_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds that the database of the log may be away before the plane ends; until then "
+            "heartbeats go on and puts and steps wait",
+        ),
+    ] = 60.0
     resend_s: Annotated[
         float,
         Meta(

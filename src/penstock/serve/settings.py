@@ -19,6 +19,7 @@ from penstock.config import Given, build, check
 from penstock.config.build import unknown
 from penstock.errors import ConfigError
 from penstock.hold import Replay as Replay
+from penstock.log.postgres_address import check_address, is_postgres, redacted
 from penstock.pack import Packing
 from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
@@ -167,6 +168,14 @@ class PlaneSettings:
             extra={"path": True},
         ),
     ] = None
+    log: Annotated[
+        str | None,
+        Meta(
+            description="database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, "
+            "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: "
+            "SQLite in the run's folder; with --ray: folder of the run, which every node sees"
+        ),
+    ] = None
     direct: Annotated[
         bool,
         Meta(
@@ -235,6 +244,8 @@ class PlaneSettings:
         for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
             if problem := run_name_problem(name):
                 raise ConfigError(f"{setting}: {problem}")
+        if self.log is not None and not isinstance(self, ClusterSettings):
+            check_address(self.log)
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         table = table_with(self.packing.own)
@@ -339,6 +350,10 @@ class ClusterSettings(PlaneSettings):
 
     def __post_init__(self) -> None:
         PlaneSettings.__post_init__(self)
+        if self.log is not None and is_postgres(self.log):
+            raise ConfigError(
+                f"log: {redacted(self.log)}: a plane of a Ray cluster keeps its log in a folder; give one"
+            )
 
 
 EXAMPLE = ServerSettings(folder="runs/demo", packing=Packing(ranks=1, seq_len=4096), target=Target(groups=4))

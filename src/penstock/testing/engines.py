@@ -5,12 +5,12 @@ from __future__ import annotations
 import xxhash
 
 from penstock.errors import InvalidInput
+from penstock.log import Log
 from penstock.send.messages import Buffer
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Intake
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.segments import Outside
 from penstock.serve.decisions.step_builder import StepBuilder

@@ -18,6 +18,7 @@ from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.encode import decode, encode
 from penstock.errors import CorruptFrame, PenstockError
+from penstock.log import SqliteLog
 from penstock.pack import Packing, RankPlan, fill, pack
 from penstock.send.carrier import Peer
 from penstock.send.message_header import HEAD_BYTES, pack_message, read_from_client, read_from_plane, wrap
@@ -56,7 +57,6 @@ from penstock.send.messages import (
     Welcome,
 )
 from penstock.send.rank_session import Arrived, RankSession
-from penstock.serve.decisions.log import Log
 from penstock.serve.process.server import Server
 from penstock.serve.process.workers import Inline
 from penstock.serve.settings import PlaneSettings, Target
@@ -71,7 +71,7 @@ RUN = "fuzz"
 def new_server(carrier: Wire) -> Server:
     """A plane of one rank, one group a step, that keeps everything in memory."""
     settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
-    return Server(settings, Log(None), [carrier], workers=Inline())
+    return Server(settings, SqliteLog(None), [carrier], workers=Inline())
 
 
 def new_rank() -> RankSession:

@@ -26,8 +26,8 @@ from typing import Any
 from penstock.encode import encode
 from penstock.errors import PenstockError
 from penstock.hold import Fifo, Lifo, Limiter, Prioritized, SamplesPerInsert, Selector, Uniform
+from penstock.log import SqliteLog
 from penstock.pack import Packing
-from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings, Replay, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
@@ -40,7 +40,7 @@ SNAPSHOTS = (1, 2, 3, 5, 10, 50, 20_000)
 
 def open_engine(settings: PlaneSettings, folder: Path) -> DirectEngine:
     """A plane's decisions over a folder; whatever is there is rebuilt."""
-    return DirectEngine(settings, Log(folder, max_disk_bytes=settings.max_disk_bytes))
+    return DirectEngine(settings, SqliteLog(folder, max_disk_bytes=settings.max_disk_bytes))
 
 
 def close_engine(engine: DirectEngine, *, orderly: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from penstock.serve.decisions.log import State
+from penstock.log import State
 from penstock.testing.engines import DirectEngine
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import penstock as ps
 from penstock.encode import encode
+from penstock.log import SqliteLog
+from penstock.log.sqlite_reader import LOG
 from penstock.pack import Packing
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of
 from penstock.ray.local_cluster import kill
 from penstock.send.steps import Staged
 from penstock.send.timeouts import Timeouts
-from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.read_log import LOG
 from penstock.serve.settings import PlaneSettings, Target
 from penstock.testing.engines import DirectEngine
 from penstock.testing.groups import named_group
@@ -174,7 +174,7 @@ def wait_until_gone(process: int, timeout_s: float = 60.0) -> None:
 def undisturbed(names: list[str], steps: int) -> Iterator[list[str]]:
     """The digests of each step, by rank, of a plane that takes these groups in this order, and nothing happens."""
     settings = PlaneSettings(packing=Packing(ranks=RANKS, seq_len=4096), target=Target(groups=GROUPS_PER_STEP))
-    engine = DirectEngine(settings, Log(None))
+    engine = DirectEngine(settings, SqliteLog(None))
     for number, name in enumerate(names):
         assert engine.put(number, name, encode(group_of(int(name[1:])))) is None
         assert engine.flush()[0].error is None

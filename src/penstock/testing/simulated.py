@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import DiskFull, PenstockError, StorageError
+from penstock.log import GroupRow, Guard, SqliteLog
 from penstock.send.carrier import Peer
 from penstock.send.message_header import pack_message, read_from_plane
 from penstock.send.messages import Buffer, Frames, FromClient
 from penstock.send.rank_session import Arrived, Event, RankSession, Ready, Released, Standing, StepDone
 from penstock.send.retry import Failed, Out
-from penstock.serve.decisions.log import GroupRow, Guard, Log
 
 if TYPE_CHECKING:
     from penstock.testing.simulation import Simulation
@@ -48,7 +48,7 @@ class Clock:
         act()
 
 
-class KeptLog(Log):
+class KeptLog(SqliteLog):
     """A log in memory that outlives its plane, and can fail in the middle of a transaction."""
 
     def __init__(self) -> None:

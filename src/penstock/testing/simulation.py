@@ -21,11 +21,11 @@ from random import Random
 import msgspec
 
 from penstock.hold import Fifo, Prioritized, Uniform
+from penstock.log import State
 from penstock.pack import Packing
 from penstock.send.messages import Frames
 from penstock.send.timeouts import Timeouts
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import State
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.process.pipeline import Pipeline

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from penstock.serve.decisions.log import GroupRow, State
+from penstock.log import GroupRow, State
 from penstock.serve.decisions.segments import OWN
 from penstock.storage import parse_location
 from penstock.testing.oracle import Oracle

@@ -25,8 +25,8 @@ import msgspec
 
 from penstock.arrays import Sample
 from penstock.encode import encode
+from penstock.log import SqliteLog, State
 from penstock.send.steps import Staged
-from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.segments import OWN
 from penstock.serve.settings import PlaneSettings
@@ -237,7 +237,7 @@ class Run:
 
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
-        result, log = self.result, Log(self.log_folder)
+        result, log = self.result, SqliteLog(self.log_folder)
         engine = DirectEngine(self.settings(), log)
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
@@ -288,7 +288,7 @@ def _content_of(name: str) -> list[Sample]:
 
 def uninterrupted(names: list[str], steps: int, ranks: int = RANKS) -> list[list[str]]:
     """Each step's digests by rank, from a plane that nothing happens to."""
-    engine = DirectEngine(settings(ranks), Log(None))
+    engine = DirectEngine(settings(ranks), SqliteLog(None))
     digests: list[list[str]] = []
     waiting = iter(names)
     while len(digests) < steps:

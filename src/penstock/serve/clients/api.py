@@ -79,8 +79,6 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     if isinstance(where, str) and (address == "memory" or _HOST_AND_PORT.fullmatch(address)):
         meant = "memory:" if address == "memory" else f"tcp://{address}"
         raise ConfigError(f"{address}: no folder and no address; give {meant!r}, or './{address}' for a folder")
-    if "log" in given:
-        raise ConfigError(f"{address}: log: only a plane of a Ray cluster (ray://NAME) has it; leave it out")
     tables = nested(PlaneSettings, given, address)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
     if missing:

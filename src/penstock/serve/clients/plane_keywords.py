@@ -82,6 +82,9 @@ class PlaneKeywords(TypedDict, total=False):
     storage: str | Path | None
     """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
     run's folder."""
+    log: str | Path | None
+    """Of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, so that the plane
+    can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""
     direct: bool
     """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
     plane."""
@@ -121,6 +124,3 @@ class PlaneKeywords(TypedDict, total=False):
     """Of the random draws."""
     timeouts: Timeouts
     """How long anybody may be silent."""
-    log: str | Path | None
-    """Of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, so that the plane
-    can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""

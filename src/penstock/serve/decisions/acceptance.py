@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.keep.facts import GroupFacts
+from penstock.log import GroupRow, State
+from penstock.log.decision_records import GivePriorities, Shorten
 from penstock.send.rooms import NOTHING, Amount
 from penstock.serve.decisions.arrivals import Arrival, Arrivals
-from penstock.serve.decisions.decision_records import GivePriorities, Shorten
 from penstock.serve.decisions.evaluations import EvalFacts
 from penstock.serve.decisions.generated import Generated
 from penstock.serve.decisions.journal import Journal
-from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
 from penstock.serve.decisions.priorities import check_priority
 from penstock.serve.decisions.untrained import why_untrained
@@ -69,6 +69,11 @@ class Acceptance:
             return self._journal.run_tables.table_for(run)
         except PenstockError:
             return run
+
+    def look_up(self, groups: Sequence[str]) -> None:
+        """Ask the log once about all groups of a turn."""
+        names = [group for group in groups if 0 < len(group) <= MAX_ID]
+        self._journal.log.look_up(names, [_dropped_key(group) for group in names])
 
     def recognises(self, group: str, digest: bytes) -> bool | None:
         """Whether this very group is accepted, to be trained; None if none of this name is."""

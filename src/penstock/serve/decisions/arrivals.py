@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.keep.facts import GroupFacts
+from penstock.log import GroupRow, State
 from penstock.serve.decisions.evaluations import EvalFacts
-from penstock.serve.decisions.log import GroupRow, State
 from penstock.serve.decisions.over_length import NONE, OverLength
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from penstock.keep.facts import WITH, WITHOUT
-from penstock.serve.decisions.log import GroupRow
+from penstock.log import GroupRow
 
 
 def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:

@@ -28,9 +28,8 @@ from penstock.errors import (
     UnknownKey,
     WaitTimeout,
 )
-from penstock.serve.decisions.acceptance import Acceptance
-from penstock.serve.decisions.blame import odd_groups
-from penstock.serve.decisions.decision_records import (
+from penstock.log import GroupRow, Log, State
+from penstock.log.decision_records import (
     Advance,
     Discard,
     DropGroup,
@@ -42,11 +41,12 @@ from penstock.serve.decisions.decision_records import (
     ReleaseGroup,
     Weigh,
 )
+from penstock.serve.decisions.acceptance import Acceptance
+from penstock.serve.decisions.blame import odd_groups
 from penstock.serve.decisions.draw_ahead import too_early
 from penstock.serve.decisions.failures import ends_plane
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
-from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.over_length import note_seq_len
 from penstock.serve.decisions.priorities import report
 from penstock.serve.decisions.remembered import check_settings, damage_named

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.arrays import Samples
 from penstock.errors import CorruptFile
-from penstock.serve.decisions.log import GroupRow
+from penstock.log import GroupRow
 
 MAX_ENVS = 64
 """Environments that metrics name: they must stay small whatever is put."""

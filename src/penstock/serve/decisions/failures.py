@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from penstock.errors import DiskFull, Fenced, PenstockError, StorageError
 from penstock.storage import Away
 
@@ -12,7 +10,7 @@ def ends_plane(error: BaseException) -> bool:
     """Return whether the plane cannot go on: another one has taken the run over, or its log failed or is closed.
 
     A full volume is no such failure: training makes room again. Nor is a storage that is away: it comes back."""
-    return isinstance(error, (Fenced, StorageError, sqlite3.Error)) and not isinstance(error, (Away, DiskFull))
+    return isinstance(error, (Fenced, StorageError)) and not isinstance(error, (Away, DiskFull))
 
 
 def failure_in_words(error: BaseException) -> str:

@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import Conflict, InvalidInput
-from penstock.serve.decisions.log import Log, State
+from penstock.log import State, open_existing, reading
 from penstock.serve.decisions.manifest import read_manifest
-from penstock.serve.decisions.read_log import LOG, reading
 
 _ENDED = (int(State.COMMITTED), int(State.DROPPED))
 
@@ -32,25 +31,25 @@ class Forgettable:
 
 def forgettable(folder: Path) -> Forgettable:
     """What `forget` would free, evaluation groups aside. Raises InvalidInput for a run that keeps steps only."""
-    with reading(folder / LOG) as log:
-        meta = dict(log.execute("SELECT name, value FROM meta"))
+    with reading(folder) as log:
+        meta = log.all_meta()
         if meta.get("retain") != "all":
             raise InvalidInput(
                 f'{folder}: keeps what `retain_steps` says already; it was never started with retain="all"'
             )
         oldest = int(meta.get("oldest_step", 1))
-        rows = log.execute("SELECT op, size FROM groups WHERE location != '' AND state IN (?, ?)", _ENDED)
+        rows = log.rows("SELECT op, size FROM groups WHERE location != '' AND state IN (?, ?)", _ENDED)
         sizes = {int(op): int(size) for op, size in rows}
-        for (data,) in log.execute("SELECT manifest FROM steps WHERE step >= ?", (oldest,)):
+        for (data,) in log.rows("SELECT manifest FROM steps WHERE step >= ?", (oldest,)):
             for op in read_manifest(data).groups:
                 sizes.pop(op, None)
-    return Forgettable(str(meta.get("run_id", "")), len(sizes), sum(sizes.values()), oldest)
+    return Forgettable(meta.get("run_id", ""), len(sizes), sum(sizes.values()), oldest)
 
 
 def forget(folder: Path) -> None:
     """Have the run keep steps only. Raises Conflict while a plane has the folder."""
     try:
-        log = Log(folder)
+        log = open_existing(folder)
     except Conflict as error:
         raise Conflict(f"{error}; a run forgets while its plane is stopped") from None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from penstock.serve.decisions.log import GroupRow
+from penstock.log import GroupRow
 
 
 class GivenBack:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from penstock.errors import Fenced, PenstockError
-from penstock.serve.decisions.decision_records import Discard, Record, Shorten
-from penstock.serve.decisions.log import Log
+from penstock.log import Log
+from penstock.log.decision_records import Discard, Record, Shorten
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.decisions.remembered import keeps_all
 from penstock.serve.decisions.run_tables import RunTables

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.serve.decisions.log import State
+from penstock.log import State
 
 OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
 _FIELDS = {state: state.name.lower() for state in State}

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.errors import DiskFull
-from penstock.serve.decisions.decision_records import Lose
+from penstock.log import State
+from penstock.log.decision_records import Lose
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import State
 
 
 def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.arrays.counts import bounded_sum
 from penstock.errors import CorruptFile
-from penstock.serve.decisions.log import GroupRow
+from penstock.log import GroupRow
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import Conflict, UnknownKey
-from penstock.serve.decisions.decision_records import DropGroup, ReleaseGroup
-from penstock.serve.decisions.log import Log, State
+from penstock.log import State, open_existing
+from penstock.log.decision_records import DropGroup, ReleaseGroup
 
 
 def settle_offline(folder: Path, group: str, *, drop: bool) -> None:
     """What is to become of a group in quarantine; raises Conflict while a plane has the folder."""
     try:
-        log = Log(folder)
+        log = open_existing(folder)
     except Conflict as error:
         raise Conflict(f"{error}; its plane is at work: give its address instead of the folder") from None
     try:

@@ -6,13 +6,17 @@ from functools import partial
 from pathlib import Path
 
 from penstock.atomic import folder_errors
-from penstock.serve.decisions.log import Log
+from penstock.errors import ConfigError, Conflict
+from penstock.extras import require
+from penstock.log import Guard, Log, SqliteLog
+from penstock.log.finding import check_is_sqlite
+from penstock.log.postgres_address import is_postgres, with_run
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared
+from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, read_marker
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
-    """The log in a folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it.
+    """The log of a run's folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it.
 
     SQLite's write-ahead log shares memory between the processes of one host. On a filesystem that other hosts see, the
     plane therefore has the log to itself.
@@ -20,13 +24,51 @@ def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
     with folder_errors(folder or "memory:"):
         if folder is not None:  # first: what is wrong with it should be said of it, not of what is inside
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Log(
+        if settings.log is not None and is_postgres(settings.log):
+            return _open_postgres(folder, settings, settings.log)
+        if folder is not None:
+            check_is_sqlite(Path(folder))
+        return SqliteLog(
             folder,
             max_disk_bytes=settings.max_disk_bytes,
             disk_reserve_bytes=settings.disk_reserve_bytes,
             exclusive=folder is not None and is_shared(folder),
             guard=partial(check_log, storage_of(settings, folder)),
         )
+
+
+def _open_postgres(folder: str | Path | None, settings: PlaneSettings, address: str) -> Log:
+    if folder is None:
+        raise ConfigError(f"log: {address} with memory:, which keeps nothing; give the folder of a run")
+    require("log", "psycopg")
+    from penstock.log.postgres_log import PostgresLog
+
+    return PostgresLog(
+        address,
+        run=settings.run,
+        folder=Path(folder),
+        deadline_s=settings.timeouts.log_s,
+        max_disk_bytes=settings.max_disk_bytes,
+        guard=_guard_shared(storage_of(settings, folder), with_run(address, settings.run)),
+    )
+
+
+def _guard_shared(storage: Storage, address: str) -> Guard:
+    """As `check_log`; and refuse the log of another run that has the same name in the same database."""
+    from penstock.log.postgres_reader import reading_postgres
+
+    def check(*, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None:
+        check_log(storage, run_id=run_id, epoch=epoch, commits=commits, held=held, is_new=is_new)
+        if is_new or read_marker(storage) is not None:
+            return
+        with reading_postgres(address) as log:  # a plane that registered a segment had marked its storage before
+            if log.segments():
+                raise Conflict(
+                    f"{storage.url}: new, and the run in {log.where} has its frames elsewhere; give this run another "
+                    "name (`run`), or the storage of that one"
+                )
+
+    return check
 
 
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.encode.layout import Buffer
 from penstock.errors import InvalidInput, PenstockError
 from penstock.keep.facts import GroupFacts, check_group
-from penstock.serve.decisions.decision_records import Shorten
+from penstock.log.decision_records import Shorten
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import Storage

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import InvalidInput
 from penstock.hold.table import MAX_PRIORITY
-from penstock.serve.decisions.decision_records import ForgetReports, Prioritize, Report
+from penstock.log.decision_records import ForgetReports, Prioritize, Report
 
 if TYPE_CHECKING:
     from penstock.serve.decisions.journal import Journal

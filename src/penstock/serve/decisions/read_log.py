@@ -1,41 +1,30 @@
-"""A run's folder, read without owning it: beside a plane that works on it, or long after one did.
-
-Nothing is written and no lock is taken. What is read is one consistent state of the log: SQLite gives readers a
-snapshot while the plane writes.
-"""
+"""What a run's log says, as plain data, read without owning it: beside a plane that works on it, or long after."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from penstock.encode.layout import Buffer
-from penstock.errors import Conflict, CorruptFile, InvalidInput
-from penstock.serve.decisions.decision_records import Advance, Discard, Shorten, read_record
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.log import FORMAT, LogReader, State, is_run, reading
+from penstock.log.decision_records import Advance, Discard, Shorten, read_record
+from penstock.log.sqlite_reader import LOG
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
-from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.storage import FolderStorage
 
-LOG = "log.sqlite"
+_ALL = 1 << 62
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
-
-
-def is_run(folder: str | Path) -> bool:
-    """Whether a folder is that of a run."""
-    return (Path(folder) / LOG).is_file()
 
 
 def storage_of_run(folder: Path) -> FolderStorage:
     """Where the frames of a run are."""
-    with reading(folder / LOG) as log:
-        found = log.execute("SELECT value FROM meta WHERE name = 'storage'").fetchone()
-    return FolderStorage(Path(found[0]) if found and found[0] else folder / "storage", create=False)
+    with reading(folder) as log:
+        found = log.text("storage")
+    return FolderStorage(Path(found) if found else folder / "storage", create=False)
 
 
 def read_stored(folder: Path, location: str) -> Buffer:
@@ -53,19 +42,19 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with reading(root / LOG) as log:
-        found = dict(log.execute("SELECT name, value FROM meta"))
-        meta = {str(name): value for name, value in found.items() if isinstance(value, int)}
-        if meta.get("format", FORMAT) != FORMAT:
-            raise CorruptFile(f"{root / LOG}: format {meta['format']}; this version reads format {FORMAT}")
-        next_step = meta.get("next_step", 1)
+    with reading(root) as log:
+        meta = log.all_meta()
+        if int(meta.get("format", FORMAT)) != FORMAT:
+            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+        next_step = int(meta.get("next_step", 1))
         return {
             "folder": str(root),
-            "run_id": str(found.get("run_id", "")),
-            "epoch": meta.get("epoch", 0),
-            "session": meta.get("session", 0),
+            "run_id": meta.get("run_id", ""),
+            "log": log.where,
+            "epoch": int(meta.get("epoch", 0)),
+            "session": int(meta.get("session", 0)),
             "next_step": next_step,
-            "retain": str(found.get("retain", "steps")),
+            "retain": meta.get("retain", "steps"),
             **_counts(log, next_step),
             "steps": _steps(log, steps, next_step),
             "groups": _groups(log, groups),
@@ -78,8 +67,8 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
     root = Path(folder)
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with reading(root / LOG) as log:
-        plans = {n: read_manifest(data).rank_plans for n, data in log.execute("SELECT step, manifest FROM steps")}
+    with reading(root) as log:
+        plans = {n: read_manifest(data).rank_plans for n, data in log.rows("SELECT step, manifest FROM steps")}
     kept = sorted(n for n, parts in plans.items() if parts)
     number = step if step is not None else kept[-1] if kept else 0
     if number not in kept:
@@ -93,9 +82,9 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
 def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
     """The groups of a run that were set aside and not decided upon since."""
     names = ("id", "run", "samples", "reason")
-    with reading(Path(folder) / LOG) as log:
+    with reading(folder) as log:
         query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
-        return [dict(zip(names, row, strict=True)) for row in log.execute(query, (int(State.QUARANTINED),))]
+        return [dict(zip(names, row, strict=True)) for row in log.rows(query, (int(State.QUARANTINED),))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +98,15 @@ class EvaluationGroup:
 
 def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
     """The evaluation groups of a run that were not given back, oldest first."""
-    with reading(Path(folder) / LOG) as log:
+    with reading(folder) as log:
         query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
-        return [EvaluationGroup(*row) for row in log.execute(query, (int(State.EVALUATION),))]
+        return [EvaluationGroup(*row) for row in log.rows(query, (int(State.EVALUATION),))]
 
 
 def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
     """(id, location) of every group whose frame is kept, oldest first, whatever became of it."""
-    with reading(Path(folder) / LOG) as log:
-        return list(log.execute("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
+    with reading(folder) as log:
+        return list(log.rows("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,38 +131,20 @@ def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = N
     names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
     states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
     query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
-    with reading(Path(folder) / LOG) as log:
-        rows = log.execute(query, (*states, *([] if group is None else [group]), most)).fetchall()
+    with reading(folder) as log:
+        rows = list(log.rows(query, (*states, *([] if group is None else [group]), most)))
     found = (dict(zip(names, row, strict=True)) for row in rows)
     return [UnusedGroup(**{**row, "state": State(row["state"]).name.lower()}) for row in found]
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
-    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-    try:
-        log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None, timeout=1.0)
-        try:
-            log.execute("BEGIN")
-            yield log
-        finally:
-            log.close()
-    except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
-            raise Conflict(
-                f"{path}: on a network filesystem its plane has it alone; ask the plane by its address, or stop it"
-            ) from None
-        raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
-
-
-def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
+def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
     """The ledger from the recorded states, and what is held."""
     ledger = Ledger()
     totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
-    rows = log.execute(
-        "SELECT state, reason, COUNT(*), SUM(samples), SUM(samples * uses), SUM(tokens), SUM(size), "
-        "SUM(CASE WHEN location = '' THEN 0 ELSE size END) FROM groups GROUP BY state, reason"
+    rows = log.rows(
+        "SELECT state, reason, COUNT(*), CAST(SUM(samples) AS BIGINT), CAST(SUM(samples * uses) AS BIGINT), "
+        "CAST(SUM(tokens) AS BIGINT), CAST(SUM(size) AS BIGINT), "
+        "CAST(SUM(CASE WHEN location = '' THEN 0 ELSE size END) AS BIGINT) FROM groups GROUP BY state, reason"
     )
     for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
@@ -193,24 +164,24 @@ def _counts(log: sqlite3.Connection, next_step: int) -> dict[str, Any]:
     return totals | _records(log, ledger) | {"ledger": ledger.as_dict()}
 
 
-def _trained_since(log: sqlite3.Connection, next_step: int) -> Iterator[tuple[State, int, int]]:
+def _trained_since(log: LogReader, next_step: int) -> Iterator[tuple[State, int, int]]:
     """(recorded state, samples, bytes) of groups that are trained, though the log says so one transaction later."""
     query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
     done: set[int] = set()
-    for step, data in log.execute(query, _UNDER_WAY):
+    for step, data in log.rows(query, _UNDER_WAY):
         done = (
             done.union(read_manifest(data).groups) if step < next_step else done.difference(read_manifest(data).groups)
         )
-    for op, state, samples, size in log.execute(
+    for op, state, samples, size in log.rows(
         "SELECT op, state, samples, size FROM groups WHERE state IN (?, ?)", _UNDER_WAY
     ):
         if op in done:
             yield State(state), samples, size
 
 
-def _records(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
+def _records(log: LogReader, ledger: Ledger) -> dict[str, Any]:
     version = 0
-    for (data,) in log.execute("SELECT data FROM records ORDER BY op"):
+    for (data,) in log.rows("SELECT data FROM records ORDER BY op"):
         record = read_record(data)
         if isinstance(record, Advance):
             version = record.policy_version
@@ -221,10 +192,10 @@ def _records(log: sqlite3.Connection, ledger: Ledger) -> dict[str, Any]:
     return {"policy_version": version}
 
 
-def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[dict[str, Any]]:
+def _steps(log: LogReader, limit: int | None, next_step: int) -> list[dict[str, Any]]:
     query = "SELECT step, state, manifest FROM steps ORDER BY step DESC LIMIT ?"
     found = []
-    for step, state, data in log.execute(query, (-1 if limit is None else limit,)):
+    for step, state, data in log.rows(query, (_ALL if limit is None else limit,)):
         manifest = read_manifest(data)
         low, total, high = manifest.staleness
         found.append(
@@ -244,10 +215,10 @@ def _steps(log: sqlite3.Connection, limit: int | None, next_step: int) -> list[d
     return found[::-1]
 
 
-def _groups(log: sqlite3.Connection, limit: int | None) -> list[dict[str, Any]]:
+def _groups(log: LogReader, limit: int | None) -> list[dict[str, Any]]:
     names = ("op", "id", "state", "reason", "samples", "tokens", "size", "policy_version", "uses")
     query = f"SELECT {', '.join(names)} FROM groups ORDER BY op DESC LIMIT ?"  # noqa: S608 - our own names
-    rows = [dict(zip(names, row, strict=True)) for row in log.execute(query, (-1 if limit is None else limit,))]
+    rows = [dict(zip(names, row, strict=True)) for row in log.rows(query, (_ALL if limit is None else limit,))]
     for row in rows:
         row["state"] = State(row["state"]).name.lower()
     return rows[::-1]

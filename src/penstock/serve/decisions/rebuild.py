@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 from penstock.errors import ConfigError, CorruptFile, WaitTimeout
+from penstock.log import Log, State
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
-from penstock.serve.decisions.log import Log, State
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.serve.decisions.snapshot import Saved
 from penstock.serve.decisions.state import PlaneState

@@ -6,7 +6,6 @@ later: one that was freed in between is `Gone`, which is a normal answer for a r
 
 from __future__ import annotations
 
-import sqlite3
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ import msgspec
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.serve.decisions.log import FORMAT, State
+from penstock.log import FORMAT, LogReader, State, is_run, reading
+from penstock.log.sqlite_reader import LOG
 from penstock.serve.decisions.manifest import read_manifest
-from penstock.serve.decisions.read_log import LOG, is_run, reading, storage_of_run
+from penstock.serve.decisions.read_log import storage_of_run
 from penstock.serve.decisions.remembered import SETTINGS
 from penstock.storage import FolderStorage, Gone
 
@@ -96,22 +96,22 @@ class RecordedRun:
         if not is_run(root):
             raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
         found = cls(root, storage_of_run(root))
-        with reading(root / LOG) as log:
+        with reading(root) as log:
             found._read(log)
         return found
 
-    def _read(self, log: sqlite3.Connection) -> None:
-        meta = dict(log.execute("SELECT name, value FROM meta"))
-        if meta.get("format", FORMAT) != FORMAT:
-            raise CorruptFile(f"{self.folder / LOG}: format {meta['format']}; this version reads format {FORMAT}")
-        self.run_id, self.retains_all = str(meta.get("run_id", "")), meta.get("retain") == "all"
-        texts = ((name, str(meta[name])) for name in sorted(meta) if name.startswith(SETTINGS))
+    def _read(self, log: LogReader) -> None:
+        meta = log.all_meta()
+        if int(meta.get("format", FORMAT)) != FORMAT:
+            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+        self.run_id, self.retains_all = meta.get("run_id", ""), meta.get("retain") == "all"
+        texts = ((name, meta[name]) for name in sorted(meta) if name.startswith(SETTINGS))
         self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
         self.run = "" if not self.settings else str(tomllib.loads(self.settings[-1][1]).get("run", ""))
         self.groups = {entry.op: entry for entry in _groups(log)}
-        self.records = {op: RecordEntry(op, data) for op, data in log.execute("SELECT op, data FROM records")}
+        self.records = {op: RecordEntry(op, data) for op, data in log.rows("SELECT op, data FROM records")}
         query = "SELECT step, op, manifest FROM steps WHERE step < ? ORDER BY step"
-        for step, op, data in log.execute(query, (int(meta.get("next_step", 1)),)):
+        for step, op, data in log.rows(query, (int(meta.get("next_step", 1)),)):
             manifest = read_manifest(data)
             self.steps[step] = StepEntry(step, op, manifest.groups, manifest.digests)
 
@@ -144,8 +144,8 @@ class RecordedRun:
         raise CorruptFile(f"{words}; restore the storage from a copy")
 
     def _is_freed(self, op: int) -> bool:
-        with reading(self.folder / LOG) as log:
-            return log.execute("SELECT location FROM groups WHERE op = ?", (op,)).fetchone() in (None, ("",))
+        with reading(self.folder) as log:
+            return not log.location_at(op)
 
     def in_order(self) -> Iterator[GroupEntry]:
         """The groups whose frames are kept, as they arrived."""
@@ -163,13 +163,12 @@ class RecordedRun:
         return read
 
 
-def _groups(log: sqlite3.Connection) -> Iterator[GroupEntry]:
-    rows = log.execute(
-        "SELECT op, id, digest, policy_version, samples, tokens, size, run, prompt, kinds, state = ?, at, location "
-        "FROM groups ORDER BY op",
-        (int(State.EVALUATION),),
+def _groups(log: LogReader) -> Iterator[GroupEntry]:
+    rows = log.rows(
+        "SELECT op, id, digest, policy_version, samples, tokens, size, run, prompt, kinds, state, at, location "
+        "FROM groups ORDER BY op"
     )
     for row in rows:
         values = list(row)
-        values[9], values[10] = _KINDS.decode(row[9]), bool(row[10])
+        values[9], values[10] = _KINDS.decode(row[9]), row[10] == State.EVALUATION
         yield GroupEntry(*values)

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from penstock.encode.layout import MAGIC
 from penstock.errors import Conflict, InvalidInput
-from penstock.serve.decisions import fork
-from penstock.serve.decisions.disk import own
-from penstock.serve.decisions.log import State
+from penstock.log import State, fork, is_run
+from penstock.log.sqlite_reader import LOG
+from penstock.log.volume import own
 from penstock.serve.decisions.lost_frames import Progress, Source, Survey, no_progress, survey
-from penstock.serve.decisions.read_log import LOG
 from penstock.serve.decisions.storage_check import sources_of
 from penstock.serve.decisions.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import FolderStorage
@@ -119,7 +118,7 @@ def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_prog
         raise InvalidInput(f"{target}: --into must be another folder than the one that is read")
     known: dict[str, bytes | None] = {}
     view = None
-    if (target / LOG).exists():
+    if is_run(target):
         run = look_at(target)
         view = run.usable
         if run.disagreements():

@@ -6,7 +6,6 @@ A recovery that is killed leaves the old log or the new one, never half of eithe
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +19,16 @@ import msgspec
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
 from penstock.keep.facts import GroupFacts
-from penstock.serve.decisions.decision_records import Advance, Lose, Quarantine
-from penstock.serve.decisions.disk import typed_errors
-from penstock.serve.decisions.log import GroupRow, Log
-from penstock.serve.decisions.log_rows import SegmentRow
+from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
+from penstock.log.decision_records import Advance, Lose, Quarantine
+from penstock.log.sqlite_copy import carry_over, copy_log, set_identity
+from penstock.log.sqlite_reader import LOG, typed_errors
+from penstock.log.witness import NAME as WITNESS
+from penstock.log.witness import Witness
 from penstock.serve.decisions.lost_frames import LostFrame, Progress, facts_of_frame, frames_of, no_progress
 from penstock.serve.decisions.manifest import Manifest
-from penstock.serve.decisions.read_log import LOG, reading
 from penstock.serve.decisions.recover import ASIDE, BUILDING, Plan
 from penstock.serve.decisions.segments import OWN
-from penstock.serve.decisions.witness import NAME as WITNESS
-from penstock.serve.decisions.witness import Witness
 from penstock.storage import Custody, FolderStorage, Marker, Writer, check_log, parse_location
 from penstock.storage.interface import new_segment_name
 
@@ -68,6 +66,8 @@ class Recovered:
 
 def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Put lost groups back into the log of a run; the caller owns its folder."""
+    if plan.run.log_url:
+        return _recover_database(plan, choices, progress)
     folder, storage = plan.run.folder, plan.run.storage
     building = folder / BUILDING
     shutil.rmtree(building, ignore_errors=True)  # what a recovery that was killed left of its own log
@@ -89,10 +89,38 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
     return _install(plan, building, done)
 
 
+def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recovered:
+    """The same in a database, which keeps its own backups. The marker refuses planes until the log is past it, which is
+    the last thing that is written: a recovery that is killed can be called again."""
+    from penstock.log.postgres_log import PostgresLog
+
+    log = open_existing(plan.run.folder)
+    assert isinstance(log, PostgresLog)
+    try:
+        known = {row.name for row in log.segments()}
+        with log.transaction():
+            for name in plan.register:
+                if name not in known:
+                    log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
+            if plan.run.storage.folder.resolve() != (plan.run.folder / "storage").resolve():
+                log.set_meta("storage", str(plan.run.storage.folder.resolve()))
+        past = log.last_op
+        placed = ((frame, frame.location) for frame in plan.found.lost)
+        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+        _go_on(log, plan, choices, past)
+        marker = plan.run.marker
+        log.move_past(plan.run_id, epoch=marker.epoch if marker else 0, commits=marker.commits if marker else 0)
+        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
+    finally:
+        log.close()
+    _set_marker(plan, done)
+    return done
+
+
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Copy groups into the run in another folder, which may be new."""
     storage = FolderStorage(plan.run.storage.folder)
-    log = Log(plan.run.folder, guard=partial(check_log, storage))
+    log = SqliteLog(plan.run.folder, guard=partial(check_log, storage))
     try:
         custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
         names: list[str] = []
@@ -121,39 +149,20 @@ def _begin(plan: Plan, building: Path) -> Log:
     path = building / LOG
     with typed_errors(str(path)):
         if plan.log is None:
-            Log(building).close()
+            SqliteLog(building).close()
         else:
-            _copy(plan.run.folder / LOG, path)
+            copy_log(plan.run.folder, path)
         epoch = max(plan.run.marker.epoch if plan.run.marker else 0, plan.log.epoch if plan.log else 0)
-        db = sqlite3.connect(path, isolation_level=None)
-        try:
-            if plan.run_id:
-                db.execute("UPDATE meta SET value = ? WHERE name = 'run_id'", (plan.run_id,))
-            db.execute("UPDATE meta SET value = ? WHERE name = 'epoch'", (epoch,))
-            # Behind everything that marker and witness have seen: else the plane would refuse this log too.
-            seen = [
-                plan.run.marker.commits if plan.run.marker else 0,
-                plan.run.witness.commits if plan.run.witness else 0,
-            ]
-            db.execute("UPDATE meta SET value = MAX(value, ?) WHERE name = 'commits'", (max(seen),))
-            meta = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('run_id', 'commits')"))
-        finally:
-            db.close()
+        # Behind everything that marker and witness have seen: else the plane would refuse this log too.
+        seen = [
+            plan.run.marker.commits if plan.run.marker else 0,
+            plan.run.witness.commits if plan.run.witness else 0,
+        ]
+        run_id, commits = set_identity(path, run_id=plan.run_id, epoch=epoch, least_commits=max(seen))
     witness = Witness(building)
-    witness.write(str(meta["run_id"]), int(meta["commits"]))
+    witness.write(run_id, commits)
     witness.close()
-    return Log(building)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A log with its write-ahead log, as one file."""
-    made = sqlite3.connect(target)
-    try:
-        with reading(source) as log:
-            log.execute("COMMIT")
-            log.backup(made)
-    finally:
-        made.close()
+    return SqliteLog(building)
 
 
 def _read_again(
@@ -305,14 +314,7 @@ def _set_marker(plan: Plan, done: Recovered) -> None:
 
 def _carry_over(folder: Path, *, is_sound: bool) -> None:
     """Leave no write-ahead log behind, which SQLite would take for that of the new log; there are copies."""
-    if is_sound:
-        with typed_errors(str(folder / LOG)):
-            db = sqlite3.connect(folder / LOG, isolation_level=None)
-            try:
-                busy = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-            finally:
-                db.close()
-        if busy:
-            raise CorruptFile(f"{folder / LOG}: another process has it open; stop it and call this again")
+    if is_sound and not carry_over(folder / LOG):
+        raise CorruptFile(f"{folder / LOG}: another process has it open; stop it and call this again")
     for suffix in ("-wal", "-shm"):
         (folder / f"{LOG}{suffix}").unlink(missing_ok=True)

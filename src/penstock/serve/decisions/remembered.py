@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import msgspec
 
 from penstock.config import template
 from penstock.errors import ConfigError, CorruptFile, PenstockError
-from penstock.serve.decisions.log import Log, State
+from penstock.log import Log, State
 from penstock.serve.settings import PlaneSettings
 
 logger = logging.getLogger("penstock.plane")
@@ -60,8 +59,9 @@ def _storage(settings: PlaneSettings) -> str:
 
 
 def as_toml(settings: PlaneSettings) -> str:
-    """Every setting of the plane with its value, without comments; not those of the process around it."""
-    plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)})
+    """Every setting of the plane with its value, without comments; not those of the process around it, nor where the
+    log is: whoever decides the run again does not write there."""
+    plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)} | {"log": None})
     lines = template(plane, title="", all_values=True).splitlines()
     return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
 
@@ -76,7 +76,7 @@ def keeps_all(settings: PlaneSettings, log: Log) -> bool:
         logger.warning(
             '%s: this run keeps everything (retain="all") since an earlier start, and goes on with that; '
             "`penstock storage forget` ends it",
-            log.folder or "memory",
+            log.where,
         )
     return known or settings.retain == "all"
 
@@ -88,7 +88,7 @@ def _log_changes(settings: PlaneSettings, log: Log) -> None:
     before = msgspec.json.decode(text, type=dict[str, str]) if text else {}
     for name, value in now.items():
         if before.get(name, value) != value:
-            logger.warning("%s: %s: was %s, is now %s", log.folder or "memory", name, before[name], value)
+            logger.warning("%s: %s: was %s, is now %s", log.where, name, before[name], value)
     if now != before:
         with log.transaction():
             log.set_meta("opened", msgspec.json.encode(now).decode())
@@ -107,8 +107,8 @@ def damage_named(log: Log) -> Iterator[None]:
         yield
     except PenstockError:
         raise
-    except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, LookupError, AssertionError) as error:
-        where = log.folder or "memory"
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AssertionError) as error:
+        where = log.where
         raise CorruptFile(
             f"{where}: the log cannot be read: {type(error).__name__}: {error}; restore the folder from a copy"
         ) from error

@@ -2,7 +2,7 @@
 
 One round brings the copy to one consistent state of the source:
 
-    1. the log, through SQLite's backup interface, into a file beside the copy's log
+    1. the log, in one consistent state, as an SQLite file beside the copy's log
     2. every frame that this log needs and the copy lacks, read, compared with its digest, and synced
     3. if one of them was freed meanwhile: from the beginning, with what was copied already
     4. the new log takes the old one's place; then the witness and the marker follow it
@@ -16,28 +16,27 @@ to be one run must never share a storage or a client. Only a run that no plane h
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-from urllib.parse import quote
+from typing import Self
 
 import xxhash
 
 from penstock.atomic import sync
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, InvalidInput, StorageError
-from penstock.serve.decisions import fork
-from penstock.serve.decisions.disk import own, typed_errors
-from penstock.serve.decisions.read_log import LOG, is_run, reading, storage_of_run
-from penstock.serve.decisions.witness import Witness, read_witness
+from penstock.log import LogReader, fork, is_run, reading
+from penstock.log.finding import url_of
+from penstock.log.sqlite_copy import copy_log, sign_copy
+from penstock.log.sqlite_reader import LOG, reading_sqlite, typed_errors
+from penstock.log.volume import own
+from penstock.log.witness import Witness, read_witness
+from penstock.serve.decisions.read_log import storage_of_run
 from penstock.storage import FolderStorage, Gone, Location, Marker, parse_location, read_marker
 from penstock.storage.interface import is_segment_name
 
@@ -114,13 +113,15 @@ class RunCopy:
         if found["copied_commits"] != found["commits"]:
             raise Conflict(f"{self.target}: a plane was opened on this copy since; give a new folder")
         self._commits = int(found["commits"])
-        with reading(self.target / LOG) as log:
+        with reading(self.target) as log:
             self._have = set(_needed(log)) - set(json.loads(found["copy_lacks"]))
-            self._there = {*self._have, *_names(log, "frees"), *_names(log, "segments")}
-        return str(found["run_id"])
+            self._there = {*self._have, *log.frees(), *(row.name for row in log.segments())}
+        return found["run_id"]
 
     def is_behind(self) -> bool:
-        """Whether the source committed something since the last round. Reads a small file only."""
+        """Whether the source committed something since the last round. Reads a small file or one row only."""
+        if url_of(self.source):
+            return int(_meta(self.source)["commits"]) != self._commits
         seen = read_witness(self.source)
         return seen is None or seen.commits != self._commits
 
@@ -143,14 +144,10 @@ class RunCopy:
         """The source's log, beside that of the copy; returns the frames it needs."""
         path = self.target / _NEW_LOG
         path.unlink(missing_ok=True)
-        with typed_errors(f"copy of {self.source} to {self.target}"), ExitStack() as open_logs:
-            source = _open_live(self.source / LOG)
-            open_logs.callback(source.close)
-            log = sqlite3.connect(path, isolation_level=None)
-            open_logs.callback(log.close)
-            source.backup(log)
-            log.execute("PRAGMA journal_mode=DELETE")  # one file, which can be renamed
-            meta = dict(log.execute("SELECT name, value FROM meta"))
+        with typed_errors(f"copy of {self.source} to {self.target}"):
+            copy_log(self.source, path)
+        with reading_sqlite(path) as log:
+            meta = log.all_meta()
             if meta.get("run_id") != self._source_id:
                 raise Conflict(f"{self.source}: became another run while it was copied; nothing was changed")
             if int(meta["commits"]) < self._commits:
@@ -197,9 +194,8 @@ class RunCopy:
 
     def _is_freed(self, one: _Needed) -> bool:
         """Whether the source has freed a frame. The log forgets a location before its bytes are deleted."""
-        with reading(self.source / LOG) as log:
-            row = log.execute("SELECT location FROM groups WHERE id = ?", (one.group,)).fetchone()
-        return bool(row != (str(one.at),))
+        with reading(self.source) as log:
+            return log.location_of(one.group) != str(one.at)
 
     # -------------------------------------------------------------- the copy becomes what was copied
 
@@ -221,26 +217,19 @@ class RunCopy:
 
     def _sign(self, needed: dict[str, _Needed], dropped: list[str]) -> Marker:
         """Make the new log that of the copy: its id, its storage, where it comes from, what it has yet to delete."""
-        with typed_errors(str(self.target)):
-            log = sqlite3.connect(self.target / _NEW_LOG, isolation_level=None)
-            try:
-                meta = dict(log.execute("SELECT name, value FROM meta"))
-                lacks = sorted(needed.keys() - self._have)
-                mine = {"run_id": self.run_id, "storage": "", "copied_from": self._source_id}
-                mine |= {"copied_commits": meta["commits"], "copy_lacks": json.dumps(lacks)}
-                log.execute("BEGIN IMMEDIATE")
-                log.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(mine.items()))
-                log.executemany("INSERT OR IGNORE INTO frees VALUES (?)", [(name,) for name in dropped])
-                # A segment that no log knows stops all deletion: these are known until they are deleted.
-                rows = [(name, "copy", meta["epoch"], time.time(), 1) for name in dropped if is_segment_name(name)]
-                log.executemany("INSERT OR IGNORE INTO segments VALUES (?, ?, ?, ?, ?)", rows)
-                log.execute("COMMIT")
-            finally:
-                log.close()
-        self._commits = int(meta["commits"])
+        lacks = json.dumps(sorted(needed.keys() - self._have))
+        meta = sign_copy(
+            self.target / _NEW_LOG,
+            run_id=self.run_id,
+            copied_from=self._source_id,
+            lacks=lacks,
+            dropped=dropped,
+            segments=[name for name in dropped if is_segment_name(name)],
+        )
+        self._commits = meta["commits"]
         source = read_marker(self._frames)
         run = "" if source is None else source.run
-        return Marker(run_id=self.run_id, epoch=int(meta["epoch"]), commits=self._commits, run=run)
+        return Marker(run_id=self.run_id, epoch=meta["epoch"], commits=self._commits, run=run)
 
 
 def _is_left(name: str, needed: dict[str, _Needed], segments: set[str]) -> bool:
@@ -269,32 +258,14 @@ def _own_source(folder: Path) -> int:
         raise Conflict(f"{error}; without --same-run a run is copied beside its plane, as another run") from None
 
 
-def _open_live(path: Path) -> sqlite3.Connection:
-    """A connection that sees what a plane writes meanwhile, also one that is started only then."""
-    where = f"file:{quote(str(path))}"
-    log = sqlite3.connect(f"{where}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
-    try:
-        log.execute("SELECT 1 FROM meta").fetchone()
-    except sqlite3.OperationalError:
-        log.close()
-        if os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists():
-            raise
-        return sqlite3.connect(f"{where}?immutable=1", uri=True, isolation_level=None)  # a folder no plane can open
-    return log
-
-
-def _meta(folder: Path) -> dict[str, Any]:
+def _meta(folder: Path) -> dict[str, str]:
     if not is_run(folder):
         raise InvalidInput(f"{folder}: no {LOG} in it; give the folder of a run")
-    with reading(folder / LOG) as log:
-        return dict(log.execute("SELECT name, value FROM meta"))
+    with reading(folder) as log:
+        return log.all_meta()
 
 
-def _needed(log: sqlite3.Connection) -> dict[str, _Needed]:
+def _needed(log: LogReader) -> dict[str, _Needed]:
     """The frames that a log needs, by location."""
-    rows = log.execute("SELECT location, id, digest FROM groups WHERE location != ''")
+    rows = log.rows("SELECT location, id, digest FROM groups WHERE location != ''")
     return {location: _Needed(group, digest, parse_location(location)) for location, group, digest in rows}
-
-
-def _names(log: sqlite3.Connection, table: str) -> list[str]:
-    return [str(name) for (name,) in log.execute(f"SELECT name FROM {table}")]  # noqa: S608 - our own tables

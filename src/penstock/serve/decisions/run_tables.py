@@ -20,8 +20,8 @@ from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, Wa
 from penstock.hold import Key, Replay, Table
 from penstock.hold.core import OnEvict
 from penstock.hold.drawing import Drawing
+from penstock.log import GroupRow
 from penstock.serve.decisions.fair_share import FairShare
-from penstock.serve.decisions.log import GroupRow
 from penstock.serve.decisions.snapshot import SavedTables
 from penstock.serve.settings import Target
 

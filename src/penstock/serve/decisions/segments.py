@@ -22,8 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
-from penstock.serve.decisions.log import Log
-from penstock.serve.decisions.log_rows import SegmentRow
+from penstock.log import Log, SegmentRow
 from penstock.storage import Custody, Location, Storage, parse_location
 from penstock.storage.interface import is_segment_name, new_segment_name
 from penstock.storage.writer import SEGMENT_AGE_S

@@ -30,8 +30,8 @@ import msgspec
 from penstock.arrays.counts import bounded_sum
 from penstock.errors import WaitTimeout
 from penstock.hold import Key
-from penstock.serve.decisions.blame import count_kinds
-from penstock.serve.decisions.decision_records import (
+from penstock.log import GroupRow, Log, State
+from penstock.log.decision_records import (
     Advance,
     Discard,
     EvictRun,
@@ -46,10 +46,10 @@ from penstock.serve.decisions.decision_records import (
     Shorten,
     Weigh,
 )
+from penstock.serve.decisions.blame import count_kinds
 from penstock.serve.decisions.evaluations import EvalFacts, Evaluations
 from penstock.serve.decisions.given_back import GivenBack
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
-from penstock.serve.decisions.log import GroupRow, Log, State
 from penstock.serve.decisions.manifest import Manifest, read_manifest
 from penstock.serve.decisions.priorities import Reports
 from penstock.serve.decisions.run_tables import RunTables
@@ -318,9 +318,12 @@ class PlaneState:
 
         This follows from the decisions, so it may wait for the next transaction: a rebuild finds it out again."""
         held_back = set(self._drawn)
-        for op, (state, reason) in self._unwritten.items():
+        changed: dict[tuple[State, str], list[int]] = {}
+        for op, to in self._unwritten.items():
             if op not in held_back:
-                log.set_groups([op], state, reason)
+                changed.setdefault(to, []).append(op)
+        for (state, reason), ops in changed.items():
+            log.set_groups(ops, state, reason)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
         if self.given_back.ops:

@@ -17,9 +17,8 @@ from penstock.arrays.digests import sample_digests
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep.facts import GroupFacts
-from penstock.serve.decisions.log import State
+from penstock.log import State, reading
 from penstock.serve.decisions.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
-from penstock.serve.decisions.read_log import LOG, reading
 from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import Away, FolderStorage, Gone, Location
 
@@ -123,8 +122,8 @@ def _words(one: Unusable) -> str:
 def _groups_now(run: StoredRun) -> set[str]:
     if run.log is None:
         return set()
-    with reading(run.folder / LOG) as log:
-        return {name for (name,) in log.execute("SELECT id FROM groups")}
+    with reading(run.folder) as log:
+        return {name for (name,) in log.rows("SELECT id FROM groups")}
 
 
 # ------------------------------------------------------------------ frames
@@ -185,16 +184,14 @@ def _check_frame(storage: FolderStorage, group: KnownGroup, facts: bytes | None)
 
 def _facts(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
     """The metadata of groups, by op."""
-    marks = ", ".join("?" * len(ops))
-    with reading(run.folder / LOG) as log:
-        return dict(log.execute(f"SELECT op, facts FROM facts WHERE op IN ({marks})", ops))  # noqa: S608 - marks
+    with reading(run.folder) as log:
+        return log.facts_of(ops)
 
 
 def _is_needed(run: StoredRun, group: KnownGroup) -> bool:
     """Whether the log still has the frame: a plane at work may have freed it since."""
-    with reading(run.folder / LOG) as log:
-        row = log.execute("SELECT location FROM groups WHERE op = ?", (group.op,)).fetchone()
-    return row is not None and row[0] == group.location
+    with reading(run.folder) as log:
+        return log.location_at(group.op) == group.location
 
 
 # ------------------------------------------------------------------ bytes

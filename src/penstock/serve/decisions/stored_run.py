@@ -6,16 +6,14 @@ decision it names, so both are read before the log: what is ahead of the log the
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.serve.decisions.decision_records import Advance, EvictRun, Weigh, read_record
-from penstock.serve.decisions.log import FORMAT, State
-from penstock.serve.decisions.read_log import LOG, reading
-from penstock.serve.decisions.witness import Seen, read_witness
+from penstock.log import FORMAT, LogReader, State, is_run, reading
+from penstock.log.decision_records import Advance, EvictRun, Weigh
+from penstock.log.finding import url_of
+from penstock.log.witness import Seen, read_witness
 from penstock.storage import FolderStorage, Location, Marker, parse_location, read_marker
 from penstock.storage.interface import Range, is_segment_name
 
@@ -89,6 +87,8 @@ class StoredRun:
     marker_problem: str = ""
     """Why the marker cannot be read; empty also where there is none."""
     witness: Seen | None = None
+    log_url: str = ""
+    """Of a log in a database, which needs no witness."""
 
     @property
     def usable(self) -> LogView | None:
@@ -113,7 +113,7 @@ class StoredRun:
                 f"ahead: epoch {marker.epoch}, transaction {marker.commits}; the log ends at epoch {log.epoch}, "
                 f"transaction {log.commits}: it lacks decisions"
             )
-        if seen is None and log.commits > 1:
+        if seen is None and log.commits > 1 and not self.log_url:
             found["witness"] = "missing or damaged"
         elif seen is not None and seen.run_id != log.run_id:
             found["witness"] = f"of run {seen.run_id[:12]}, and the log is of run {log.run_id[:12] or '(none)'}"
@@ -130,12 +130,12 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
     early = FolderStorage(str(storage).removeprefix("file://") if storage else _recorded(root), create=False)
     marker, problem = _marker(early)
     seen = read_witness(root)
-    run = StoredRun(root, early, None, marker=marker, marker_problem=problem, witness=seen)
+    run = StoredRun(root, early, None, marker=marker, marker_problem=problem, witness=seen, log_url=url_of(root))
     try:
-        run.log, run.log_format = read_view(root / LOG)
+        run.log, run.log_format = read_view(root)
     except CorruptFile as error:
         run.log_problem = str(error)
-    if not (root / LOG).exists():
+    if not is_run(root):
         run.log, run.log_problem = None, "missing"
     elif run.log_format != FORMAT:
         run.log, run.log_problem = None, f"format {run.log_format}; this version reads format {FORMAT}"
@@ -147,7 +147,7 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
 
 def refuse_old(run: StoredRun) -> None:
     """Raise if the log is of an earlier version, or the folder is: its frames were elsewhere, without a marker."""
-    is_old = not (run.folder / LOG).exists() and (run.folder / "frames").is_dir() and not run.storage.folder.is_dir()
+    is_old = not is_run(run.folder) and (run.folder / "frames").is_dir() and not run.storage.folder.is_dir()
     if run.log_format != FORMAT or is_old:
         raise InvalidInput(
             f"{run.folder}: a run of an earlier version; its frames can be used in a new run: "
@@ -156,19 +156,19 @@ def refuse_old(run: StoredRun) -> None:
 
 
 def find_damage(run: StoredRun) -> None:
-    """Have SQLite look for damage: a damaged log is none."""
+    """Have the database look for damage: a damaged log is none."""
     if run.log is None or run.log.is_empty:
         return
-    with reading(run.folder / LOG) as log:
-        found = str(log.execute("PRAGMA quick_check(1)").fetchone()[0])
-    if found != "ok":
+    with reading(run.folder) as log:
+        found = log.damage()
+    if found:
         run.log, run.log_problem, run.salvaged = None, f"damaged: {found}", run.log
 
 
 def _recorded(root: Path) -> Path:
     """Where the log says the frames are; in the folder itself if it says nothing."""
     try:
-        log, _ = read_view(root / LOG, brief=True)
+        log, _ = read_view(root, brief=True)
     except CorruptFile:
         log = LogView()
     return Path(log.storage.removeprefix("file://")) if log.storage else root / "storage"
@@ -181,49 +181,43 @@ def _marker(storage: FolderStorage) -> tuple[Marker | None, str]:
         return None, str(error)
 
 
-def read_view(path: Path, *, brief: bool = False) -> tuple[LogView, int]:
-    """What a log says, and its format; `brief`: without groups and segments. Raises CorruptFile if it cannot be
+def read_view(folder: Path, *, brief: bool = False) -> tuple[LogView, int]:
+    """What a run's log says, and its format; `brief`: without groups and segments. Raises CorruptFile if it cannot be
     read; a log without tables is empty."""
     view = LogView()
-    if not path.is_file():
+    if not is_run(folder):
         return view, FORMAT
-    with reading(path) as log:
-        tables = {name for (name,) in log.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    with reading(folder) as log:
+        tables = log.tables()
         if "meta" not in tables:
             return view, FORMAT
-        meta = dict(log.execute("SELECT name, value FROM meta"))
-        found = _number(meta, "format", FORMAT)
+        meta = log.all_meta()
+        found = int(meta.get("format", FORMAT))
         if found != FORMAT or brief or "frees" not in tables:
-            view.storage = str(meta.get("storage", ""))
+            view.storage = meta.get("storage", "")
             return view, found
         try:
             _fill(view, log, meta)
-        except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
-            raise CorruptFile(f"{path}: {type(error).__name__}: {error}; the log cannot be read") from None
+        except (ValueError, TypeError, LookupError) as error:
+            raise CorruptFile(f"{log.where}: {type(error).__name__}: {error}; the log cannot be read") from None
     return view, found
 
 
-def _fill(view: LogView, log: sqlite3.Connection, meta: dict[str, Any]) -> None:
-    view.run_id, view.storage = str(meta.get("run_id", "")), str(meta.get("storage", ""))
-    view.epoch, view.commits = _number(meta, "epoch", 0), _number(meta, "commits", 0)
-    view.next_step = _number(meta, "next_step", 1)
-    for table in ("groups", "records", "steps", "snapshots"):
-        found = log.execute(f"SELECT MAX(op) FROM {table}").fetchone()[0]  # noqa: S608 - our own names
-        view.last_op = max(view.last_op, found or 0)
-    view.last_step = log.execute("SELECT MAX(step) FROM steps").fetchone()[0] or 0
-    for op, name, digest, state, location in log.execute("SELECT op, id, digest, state, location FROM groups"):
+def _fill(view: LogView, log: LogReader, meta: dict[str, str]) -> None:
+    view.run_id, view.storage = meta.get("run_id", ""), meta.get("storage", "")
+    view.epoch, view.commits = int(meta.get("epoch", 0)), int(meta.get("commits", 0))
+    view.next_step = int(meta.get("next_step", 1))
+    view.last_op = log.last_op
+    row = log.first("SELECT MAX(step) FROM steps")
+    view.last_step = 0 if row is None else row[0] or 0
+    for op, name, digest, state, location in log.rows("SELECT op, id, digest, state, location FROM groups"):
         view.groups[name] = KnownGroup(op, name, digest, State(state), location)
-    view.segments = {name for (name,) in log.execute("SELECT name FROM segments")}
-    view.frees = {name for (name,) in log.execute("SELECT name FROM frees")}
-    for (data,) in log.execute("SELECT data FROM records ORDER BY op"):
-        record = read_record(data)
+    view.segments = {row.name for row in log.segments()}
+    view.frees = set(log.frees())
+    for _, record in log.records():
         if isinstance(record, Advance):
             view.policy_version = record.policy_version
         elif isinstance(record, Weigh):
             view.members.add(record.run)
         elif isinstance(record, EvictRun):
             view.members.discard(record.run)
-
-
-def _number(meta: dict[str, Any], name: str, default: int) -> int:
-    return int(meta.get(name, default))

@@ -26,10 +26,10 @@ from types import FrameType
 from typing import IO, Any
 
 from penstock.errors import ConfigError, Fenced
+from penstock.log import Log
 from penstock.send.memory import MemoryPlane
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.clients.plane import Plane
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import open_log
 from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.http_door import HttpDoor, find_token

@@ -20,11 +20,11 @@ from penstock.arrays.digests import sample_digests
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, DiskFull
 from penstock.keep import GroupFacts
+from penstock.log import State
 from penstock.send.coordinator import Coordinator
 from penstock.send.effects import Effect, Suspect
 from penstock.serve.clients.storage_reader import ANY_SIZE
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import State
 from penstock.serve.decisions.losses import lose
 from penstock.serve.process.pipeline import Pipeline
 from penstock.serve.process.workers import Workers

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.errors import CorruptFrame
+from penstock.log import Log
 from penstock.send.admission import Admission
 from penstock.send.carrier import Peer
 from penstock.send.coordinator import Coordinator
-from penstock.send.messages import Pulse
+from penstock.send.message_header import read_from_client
+from penstock.send.messages import AskRoom, Beat, Buffer, Pulse, Put, Trace
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.remembered import members_left
 from penstock.serve.pids import is_gone
 from penstock.serve.settings import PlaneSettings
@@ -30,6 +32,18 @@ def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordin
         timeouts=settings.timeouts,
         is_gone=is_gone,
     )
+
+
+def sign_of_life(coordinator: Coordinator, peer: Peer, header: Buffer, now: float) -> Pulse | None:
+    """What to answer at once while nothing can be decided: numbered to a rank's beat, which needs no other answer;
+    without credit to a producer, whose question waits."""
+    try:
+        message = read_from_client(header)
+    except CorruptFrame:
+        return None
+    if isinstance(message, Beat):
+        return coordinator.on_beat(peer, message, now)
+    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom)) else None
 
 
 def admission_of(

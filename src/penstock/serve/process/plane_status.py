@@ -18,6 +18,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "run": settings.run,
         "run_id": engine.log.run_id,
         "folder": None if engine.log.folder is None else str(engine.log.folder.resolve()),
+        "log": engine.log.where,
         "host": socket.gethostname(),
         "ranks": settings.packing.ranks,
         "columns": {name: column.described() for name, column in settings.packing.own.items()},

@@ -20,7 +20,8 @@ from penstock.config import build
 from penstock.config.removed import without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.keep import GroupFacts
-from penstock.serve.decisions.decision_records import (
+from penstock.log import GroupRow, SqliteLog
+from penstock.log.decision_records import (
     DropGroup,
     Lose,
     Quarantine,
@@ -32,7 +33,6 @@ from penstock.serve.decisions.decision_records import (
 )
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.intake import Dropped, Incoming, Intake, Refused
-from penstock.serve.decisions.log import GroupRow, Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.serve.decisions.step_builder import StepBuilder
@@ -136,7 +136,7 @@ class _Life:
             _, text = self._to_come.pop(0)
             self.close()
             self._settings = settings_of(text)
-            log = Log(self._folder, disk_reserve_bytes=0)
+            log = SqliteLog(self._folder, disk_reserve_bytes=0)
             self._engine = Engine(self._settings, log, storage_of(self._settings, self._folder))
             self._intake = Intake(self._settings, self._engine.writer)
             self._builder = StepBuilder(self._settings.packing, self._engine.storage)

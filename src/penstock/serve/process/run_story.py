@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from penstock.errors import Overloaded, PenstockError
+from penstock.log import Log
 from penstock.send.messages import MAX_REASON
 from penstock.serve.decisions.engine import Engine
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.over_length import NONE, OverLength
 
 logger = logging.getLogger("penstock.plane")

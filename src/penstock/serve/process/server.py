@@ -17,7 +17,8 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, Overloaded, PenstockError
+from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError, PlaneLost
+from penstock.log import Log
 from penstock.send.admission import Decide, Offer
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
@@ -35,6 +36,7 @@ from penstock.send.messages import (
     FromPlane,
     GiveUp,
     OpenSegment,
+    Pulse,
     Put,
     SettleGroup,
     SetWeight,
@@ -47,7 +49,6 @@ from penstock.serve.decisions.acceptance import Outcome
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
-from penstock.serve.decisions.log import Log
 from penstock.serve.decisions.open_log import storage_of
 from penstock.serve.decisions.segments import Outside
 from penstock.serve.process.damage import Damage, Look, look_at_frame
@@ -57,7 +58,7 @@ from penstock.serve.process.pipeline import (
     Pipeline,
     pipeline_of,
 )
-from penstock.serve.process.plane_sessions import admission_of, coordinator_of
+from penstock.serve.process.plane_sessions import admission_of, coordinator_of, sign_of_life
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
@@ -102,6 +103,9 @@ class Server:
         self.story.started(settings.run, log, self.engine)
         self._poller = _poller_of(self._carriers, self._workers)
         self._stopping = threading.Event()
+        self._early: list[tuple[Peer, Buffer, Frames]] = []
+        """What came while the log was away; handled in the next turn."""
+        log.while_waiting = self._stay_alive
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
         self._retry_at = self._look_at = 0.0
@@ -135,12 +139,17 @@ class Server:
                 if words is not None:
                     self._send((carrier, peer), words)
 
-    def last_words(self) -> bytes | None:
-        """What a plane that ended answers to whoever can still reach it; None if it ended in order."""
-        words = self.coordinator.failure
-        return None if self.failure is None or words is None else self._pack(words)
+    def last_words(self) -> tuple[bytes, PenstockError] | None:
+        """What a plane that ended answers to ranks that can still reach it, and what others raise; None if it ended in
+        order."""
+        words, error = self.coordinator.failure, self.failure
+        if error is None or words is None:
+            return None
+        known = type(error) if isinstance(error, PenstockError) else PlaneLost
+        return self._pack(words), known(f"the plane in this process ended: {failure_in_words(error)}")
 
     def _close(self) -> None:
+        self._log.while_waiting = lambda: None  # there is nobody left to answer
         for carrier in self._carriers:
             carrier.close()
         self._workers.close()  # first: what is being written has an end
@@ -166,9 +175,8 @@ class Server:
         """One turn of the loop."""
         self._now = now
         self._tell_version()
-        for carrier in self._carriers:
-            for peer, header, frames in carrier.receive():
-                self._on_message((carrier, peer), header, frames, now)
+        for message in self._receive():
+            self._on_message(*message, now)
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
@@ -183,6 +191,35 @@ class Server:
         self.story.look()
         self._on_turn()
 
+    def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
+        """What has arrived. The log is asked once about all groups that are named."""
+        arrived, self._early = self._early, []
+        for carrier in self._carriers:
+            arrived += [((carrier, peer), header, frames) for peer, header, frames in carrier.receive()]
+        found = []
+        for peer, header, frames in arrived:
+            try:
+                found.append((peer, read_from_client(header), header, frames))
+            except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
+                self.story.count("messages_corrupt", f"dropped a message: {error}")
+        named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
+        self.engine.acceptance.look_up(named)
+        return found
+
+    def _stay_alive(self) -> None:
+        """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
+        now = self._now = time.monotonic()
+        self.coordinator.remark = f"the log is slow or away: {self._log.where}"
+        for carrier in self._carriers:
+            for address, header, frames in carrier.receive():
+                peer = (carrier, address)
+                sign = sign_of_life(self.coordinator, peer, header, now)
+                if sign is not None:  # not with `_send`: a peer that is gone would change what is being written
+                    carrier.send(address, self._pack(sign), ())
+                if not isinstance(sign, Pulse) or not sign.number:
+                    self._early.append((peer, header, frames))
+        self._on_turn()
+
     def _unstage(self) -> None:
         """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
         first, self._pipeline.replanned = self._pipeline.replanned, 0
@@ -194,12 +231,7 @@ class Server:
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
         self.coordinator.remark = self.story.stale_words(self.engine)
 
-    def _on_message(self, peer: Peer, header: Buffer, frames: Frames, now: float) -> None:
-        try:
-            message = read_from_client(header)
-        except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
-            self.story.count("messages_corrupt", f"dropped a message: {error}")
-            return
+    def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
         try:
             self._act_on(peer, message, run_of(header), frames, now)
         except Exception as error:
@@ -288,13 +320,11 @@ class Server:
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
         """A plane that was taken over must end, even if nobody makes it write."""
         for outcome in outcomes:
-            if isinstance(outcome.error, Fenced):
+            if isinstance(outcome.error, (Fenced, LogAway)):
                 raise outcome.error
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            current = self._log.meta("epoch", 0)
-            if current != self._log.epoch:
-                raise Fenced(f"epoch {self._log.epoch}: the run was taken over by epoch {current}; this plane must end")
+            self._log.check_epoch()
 
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
@@ -317,7 +347,7 @@ class Server:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
             except Exception as error:  # an error to ranks and a line in the log, not the end of the plane
-                if isinstance(error, Fenced):
+                if isinstance(error, (Fenced, LogAway)):
                     raise
                 self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
                 break

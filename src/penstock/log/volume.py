@@ -12,14 +12,12 @@ import fcntl
 import logging
 import os
 import socket
-import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
-from penstock.serve.decisions import fork
+from penstock.errors import Conflict, DiskFull
+from penstock.log import fork
 
 logger = logging.getLogger("penstock.disk")
 RESERVE = "reserve"
@@ -133,20 +131,3 @@ def take_over(folder: Path, after_s: float) -> bool:
         finally:
             os.close(descriptor)
     return False
-
-
-@contextmanager
-def typed_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorname", "")
-        if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
-            raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
-        if code.startswith("SQLITE_BUSY"):
-            raise Conflict(f"{where}: another process has it open; stop it or use another folder") from None
-        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
-        raise StorageError(f"{where}: {error}") from None
-    except UnicodeDecodeError as error:  # SQLite's own words about damage quote what is damaged
-        raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None

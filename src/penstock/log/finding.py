@@ -1,0 +1,77 @@
+"""Where the log of a run's folder is: in the folder itself, or in a database that the folder names.
+
+log.sqlite      the log itself
+log.url         one line, the address of its database and the run's name: postgresql://host/db#my-run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import ConfigError, Conflict
+from penstock.log.decision_log import Log
+from penstock.log.log_reader import LogReader
+from penstock.log.sqlite_log import SqliteLog
+from penstock.log.sqlite_reader import LOG, reading_sqlite
+
+URL = "log.url"
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (Path(folder) / LOG).is_file() or (Path(folder) / URL).is_file()
+
+
+def url_of(folder: str | Path) -> str:
+    """The address of a run's log if it is in a database, else empty."""
+    try:
+        return (Path(folder) / URL).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+@contextmanager
+def reading(folder: str | Path) -> Iterator[LogReader]:
+    """One moment of a run's log, beside the plane or long after it."""
+    url = url_of(folder)
+    if not url:
+        with reading_sqlite(Path(folder) / LOG) as log:
+            yield log
+        return
+    from penstock.log.postgres_reader import reading_postgres
+
+    with reading_postgres(url) as found:
+        yield found
+
+
+def open_existing(folder: Path) -> Log:
+    """Open the log of a run whose plane is stopped, to decide something. Raises Conflict while a plane has it."""
+    url = url_of(folder)
+    if not url:
+        return SqliteLog(folder)
+    from penstock.log.postgres_log import PostgresLog
+
+    return PostgresLog(url, folder=folder, take_over=False)
+
+
+def check_url(folder: Path, url: str) -> None:
+    """Raise Conflict if the log of a run's folder is somewhere else."""
+    found = url_of(folder)
+    if found and found != url:
+        raise Conflict(f"{folder}: its log is in {found}, not in {url}; give that address, or another folder")
+    if (folder / LOG).exists():
+        raise Conflict(f"{folder}: its log is {LOG}, not {url}; leave `log` out, or give another folder")
+
+
+def note_url(folder: Path, url: str) -> None:
+    """Let a run's folder say where its log is."""
+    if url_of(folder) != url:
+        (folder / URL).write_text(f"{url}\n", encoding="utf-8")
+
+
+def check_is_sqlite(folder: Path) -> None:
+    """Raise ConfigError if the log of a folder is in a database."""
+    if url := url_of(folder):
+        raise ConfigError(f"{folder}: its log is in {url}; give log={url.partition('#')[0]!r}, or another folder")

@@ -1,0 +1,78 @@
+"""Addresses of logs in PostgreSQL: postgresql://USER@HOST/DATABASE, without secrets, and `#RUN` behind it.
+
+A password in an address would end up in process lists, settings, errors and the log itself. So there is none: libpq
+finds it in PGPASSWORD, in the file that PGPASSFILE names, or in a service file.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+import xxhash
+
+from penstock.errors import ConfigError
+
+SCHEMES = ("postgresql://", "postgres://")
+_SECRETS = ("password", "sslpassword")
+_WHERE_TO = (
+    "put it in PGPASSWORD, in a password file (PGPASSFILE, by default ~/.pgpass), or in a service file (PGSERVICEFILE, "
+    "with postgresql://?service=NAME)"
+)
+_MAX_NAME = 40
+
+
+def is_postgres(address: str) -> bool:
+    return address.startswith(SCHEMES)
+
+
+def redacted(address: str) -> str:
+    """An address as it may be shown.
+
+    >>> redacted("postgresql://me:secret@host/db?sslpassword=x")
+    'postgresql://me:***@host/db?sslpassword=***'
+    """
+    shown = re.sub(r"(//[^/?#]*?):[^/?#]*@", r"\1:***@", address)
+    return re.sub(r"((?:ssl)?password=)[^&#]*", r"\1***", shown, flags=re.IGNORECASE)
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigError unless this is the address of a database, without a password."""
+    if not is_postgres(address):
+        raise ConfigError(
+            f"log: {redacted(address)!r}; give postgresql://USER@HOST/DATABASE, or leave it out for SQLite"
+        )
+    if "#" in address:
+        raise ConfigError(f"log: {redacted(address)!r}: a # in it; the run's name is the setting `run`")
+    try:
+        parts = urlsplit(address)
+        secret = parts.password is not None
+        secret |= any(name.lower() in _SECRETS for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    except ValueError:
+        raise ConfigError(f"log: {redacted(address)!r}: no address; give postgresql://USER@HOST/DATABASE") from None
+    if secret:
+        raise ConfigError(f"log: {redacted(address)}: a password in it, which others can see; {_WHERE_TO}")
+
+
+def with_run(address: str, run: str) -> str:
+    """The address of one run's log.
+
+    >>> with_run("postgresql://host/db", "exp 7"), split_run("postgresql://host/db#exp%207")
+    ('postgresql://host/db#exp%207', ('postgresql://host/db', 'exp 7'))
+    """
+    return f"{address}#{quote(run)}"
+
+
+def split_run(address: str) -> tuple[str, str]:
+    base, _, run = address.partition("#")
+    return base, unquote(run) or "run"
+
+
+def schema_of(run: str) -> str:
+    """The schema that holds a run's tables; names that are not plain words get a part of their hash.
+
+    >>> schema_of("exp_7"), schema_of("Exp 7")
+    ('penstock_exp_7', 'penstock_exp_7_c15e14b2')
+    """
+    plain = re.sub(r"[^a-z0-9_]", "_", run.lower())[:_MAX_NAME]
+    return f"penstock_{plain}" if plain == run else f"penstock_{plain}_{xxhash.xxh3_64_hexdigest(run.encode())[:8]}"

@@ -1,0 +1,98 @@
+"""Reads a log in PostgreSQL without owning it, in one consistent state, beside a plane that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from penstock.errors import LogAway
+from penstock.log.log_reader import LogReader
+from penstock.log.postgres_address import redacted, schema_of, split_run
+from penstock.log.postgres_link import Connection, connect, first_line, is_away, typed
+
+_CONNECT_S = 10.0
+_OWNER = ("format", "run_id", "epoch", "commits")
+_ESCAPE = "\x1a"
+
+
+class PostgresReader(LogReader):
+    """One moment of a log."""
+
+    def __init__(self, connection: Connection, where: str, schema: str) -> None:
+        self._connection, self.where, self._schema = connection, where, schema
+        self._cursors = 0
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
+        sent = [as_sent(value) for value in values]
+        self._cursors += 1
+        with self._connection.cursor(name=f"rows_{self._cursors}", binary=True) as cursor:
+            cursor.itersize = 5000
+            cursor.execute(query.replace("?", "%b"), sent)
+            for row in cursor:
+                yield decoded([row])[0]
+
+    def all_meta(self) -> dict[str, str]:
+        row = self.first(f"SELECT {', '.join(_OWNER)} FROM run")  # noqa: S608 - our own names
+        mine = {} if row is None else dict(zip(_OWNER, map(str, row), strict=True))
+        return super().all_meta() | mine
+
+    def tables(self) -> set[str]:
+        return table_names(self._connection, self._schema)
+
+    def damage(self) -> str:
+        return ""
+
+
+@contextmanager
+def reading_postgres(address: str) -> Iterator[PostgresReader]:
+    """Read a run's log; the address ends in `#RUN`. Raises LogAway if the database cannot be reached."""
+    base, run = split_run(address)
+    where, schema = redacted(address), schema_of(run)
+    try:
+        with connect(base, where, timeout_s=_CONNECT_S, writes=False) as connection:  # a standby will do, or a pooler
+            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            in_schema(connection, schema)
+            yield PostgresReader(connection, where, schema)
+    except psycopg.Error as error:
+        if is_away(error):
+            raise LogAway(f"{where}: {first_line(error)}") from None
+        raise typed(error, where) from None
+
+
+def in_schema(connection: Connection, schema: str) -> None:
+    """Have names without a schema mean those of a run."""
+    connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(schema)))
+
+
+def table_names(connection: Connection, schema: str) -> set[str]:
+    query = "SELECT tablename FROM pg_catalog.pg_tables WHERE schemaname = %s"
+    return {name for (name,) in connection.execute(query, (schema,))}
+
+
+# ------------------------------------------------------------------ text that PostgreSQL cannot hold
+
+
+def as_sent(value: Any) -> Any:
+    """A value as it is sent. PostgreSQL's text has no zero character, and a group's name may have one: it is written as
+    two others."""
+    if isinstance(value, list):
+        return [as_sent(one) for one in value]
+    if isinstance(value, str) and ("\0" in value or _ESCAPE in value):
+        return value.replace(_ESCAPE, _ESCAPE + "e").replace("\0", _ESCAPE + "0")
+    return value
+
+
+def decoded(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Rows as they were sent."""
+    for number, row in enumerate(rows):
+        if any(isinstance(value, str) and _ESCAPE in value for value in row):
+            rows[number] = tuple(_unescaped(value) if isinstance(value, str) else value for value in row)
+    return rows
+
+
+def _unescaped(text: str) -> str:
+    return text.replace(_ESCAPE + "0", "\0").replace(_ESCAPE + "e", _ESCAPE)

@@ -1,0 +1,79 @@
+"""The tables of a log in PostgreSQL: those of SQLite, and one row that says who owns the run.
+
+Text is compared by its bytes (collation "C"), as in SQLite.
+"""
+
+from __future__ import annotations
+
+COLUMNS = {
+    "meta": {"name": "text", "value": "text"},
+    "groups": {
+        "op": "bigint",
+        "id": "text",
+        "digest": "bytea",
+        "policy_version": "bigint",
+        "samples": "bigint",
+        "tokens": "bigint",
+        "size": "bigint",
+        "state": "smallint",
+        "reason": "text",
+        "uses": "bigint",
+        "run": "text",
+        "prompt": "text",
+        "kinds": "bytea",
+        "location": "text",
+        "at": "double precision",
+    },
+    "facts": {"op": "bigint", "facts": "bytea"},
+    "records": {"op": "bigint", "data": "bytea"},
+    "discards": {"name": "text"},
+    "snapshots": {"op": "bigint", "data": "bytea"},
+    "steps": {"step": "bigint", "op": "bigint", "manifest": "bytea", "state": "smallint"},
+    "segments": {
+        "name": "text",
+        "writer": "text",
+        "epoch": "bigint",
+        "sealed_at": "double precision",
+        "clean": "smallint",
+    },
+    "frees": {"name": "text"},
+}
+"""The first column of a table is its key."""
+
+_DEFAULTS = {("groups", "policy_version"): "", ("groups", "uses"): "NOT NULL DEFAULT 0"}
+FENCED = "PS001"
+"""The error that `begin_commit` raises."""
+OWNER = """
+CREATE TABLE run (
+    is_it boolean PRIMARY KEY DEFAULT true CHECK (is_it),
+    name text NOT NULL, format bigint NOT NULL, run_id text NOT NULL,
+    epoch bigint NOT NULL, commits bigint NOT NULL,
+    pid integer NOT NULL, began timestamptz NOT NULL, holder text NOT NULL);
+CREATE FUNCTION begin_commit(mine bigint, last bigint) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE owner record;
+BEGIN
+    -- Locks the row until the transaction ends: a plane that takes over waits for it, or this one waits and is refused.
+    UPDATE run SET commits = last + 1 WHERE epoch = mine AND commits = last;
+    IF NOT FOUND THEN
+        SELECT epoch, commits INTO owner FROM run;
+        RAISE EXCEPTION 'epoch %, transaction %', owner.epoch, owner.commits USING ERRCODE = 'PS001';
+    END IF;
+END $$;
+"""
+
+
+def create_tables() -> str:
+    """The statements that make an empty log in the current schema."""
+    made = [OWNER]
+    for table, columns in COLUMNS.items():
+        lines = []
+        for number, (name, kind) in enumerate(columns.items()):
+            rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
+            order = 'COLLATE "C"' if kind == "text" else ""
+            lines.append(f"{name} {kind} {order} {rule}")
+        made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
+    made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
+    # Metadata, plans and snapshots are packed already: compressing them again costs more than it saves.
+    for table, column in (("facts", "facts"), ("records", "data"), ("snapshots", "data"), ("steps", "manifest")):
+        made.append(f"ALTER TABLE {table} ALTER {column} SET STORAGE EXTERNAL;")
+    return "\n".join(made)

@@ -1,0 +1,103 @@
+"""Reads a log in SQLite without owning it: beside a plane that works on it, or long after one did.
+
+Nothing is written and no lock is taken. What is read is one consistent state: SQLite gives readers a snapshot while the
+plane writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
+from penstock.log.log_reader import LogReader
+
+LOG = "log.sqlite"
+
+
+class SqliteReader(LogReader):
+    """One moment of a log."""
+
+    def __init__(self, db: sqlite3.Connection, where: str) -> None:
+        self._db, self.where = db, where
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
+        return self._db.execute(query, values)
+
+    def tables(self) -> set[str]:
+        return {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+    def damage(self) -> str:
+        return quick_check(self._db)
+
+
+def quick_check(db: sqlite3.Connection) -> str:
+    found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+    return "" if found == "ok" else found
+
+
+@contextmanager
+def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
+    """Read a log's file. Raises CorruptFile if it is damaged, Conflict if its plane has it alone."""
+    # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    try:
+        log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None, timeout=1.0)
+        try:
+            log.execute("BEGIN")
+            yield SqliteReader(log, str(path))
+        finally:
+            log.close()
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+            raise Conflict(
+                f"{path}: on a network filesystem its plane has it alone; ask the plane by its address, or stop it"
+            ) from None
+        raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
+
+
+def back_up(source: Path, target: Path) -> None:
+    """Copy a log with its write-ahead log to one file, also while its plane writes."""
+    with ExitStack() as opened:
+        log = _open_live(source)
+        opened.callback(log.close)
+        made = sqlite3.connect(target, isolation_level=None)
+        opened.callback(made.close)
+        log.backup(made)
+        made.execute("PRAGMA journal_mode=DELETE")  # one file, which can be renamed
+
+
+def _open_live(path: Path) -> sqlite3.Connection:
+    """A connection that sees what a plane writes meanwhile, also one that is started only then."""
+    where = f"file:{quote(str(path))}"
+    log = sqlite3.connect(f"{where}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
+    try:
+        log.execute("SELECT 1 FROM meta").fetchone()
+    except sqlite3.OperationalError:
+        log.close()
+        if os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists():
+            raise
+        return sqlite3.connect(f"{where}?immutable=1", uri=True, isolation_level=None)  # a folder no plane can open
+    return log
+
+
+@contextmanager
+def typed_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorname", "")
+        if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
+            raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
+        if code.startswith("SQLITE_BUSY"):
+            raise Conflict(f"{where}: another process has it open; stop it or use another folder") from None
+        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
+        raise StorageError(f"{where}: {error}") from None
+    except UnicodeDecodeError as error:  # SQLite's own words about damage quote what is damaged
+        raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None

@@ -1,0 +1,305 @@
+"""What every log must do, as a suite to run over yours.
+
+    class TestMine(LogSuite):
+        opener = "from mine import MyLog\\nlog = MyLog(sys.argv[1])"
+
+Needs the `pytest` package.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock.encode import encode
+from penstock.errors import CorruptFile, Fenced, StorageError
+from penstock.log import FORMAT, GroupRow, Log, LogReader, SegmentRow, State, reading
+from penstock.log.decision_records import Advance, Discard
+from penstock.pack import Packing
+from penstock.send.steps import Staged
+from penstock.serve.settings import PlaneSettings, Target
+from penstock.testing.engines import DirectEngine
+from penstock.testing.groups import named_group
+
+_TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
+_WRITE = """
+from penstock.log import GroupRow
+op = log.last_op
+while True:
+    with log.transaction():
+        for number in range(3):
+            op += 1
+            log.add_groups([(GroupRow(op, f"g{op}", b"d" * 16, None, 1, 1, 1, location=f"s@{op}"), b"f")])
+        log.set_meta("last", op)
+    print(op, flush=True)
+"""
+
+
+def row(op: int, **more: Any) -> GroupRow:
+    values: dict[str, Any] = {"id": f"g{op}", "digest": bytes(16), "policy_version": 3, "samples": 2, "tokens": 10}
+    return GroupRow(op, **{**values, "size": 100, "location": f"seg@{op}", **more})
+
+
+def add(log: Log, *ops: int) -> None:
+    with log.transaction():
+        log.add_groups([(row(op), b"facts %d" % op) for op in ops])
+
+
+class LogSuite:
+    """What every log must do."""
+
+    opener: ClassVar[str]
+    """Python that opens the log of the folder in sys.argv[1] as `log`, also while another process has it."""
+
+    def open(self, folder: Path, **options: Any) -> Log:
+        """Open the log of a folder: new the first time, the same log again later."""
+        raise NotImplementedError
+
+    def set_format(self, folder: Path, number: int) -> None:
+        """Have a closed log say that it is of another format."""
+        raise NotImplementedError
+
+    def other_process(self, folder: Path, program: str) -> subprocess.Popen[str]:
+        """Another process that opens the same log and runs a program with it."""
+        text = f"import sys\n{self.opener_of(folder)}\n{program}"
+        command = [sys.executable, "-c", text, str(folder)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+
+    def opener_of(self, folder: Path) -> str:  # noqa: ARG002 - for those that need it
+        return self.opener
+
+    # -------------------------------------------------------------- what is written is read
+
+    def test_everything_comes_back_after_a_restart(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        odd = row(
+            2, id="a\0b\x1a\x1a0 é'\"%s?", policy_version=None, reason="\0", kinds=(("x", "y"),), run="r", prompt="p"
+        )
+        with log.transaction():
+            log.add_groups([(row(1, size=1 << 60), b"\0facts"), (odd, b"")])
+            log.add_record(3, Advance(policy_version=7))
+            log.add_record(4, Discard(reason="why", samples=3, key="k\0"))
+            log.add_discard("k\0")
+            log.add_step(1, 5, b"manifest")
+            log.add_segment(SegmentRow("seg", "writer", 1))
+            log.add_frees(["seg2", "seg@9"])
+            log.set_snapshot(4, b"\0snapshot")
+            log.set_meta("count", 17)
+            log.set_meta("words", "a\0b")
+        run_id, commits = log.run_id, log.commits
+        log.close()
+        again = self.open(tmp_path)
+        assert (again.run_id, again.epoch, again.commits) == (run_id, 2, commits + 1)
+        assert list(again.groups()) == [row(1, size=1 << 60), odd]
+        assert again.digest_of(odd.id) == odd.digest
+        assert again.facts_of([1, 2, 3]) == {1: b"\0facts", 2: b""}
+        assert dict(again.records()) == {3: Advance(policy_version=7), 4: Discard(reason="why", samples=3, key="k\0")}
+        assert again.is_discarded("k\0")
+        assert list(again.steps()) == [(1, 5, b"manifest", State.SCHEDULED)]
+        assert again.segments() == [SegmentRow("seg", "writer", 1)]
+        assert sorted(again.frees()) == ["seg2", "seg@9"]
+        assert again.snapshot() == (4, b"\0snapshot")
+        assert (again.meta("count", 0), again.text("words"), again.text("none")) == (17, "a\0b", "")
+        assert again.last_op == 5
+        again.close()
+
+    def test_groups_come_in_order_and_as_they_are_asked_for(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        add(log, 9, 2, 5)
+        assert [found.op for found in log.groups()] == [2, 5, 9]
+        assert [found.op for found in log.groups(after=2)] == [5, 9]
+        assert [found.op for found in log.groups_of([9, 2, 9, 4])] == [9, 2, 9]
+        assert log.num_frames == 3
+        assert (log.location_of("g5"), log.location_at(5), log.location_of("g4")) == ("seg@5", "seg@5", "")
+        log.close()
+
+    def test_what_is_known_of_groups_follows_what_is_written(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        log.look_up(["g1", "g2"], ["k"])
+        assert (log.digest_of("g1"), log.is_discarded("k")) == (None, False)
+        with log.transaction():
+            log.add_groups([(row(1, state=State.EVALUATION), b"x")])
+            log.add_discard("k")
+        assert (log.digest_of("g1"), log.is_evaluation("g1"), log.is_discarded("k")) == (bytes(16), True, True)
+        log.close()
+
+    def test_states_uses_and_frames_change(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        add(log, 1, 2, 3)
+        with log.transaction():
+            log.set_groups([1, 2], State.QUARANTINED, "odd")
+            log.count_uses([3, 3, 2])
+            log.forget_frames([2])
+            log.mark_settled(1)
+        assert [found.op for found in log.groups_in(State.QUARANTINED)] == [2]
+        assert log.totals() == {(State.HELD, ""): 4, (State.QUARANTINED, "odd"): 2}
+        assert log.with_frames() == {1, 3}
+        assert sorted(log.rows("SELECT op, uses FROM groups")) == [(1, 0), (2, 1), (3, 2)]
+        log.close()
+
+    def test_steps_that_are_removed_take_later_snapshots_along(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        with log.transaction():
+            for step in (1, 2, 3):
+                log.add_step(step, 10 * step, b"m")
+            log.set_steps(1, 2, State.DELIVERED)
+            log.set_snapshot(25, b"s")
+        with log.transaction():
+            log.remove_steps(3)
+        assert log.snapshot() == (25, b"s")
+        with log.transaction():
+            log.remove_steps(2)
+        assert log.snapshot() is None
+        assert list(log.steps()) == [(1, 10, b"m", State.DELIVERED)]
+        log.close()
+
+    def test_segments_are_sealed_and_freed_by_name(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        with log.transaction():
+            log.add_segment(SegmentRow("a", "w", 1))
+            log.add_segment(SegmentRow("b", "w", 1))
+        with log.transaction():
+            log.seal_segment("a", at=12.5, clean=True)
+            log.add_frees(["a", "b@1"])
+            log.add_frees(["a"])
+        assert sorted(log.segments(), key=lambda one: one.name)[0] == SegmentRow("a", "w", 1, 12.5, True)
+        with log.transaction():
+            log.remove_frees(["a"])
+        assert ([one.name for one in log.segments()], log.frees()) == (["b"], ["b@1"])
+        log.close()
+
+    # -------------------------------------------------------------- transactions
+
+    def test_a_transaction_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        add(log, 1)
+        before = log.commits
+        with pytest.raises(ZeroDivisionError), log.transaction():
+            log.add_groups([(row(2), b"x")])
+            raise ZeroDivisionError
+        with pytest.raises(StorageError), log.transaction():  # the same id again: refused by the database itself
+            log.add_groups([(row(3), b"x")])
+            log.add_groups([(row(4, id="g1"), b"x")])
+        assert (log.commits, [found.op for found in log.groups()]) == (before, [1])
+        add(log, 2)
+        assert (log.commits, [found.op for found in log.groups()]) == (before + 1, [1, 2])
+        log.close()
+
+    def test_a_killed_process_loses_nothing_it_told_and_leaves_no_half(self, tmp_path: Path) -> None:
+        self.open(tmp_path).close()
+        told = 0
+        for _ in range(3):
+            writer = self.other_process(tmp_path, _WRITE)
+            assert writer.stdout is not None
+            for _ in range(20):
+                told = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+            told = max([told, *(int(line) for line in writer.stdout.read().split())])
+            _end(writer)
+            log = self.open(tmp_path)
+            last = log.meta("last", 0)
+            assert last >= told
+            assert [found.op for found in log.groups()] == list(range(1, last + 1))
+            assert len(log.with_frames()) == last
+            log.close()
+
+    # -------------------------------------------------------------- whose it is
+
+    def test_a_plane_that_was_taken_over_writes_nothing(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        add(log, 1)
+        rival = self.other_process(tmp_path, _TAKE_OVER)
+        assert rival.stdout is not None
+        assert int(rival.stdout.readline()) == 2
+        with pytest.raises(Fenced, match="taken over by epoch 2"):
+            add(log, 2)
+        with pytest.raises(Fenced):
+            log.check_epoch()
+        log.close()
+        rival.communicate("")
+        again = self.open(tmp_path)
+        assert ([found.op for found in again.groups()], again.epoch) == ([1], 3)
+        again.close()
+
+    def test_the_guard_is_asked_before_it_is_taken_over(self, tmp_path: Path) -> None:
+        seen: list[dict[str, Any]] = []
+
+        def refuse(**facts: Any) -> None:
+            seen.append(facts)
+            raise CorruptFile("not this one")
+
+        log = self.open(tmp_path, guard=lambda **facts: seen.append(facts))
+        add(log, 1)
+        commits, run_id = log.commits, log.run_id
+        log.close()
+        with pytest.raises(CorruptFile, match="not this one"):
+            self.open(tmp_path, guard=refuse)
+        again = self.open(tmp_path)
+        assert again.epoch == 2
+        again.close()
+        assert seen[0] == {"run_id": run_id, "epoch": 1, "commits": 0, "held": 0, "is_new": True}
+        assert seen[1] == {"run_id": run_id, "epoch": 2, "commits": commits, "held": 1, "is_new": False}
+
+    @pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
+    def test_another_format_is_refused_by_name(self, tmp_path: Path, number: int) -> None:
+        log = self.open(tmp_path)
+        add(log, 1)
+        log.close()
+        self.set_format(tmp_path, number)
+        with pytest.raises(CorruptFile, match=f"format {number}; this version reads format {FORMAT}"):
+            self.open(tmp_path)
+
+    # -------------------------------------------------------------- readers, and the engine
+
+    def test_a_reader_sees_one_moment_beside_the_plane(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        add(log, 1)
+        with reading(tmp_path) as reader:
+            before = _view(reader)
+            add(log, 2)
+            assert _view(reader) == before == ([1], str(log.commits - 1), log.run_id)
+        with reading(tmp_path) as reader:
+            assert _view(reader) == ([1, 2], str(log.commits), log.run_id)
+            assert reader.all_meta()["format"] == str(FORMAT)
+        log.close()
+
+    def test_an_engine_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        packing = Packing(ranks=2, seq_len=64)
+        settings = PlaneSettings(packing=packing, target=Target(groups=2), storage=str(tmp_path / "storage"))
+        engine = DirectEngine(settings, self.open(tmp_path))
+        for name in "abcdef":
+            assert engine.put(name, name, encode(named_group(name))) is None
+        assert all(outcome.error is None for outcome in engine.flush())
+        for step in (1, 2):
+            assert isinstance(engine.plan_step(step), Staged)
+        engine.received(1)
+        engine.commit(1, 5)
+        ledger = engine.ledger.as_dict()
+        planned = engine.planned(2)
+        engine.log.close()  # as after a kill: nothing is tidied up
+        again = DirectEngine(settings, self.open(tmp_path))
+        assert (again.next_step, again.last_step, again.policy_version) == (2, 2, 5)
+        assert again.ledger.as_dict() == ledger
+        assert again.planned(2) == planned
+        repeated = again.put("x", "a", encode(named_group("a")))
+        assert repeated is not None
+        assert repeated.duplicate
+        again.close()
+        again.log.close()
+
+
+def _view(reader: LogReader) -> tuple[list[int], str, str]:
+    meta = reader.all_meta()
+    return [found.op for found in reader.groups()], meta["commits"], meta["run_id"]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
