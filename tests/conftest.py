@@ -7,13 +7,16 @@ Lanes: `process` is a test that starts processes, `deep` one that takes seconds 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from penstock.testing.object_proxy import ObjectProxy
 from penstock.testing.pace import pace as measured_pace
 from tests.lanes import DEEP, PROCESS
 
@@ -27,6 +30,13 @@ settings.register_profile(
 )
 settings.load_profile("repeat")
 
+
+S3_ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST",
+    "AWS_SECRET_ACCESS_KEY": "a-secret-that-nobody-may-see",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 # Doors that need an environment of their own; `make test-doors` makes it and runs them.
 collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["doors"]
@@ -87,6 +97,30 @@ def s3_endpoint() -> Iterator[str]:
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket, which this process and those it starts reach by the usual variables."""
+    import boto3
+
+    for name, value in S3_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    bucket = f"penstock-{secrets.token_hex(6)}"
+    client: Any = boto3.client("s3", endpoint_url=s3_endpoint)
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    return bucket
+
+
+@pytest.fixture
+def s3_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectProxy]:
+    """What lies between this process and the bucket."""
+    assert s3_bucket
+    with ObjectProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
 
 
 @pytest.fixture

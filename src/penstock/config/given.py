@@ -40,7 +40,8 @@ class Given:
             raise ConfigError(f"{file}: not TOML: {error}; {hint}") from None
         for setting in () if paths_of is None else settings_of(paths_of):
             value = tables.get(setting.name)
-            if setting.extra.get("path") and isinstance(value, str) and value not in ("", NONE, "memory:"):
+            is_path = isinstance(value, str) and value not in ("", NONE, "memory:") and "://" not in value
+            if setting.extra.get("path") and is_path:
                 tables[setting.name] = str(file.resolve().parent / value)
         return Given(tables, str(file))
 

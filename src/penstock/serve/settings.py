@@ -22,6 +22,7 @@ from penstock.hold import Replay as Replay
 from penstock.pack import Packing
 from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
+from penstock.storage import address_of
 
 _BESIDE_BYTES = 1 << 20
 """What a message has beside its largest part."""
@@ -163,8 +164,8 @@ class PlaneSettings:
     storage: Annotated[
         str | None,
         Meta(
-            description="folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: "
-            "`storage` in the run's folder",
+            description="where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder",
             extra={"path": True},
         ),
     ] = None
@@ -236,6 +237,8 @@ class PlaneSettings:
         for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
             if problem := run_name_problem(name):
                 raise ConfigError(f"{setting}: {problem}")
+        if self.storage is not None:
+            address_of(self.storage)  # raises where credentials are in it, before anything shows it
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         table = table_with(self.packing.own)

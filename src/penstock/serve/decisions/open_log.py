@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.atomic import folder_errors
 from penstock.serve.decisions.log import Log
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared
+from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, open_storage
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
@@ -32,5 +32,5 @@ def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:
     """Where a plane's frames are: as the settings say, else in the folder of its log, or in memory as that is."""
     if settings.storage is not None:
-        return FolderStorage(settings.storage.removeprefix("file://"))
+        return open_storage(settings.storage)
     return MemoryStorage() if folder is None else FolderStorage(Path(folder).resolve() / "storage")

@@ -20,7 +20,7 @@ from penstock.serve.decisions.decision_records import Advance, Discard, Shorten,
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.log import FORMAT, State
 from penstock.serve.decisions.manifest import read_manifest
-from penstock.storage import FolderStorage
+from penstock.storage import KeptStorage, open_storage
 
 LOG = "log.sqlite"
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
@@ -31,11 +31,11 @@ def is_run(folder: str | Path) -> bool:
     return (Path(folder) / LOG).is_file()
 
 
-def storage_of_run(folder: Path) -> FolderStorage:
+def storage_of_run(folder: Path) -> KeptStorage:
     """Where the frames of a run are."""
     with reading(folder / LOG) as log:
         found = log.execute("SELECT value FROM meta WHERE name = 'storage'").fetchone()
-    return FolderStorage(Path(found[0]) if found and found[0] else folder / "storage", create=False)
+    return open_storage(found[0] if found and found[0] else folder / "storage", create=False)
 
 
 def read_stored(folder: Path, location: str) -> Buffer:

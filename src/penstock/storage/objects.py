@@ -1,0 +1,418 @@
+"""Storage in an object store: S3, Google Cloud Storage, Azure, and servers that speak S3.
+
+    PREFIX/marker                                whose frames these are, and how far its log was
+    PREFIX/segments/3f9c21d07b6a4e58/begin       a segment: a prefix that one writer has for itself
+    PREFIX/segments/3f9c21d07b6a4e58/000000      [frame][frame]...: what was written together
+    PREFIX/segments/3f9c21d07b6a4e58/000001
+
+Frames that are put at the same time share an object. Every object is written with one create-only request, so nothing
+is ever overwritten. A location has the number of the object in the upper bits of its offset:
+
+    3f9c21d07b6a4e58:4294975488:310284           object 000001, bytes 8192 to 318476
+
+An object is deleted when all frames in it were, or with its segment. A write that was given up may still arrive, even
+in a segment that was deleted: see `lands_late`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.encode.layout import Buffer
+from penstock.errors import Away, Conflict, StorageError
+from penstock.storage.interface import (
+    Gone,
+    Location,
+    Pieces,
+    Range,
+    Wanted,
+    check_wanted,
+    is_segment_name,
+    parse_location,
+)
+from penstock.storage.object_requests import (
+    PATIENCE_S,
+    Missing,
+    Taken,
+    at_once,
+    make_store,
+    parse_object_url,
+    persist,
+    run,
+)
+
+OBJECT_BYTES = 8 << 20
+"""Frames that share an object take at most this; a larger frame has one for itself."""
+STRIDE = 1 << 32
+"""Between the first offsets of two objects of a segment."""
+_MOST_OBJECTS = 200_000
+"""In a segment, so that offsets have at most 15 digits."""
+_WRITES, _READS = 8, 32
+"""Requests under way at a time, of one call."""
+_JOIN_BYTES = 256 << 10
+"""Ranges of an object that are this close are read with one request: 50 ms of waiting cost more than these bytes."""
+_MOST_READ = 8 << 20
+"""Bytes of one request, unless a single range is larger: several at a time are faster than one."""
+_MARKER = "marker"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a segment."""
+
+    segment: str
+    number: int
+    size: int
+    modified: float
+    """Seconds since 1970."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One request: bytes of an object, and which of them go where."""
+
+    name: str
+    start: int
+    end: int
+    parts: list[tuple[int, memoryview]]
+
+
+class ObjectStorage:
+    """Segments as prefixes of one bucket."""
+
+    segment_bytes = 64 << 20
+    batch_bytes = 32 << 20
+    gather_s = 0.010
+    lands_late = True
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        """Nothing is asked of the store yet. `patience_s`: how long it may be away before a call raises Away."""
+        parsed, self._patience_s = parse_object_url(url), patience_s
+        self.url = str(parsed)
+        self.store = make_store(parsed)
+        self._freed: dict[str, set[Range]] = {}
+        """Object -> the bytes of it that were deleted by this process, until all of them are."""
+        self._sizes: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self.url!r})"
+
+    def prove(self) -> str:
+        from penstock.storage.object_proof import prove
+
+        return prove(self)
+
+    # -------------------------------------------------------------- writing
+
+    def create(self, segment: str) -> ObjectSegment:
+        # A word of its own tells this writer's object from that of another one, where the answer is lost.
+        run(self.put_new(f"segments/{segment}/begin", secrets.token_bytes(16)))
+        return ObjectSegment(self, segment)
+
+    async def put_new(self, name: str, data: bytes, deadline: float | None = None) -> None:
+        """Write an object that must not exist. Raises Conflict if it does, with other bytes."""
+        import obstore
+
+        for _ in range(3):
+            try:
+                await self.ask(
+                    name,
+                    lambda: obstore.put_async(self.store, name, data, mode="create", use_multipart=False),
+                    size=len(data),
+                    deadline=deadline,
+                )
+            except Taken:
+                # Somebody else's, or our own: an attempt whose answer was lost may have written it.
+                if await self._holds(name, data, deadline):
+                    return
+            except Missing:
+                raise StorageError(f"{self.url}: no such bucket; create it, or correct the address") from None
+            else:
+                return
+        raise Away(f"{self.url}/{name}: cannot be written and is not there")
+
+    async def _holds(self, name: str, data: bytes, deadline: float | None) -> bool:
+        """Whether an object is what was to be written; False if there is none. Raises Conflict if it is not."""
+        try:
+            found = await self.get(name, deadline=deadline, most=len(data))
+        except Missing:  # of two writers at the same time neither was let in
+            return False
+        except Away:
+            raise
+        except StorageError as error:  # producers need not be allowed to read: then it is written again elsewhere
+            raise Away(f"{self.url}/{name}: exists; whether this process wrote it is unknown ({error})") from None
+        if found[0] != data:
+            raise Conflict(f"{self.url}/{name}: exists; two writers have one name")
+        return True
+
+    # -------------------------------------------------------------- reading
+
+    def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
+        at = parse_location(location)
+        wanted = [(0, at.size)] if ranges is None else list(ranges)
+        if any(not 0 <= start <= end <= at.size for start, end in wanted):
+            raise Gone(f"location {location}: asked for {wanted[:4]}")
+        found = [bytearray(end - start) for start, end in wanted]
+        views = ((at, at.offset + start, memoryview(data)) for (start, _), data in zip(wanted, found, strict=True))
+        self.read_into(list(views))
+        return list(found)
+
+    def read_into(self, wanted: Sequence[Wanted]) -> None:
+        check_wanted(wanted)
+        fetches = _fetches(wanted)
+        run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+
+    async def _fetch(self, one: _Fetch) -> None:
+        import obstore
+
+        async def act() -> Any:
+            found = await obstore.get_range_async(self.store, one.name, start=one.start, end=one.end)
+            if len(found) < one.end - one.start:
+                # An object that ends earlier is damaged; an answer that does is asked for again.
+                if (await obstore.head_async(self.store, one.name))["size"] < one.end:
+                    raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}")
+                raise Away(f"{self.url}/{one.name}: {len(found):,} bytes instead of {one.end - one.start:,}")
+            return found
+
+        try:
+            data = memoryview(await self.ask(one.name, act, size=one.end - one.start))
+        except Missing:
+            raise Gone(f"{self.url}/{one.name}: no such object") from None
+        except Away:
+            raise
+        except StorageError:
+            if await self._size(one.name) < one.end:  # stores refuse a range that begins behind the end
+                raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}") from None
+            raise
+        for start, view in one.parts:
+            view[:] = data[start : start + len(view)]
+
+    async def _size(self, name: str) -> float:
+        """Of an object, 0 where there is none; endless where that cannot be told."""
+        import obstore
+
+        try:
+            return float((await self.ask(name, lambda: obstore.head_async(self.store, name)))["size"])
+        except Missing:
+            return 0
+        except StorageError:
+            return math.inf
+
+    async def get(self, name: str, *, deadline: float | None = None, most: int = 1 << 16) -> tuple[bytes, Any]:
+        """A whole object, or as much of it as tells that it is larger than `most`, and its version."""
+        import obstore
+
+        async def act() -> tuple[bytes, Any]:
+            answer = await obstore.get_async(self.store, name)
+            if answer.meta["size"] > most:
+                return bytes(most + 1), answer.meta
+            return bytes(await answer.bytes_async()), answer.meta
+
+        found: tuple[bytes, Any] = await self.ask(name, act, size=most, deadline=deadline)
+        return found
+
+    async def ask(
+        self, name: str, act: Callable[[], Awaitable[Any]], *, size: int = 0, deadline: float | None = None
+    ) -> Any:
+        where = f"{self.url}/{name}"
+        return await persist(act, where, size=size, deadline=deadline, patience_s=self._patience_s)
+
+    # -------------------------------------------------------------- deleting
+
+    def delete(self, names: Iterable[str]) -> None:
+        whole, touched = set(), set()
+        for name in names:
+            if is_segment_name(name):
+                whole.add(name)
+                continue
+            at = parse_location(name)
+            number, start = divmod(at.offset, STRIDE)
+            touched.add(_name(at.segment, number))
+            self._freed.setdefault(_name(at.segment, number), set()).add((start, start + at.size))
+        run(self._delete(whole, {name for name in touched if name.split("/")[1] not in whole}))
+        for name in [name for name in self._freed if name.split("/")[1] in whole]:
+            self._forget(name)
+
+    async def _delete(self, segments: set[str], touched: set[str]) -> None:
+        paths = await at_once([_bound(self._paths, segment) for segment in segments], _READS)
+        new = sorted(touched - self._sizes.keys())
+        self._sizes |= zip(new, await at_once([_bound(self._size, name) for name in new], _READS), strict=True)
+        done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes[name]]
+        await self._remove([*done, *(path for some in paths for path in some)])
+        for name in done:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._freed.pop(name, None)
+        self._sizes.pop(name, None)
+
+    async def _paths(self, segment: str) -> list[str]:
+        return [meta["path"] for meta in await self.listed(f"segments/{segment}")]
+
+    async def _remove(self, paths: list[str]) -> None:
+        import obstore
+
+        async def one(path: str) -> None:
+            try:
+                await self.ask(path, lambda: obstore.delete_async(self.store, path))
+            except Missing:
+                return
+
+        if not paths:
+            return
+        try:
+            await self.ask("segments", lambda: obstore.delete_async(self.store, paths))
+        except Missing:  # some stores stop at a name that is not there
+            await at_once([_bound(one, path) for path in paths], _READS)
+
+    # -------------------------------------------------------------- listing
+
+    async def listed(self, prefix: str) -> list[dict[str, Any]]:
+        """Every object below a prefix."""
+        import obstore
+
+        async def act() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = []
+            async for page in obstore.list(self.store, prefix, chunk_size=1000):
+                found += page
+            return found
+
+        try:
+            return list(await self.ask(prefix, act, size=100 << 20))
+        except Missing:
+            return []
+
+    def objects(self, segment: str = "") -> list[StoredObject]:
+        """The objects of a segment, or of all segments, in order."""
+        found = []
+        for meta in run(self.listed(f"segments/{segment}" if segment else "segments")):
+            _, name, last = meta["path"].rsplit("/", 2)
+            if is_segment_name(name) and (last == "begin" or last.isdecimal()):
+                number = -1 if last == "begin" else int(last)
+                found.append(StoredObject(name, number, int(meta["size"]), meta["last_modified"].timestamp()))
+        return sorted(found, key=lambda one: (one.segment, one.number))
+
+    def segments(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for one in self.objects():
+            found[one.segment] = found.get(one.segment, 0) + (one.size if one.number >= 0 else 0)
+        return found
+
+    # -------------------------------------------------------------- the marker
+
+    def marker(self) -> bytes | None:
+        found = run(self._marker())
+        return None if found is None else found[0]
+
+    async def _marker(self) -> tuple[bytes, Any] | None:
+        try:
+            return await self.get(_MARKER)
+        except Missing:
+            return None
+
+    def set_marker(self, new: bytes, old: bytes | None) -> bool:
+        return run(self._set_marker(new, old))
+
+    async def _set_marker(self, new: bytes, old: bytes | None) -> bool:
+        import obstore
+
+        found = await self._marker()
+        if (None if found is None else found[0]) != old:
+            return False
+        mode: Any = "create" if found is None else version_of(found[1])
+        attempts = 0
+
+        async def act() -> Any:
+            nonlocal attempts
+            attempts += 1
+            return await obstore.put_async(self.store, _MARKER, new, mode=mode, use_multipart=False)
+
+        try:
+            await self.ask(_MARKER, act)
+        except Taken:
+            # Somebody else was faster; or we were, and the answer was lost.
+            now = await self._marker() if attempts > 1 else None
+            return now is not None and now[0] == new
+        except Missing:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Connections close by themselves."""
+
+
+class ObjectSegment:
+    """One segment that this process writes."""
+
+    def __init__(self, storage: ObjectStorage, name: str) -> None:
+        self.name, self.end = name, 0
+        self._storage, self._number = storage, 0
+
+    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
+        locations, objects = [], []
+        for batch in _batches([b"".join(pieces) for pieces in frames]):
+            at = self._number * STRIDE
+            for frame in batch:
+                locations.append(str(Location(self.name, at, len(frame))))
+                at += len(frame)
+            objects.append((_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
+            self._number += 1
+        if self._number > _MOST_OBJECTS or any(len(data) > STRIDE for _, data in objects):
+            raise StorageError(f"{self._storage.url}: a frame above 4 GiB, or {_MOST_OBJECTS:,} objects in a segment")
+        run(self._write(objects, None if deadline == math.inf else deadline))
+        self.end += sum(len(data) for _, data in objects)
+        return locations
+
+    async def _write(self, objects: Sequence[tuple[str, bytes]], deadline: float | None) -> None:
+        put = self._storage.put_new
+        await at_once([_bound(put, name, data, deadline) for name, data in objects], _WRITES)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def version_of(meta: Any) -> dict[str, str]:
+    """What a conditional write compares with; the client refuses a field that is None."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
+
+
+def _name(segment: str, number: int) -> str:
+    return f"segments/{segment}/{number:06}"
+
+
+def _bound(act: Callable[..., Awaitable[Any]], *words: Any) -> Callable[[], Awaitable[Any]]:
+    return lambda: act(*words)
+
+
+def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
+    """Frames that share an object."""
+    found: list[list[bytes]] = []
+    size = OBJECT_BYTES
+    for frame in frames:
+        if size + len(frame) > OBJECT_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(frame)
+        size += len(frame)
+    return found
+
+
+def _fetches(wanted: Sequence[Wanted]) -> list[_Fetch]:
+    """The requests for these bytes: ranges of an object that lie close together are one."""
+    found: list[_Fetch] = []
+    for at, offset, view in sorted(wanted, key=lambda one: (one[0].segment, one[1])):
+        if not len(view):
+            continue
+        number, start = divmod(offset, STRIDE)
+        name, end, last = _name(at.segment, number), start + len(view), found[-1] if found else None
+        is_near = last is not None and last.name == name and start - last.end <= _JOIN_BYTES
+        if last is not None and is_near and end - last.start <= _MOST_READ:
+            last.parts.append((start - last.start, view))
+            last.end = max(last.end, end)
+        else:
+            found.append(_Fetch(name, start, end, [(0, view)]))
+    return found
