@@ -216,7 +216,7 @@ class Plane:
             try:
                 answer = self._line.ask(question, deadline - time.monotonic(), None if put is None else put.write)
             except StorageError as error:
-                self._storage_failed(put, error)
+                self._storage_failed(put, error, deadline)
                 passes_plane = True
                 continue
             passes_plane = False
@@ -237,7 +237,7 @@ class Plane:
             try:
                 answer = await self._line.aask(question, deadline - time.monotonic(), write)
             except StorageError as error:
-                self._storage_failed(put, error)
+                self._storage_failed(put, error, deadline)
                 passes_plane = True
                 continue
             passes_plane = False
@@ -253,11 +253,11 @@ class Plane:
         put = None if passes_plane else DirectPut.of(self._direct, group, deadline)
         return put, group.question(self._line.session, timeout, direct=put is not None)
 
-    def _storage_failed(self, put: DirectPut | None, error: StorageError) -> None:
+    def _storage_failed(self, put: DirectPut | None, error: StorageError, deadline: float) -> None:
         """A frame could not be written from here: the plane gets it. Where the disk is full, it frees what it may and
         answers; where storage is away from here, it may not be for the plane. Groups pass it for a second. After any
         other error all of them do."""
-        if put is None:
+        if put is None or (isinstance(error, Away) and time.monotonic() > deadline):
             raise error
         if isinstance(error, (DiskFull, Away)):
             self._direct.pause()
