@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -113,22 +114,27 @@ def test_an_object_that_lands_in_a_segment_that_was_deleted_is_deleted_too(
     late = writer._writer._open
     assert late is not None and late.name == segment
     engine.segments.seal(segment)
-    plane.put(named_group("b"))
+    for name in "bcdefg":
+        plane.put(named_group(name))
     source = plane.source(0, world=1)
-    source.commit(source.step())
-    source.flush()
+    for _ in range(3):
+        source.commit(source.step())
+        source.flush()
     source.close()
     storage = stored(plane)
-    for name in "cdefg":  # deletions are decided and done with the next transactions
-        plane.put(named_group(name))
-    eventually(lambda: segment not in storage.segments())
+    more = itertools.count()
+
+    def is_deleted() -> bool:
+        plane.put(named_group(f"more {next(more)}"))  # a deletion that was decided is done after a transaction
+        return segment not in storage.segments()
+
+    eventually(is_deleted)
     late.append([[b"landed late"]])
     assert segment in storage.segments()
     plane.close()
     plane = open_plane(tmp_path / "run", storage=where, retain_steps=0, ranks=1)
     assert plane.status()["storage"]["unregistered"] == []
-    plane.put(named_group("h"))
-    eventually(lambda: segment not in storage.segments())
+    eventually(is_deleted)
     plane.close()
     late.append([[b"landed once more"]])
     plane = open_plane(tmp_path / "run", storage=where, retain_steps=0, ranks=1)
