@@ -7,17 +7,16 @@ Lanes: `process` is a test that starts processes, `deep` one that takes seconds 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from penstock.testing.object_proxy import ObjectProxy
 from penstock.testing.pace import pace as measured_pace
+from penstock.testing.s3_server import make_bucket, s3_environment, s3_server
 from tests.lanes import DEEP, PROCESS
 
 # Two cores are shared by the test workers; a second thread in each makes torch spin instead of work.
@@ -30,13 +29,6 @@ settings.register_profile(
 )
 settings.load_profile("repeat")
 
-
-S3_ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST",
-    "AWS_SECRET_ACCESS_KEY": "a-secret-that-nobody-may-see",
-    "AWS_REGION": "us-east-1",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
 
 # Doors that need an environment of their own; `make test-doors` makes it and runs them.
 collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["doors"]
@@ -90,28 +82,16 @@ def pace() -> float:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """An object store on loopback, started once for the tests that need one."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 def s3_bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty bucket, which this process and those it starts reach by the usual variables."""
-    import boto3
-
-    for name, value in S3_ENVIRONMENT.items():
+    for name, value in s3_environment(s3_endpoint).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    bucket = f"penstock-{secrets.token_hex(6)}"
-    client: Any = boto3.client("s3", endpoint_url=s3_endpoint)
-    client.create_bucket(Bucket=bucket)
-    client.close()
-    return bucket
+    return make_bucket(s3_endpoint)
 
 
 @pytest.fixture

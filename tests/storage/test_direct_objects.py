@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from penstock.storage import ObjectStorage, parse_location
 from penstock.testing.groups import named_group
 from penstock.testing.object_proxy import Fault, ObjectProxy
 from penstock.testing.pace import eventually
-from tests.conftest import S3_ENVIRONMENT
+from penstock.testing.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.storage.test_direct import (
     SETTINGS,
     digests_of,
@@ -245,17 +245,10 @@ def test_no_secret_is_in_status_logs_files_or_representations(
     plane.close()
     shown += [path.read_bytes().decode(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
     for text in shown:
-        assert S3_ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in text
-        assert S3_ENVIRONMENT["AWS_ACCESS_KEY_ID"] not in text
+        assert SECRET_KEY not in text
+        assert ACCESS_KEY not in text
 
 
 def test_a_missing_bucket_keeps_a_plane_from_starting_with_words(tmp_path: Path, s3_bucket: str) -> None:
     with pytest.raises(StorageError, match="no such bucket; create it"):
         ps.open(tmp_path / "run", **{**SETTINGS, "storage": f"s3://{s3_bucket}-missing/x"})  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Requests are not printed."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    yield

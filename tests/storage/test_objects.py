@@ -13,12 +13,10 @@ from penstock.errors import Away, ConfigError, Conflict, StorageError
 from penstock.storage import Gone, ObjectStorage, Storage, Writer, parse_location
 from penstock.storage.interface import new_segment_name
 from penstock.storage.object_requests import parse_object_url
-from penstock.storage.objects import OBJECT_BYTES, STRIDE
+from penstock.storage.objects import OBJECT_BYTES
 from penstock.testing.object_proxy import Fault, ObjectProxy
+from penstock.testing.s3_server import SECRET_KEY
 from penstock.testing.storage_suite import StorageSuite, stored_frame
-from tests.conftest import S3_ENVIRONMENT
-
-SECRET = S3_ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]
 
 
 class TestObjectStorage(StorageSuite):
@@ -54,12 +52,14 @@ def storage(s3_bucket: str, s3_proxy: ObjectProxy) -> ObjectStorage:
 def test_frames_that_are_written_together_share_objects_of_at_most_8_mib(
     storage: ObjectStorage, s3_proxy: ObjectProxy
 ) -> None:
-    frames = [bytes([i]) * (3 << 20) for i in range(5)] + [b"x" * (OBJECT_BYTES + 1), b"y"]
+    frames = [bytes([i]) * (3 << 20) for i in range(5)] + [b"x" * (2 * OBJECT_BYTES + 1), b"y"]
     segment = storage.create(new_segment_name())
     before = s3_proxy.count("PUT")
     locations = segment.append([[frame] for frame in frames])
     assert s3_proxy.count("PUT") - before == 5
-    assert [parse_location(at).offset // STRIDE for at in locations] == [0, 0, 1, 1, 2, 3, 4]
+    assert [parse_location(at).offset // OBJECT_BYTES for at in locations] == [0, 0, 1, 1, 2, 3, 6]
+    middle = storage.read(locations[5], [(OBJECT_BYTES - 5, OBJECT_BYTES + 5), (2 * OBJECT_BYTES, 2 * OBJECT_BYTES + 1)])
+    assert [bytes(found) for found in middle] == [b"x" * 10, b"x"]
     assert [bytes(storage.read(at)[0]) for at in locations] == frames
     assert segment.end == sum(map(len, frames))
     assert max(one.size for one in storage.objects() if one.number not in (3,)) <= OBJECT_BYTES
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_said_at_once_with_what_to_do(
             act()
         assert not isinstance(error.value, Away)
         assert len(s3_proxy.requests) - before <= 2
-        assert storage.url in str(error.value) and SECRET not in str(error.value)
+        assert storage.url in str(error.value) and SECRET_KEY not in str(error.value)
         assert "AKIA" not in str(error.value) and "injected" not in str(error.value)
 
 

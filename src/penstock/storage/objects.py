@@ -6,9 +6,10 @@
     PREFIX/segments/3f9c21d07b6a4e58/000001
 
 Frames that are put at the same time share an object. Every object is written with one create-only request, so nothing
-is ever overwritten. A location has the number of the object in the upper bits of its offset:
+is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets, and are named by them. So a location
+names the object of a frame:
 
-    3f9c21d07b6a4e58:4294975488:310284           object 000001, bytes 8192 to 318476
+    3f9c21d07b6a4e58:8396800:310284              object 000001, which begins at 8388608; bytes 8192 to 318476 of it
 
 An object is deleted when all frames in it were, or with its segment. A write that was given up may still arrive, even
 in a segment that was deleted: see `lands_late`.
@@ -46,11 +47,9 @@ from penstock.storage.object_requests import (
 )
 
 OBJECT_BYTES = 8 << 20
-"""Frames that share an object take at most this; a larger frame has one for itself."""
-STRIDE = 1 << 32
-"""Between the first offsets of two objects of a segment."""
-_MOST_OBJECTS = 200_000
-"""In a segment, so that offsets have at most 15 digits."""
+"""Frames that share an object take at most this; a larger frame has one for itself, and the names behind it stay free."""
+_MOST_OBJECTS = 1_000_000
+"""In a segment: their names have six digits."""
 _WRITES, _READS = 8, 32
 """Requests under way at a time, of one call."""
 _JOIN_BYTES = 256 << 10
@@ -230,7 +229,7 @@ class ObjectStorage:
                 whole.add(name)
                 continue
             at = parse_location(name)
-            number, start = divmod(at.offset, STRIDE)
+            number, start = divmod(at.offset, OBJECT_BYTES)
             touched.add(_name(at.segment, number))
             self._freed.setdefault(_name(at.segment, number), set()).add((start, start + at.size))
         run(self._delete(whole, {name for name in touched if name.split("/")[1] not in whole}))
@@ -355,14 +354,14 @@ class ObjectSegment:
     def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
         locations, objects = [], []
         for batch in _batches([b"".join(pieces) for pieces in frames]):
-            at = self._number * STRIDE
+            at = self._number * OBJECT_BYTES
             for frame in batch:
                 locations.append(str(Location(self.name, at, len(frame))))
                 at += len(frame)
             objects.append((_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
-            self._number += 1
-        if self._number > _MOST_OBJECTS or any(len(data) > STRIDE for _, data in objects):
-            raise StorageError(f"{self._storage.url}: a frame above 4 GiB, or {_MOST_OBJECTS:,} objects in a segment")
+            self._number = max(-(-at // OBJECT_BYTES), self._number + 1)
+        if self._number > _MOST_OBJECTS:
+            raise StorageError(f"{self._storage.url}: segment {self.name} has {_MOST_OBJECTS:,} objects")
         run(self._write(objects, None if deadline == math.inf else deadline))
         self.end += sum(len(data) for _, data in objects)
         return locations
@@ -404,12 +403,13 @@ def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
 def _fetches(wanted: Sequence[Wanted]) -> list[_Fetch]:
     """The requests for these bytes: ranges of an object that lie close together are one."""
     found: list[_Fetch] = []
-    for at, offset, view in sorted(wanted, key=lambda one: (one[0].segment, one[1])):
+    for at, offset, view in sorted(wanted, key=lambda one: (one[0].segment, one[0].offset, one[1])):
         if not len(view):
             continue
-        number, start = divmod(offset, STRIDE)
-        name, end, last = _name(at.segment, number), start + len(view), found[-1] if found else None
-        is_near = last is not None and last.name == name and start - last.end <= _JOIN_BYTES
+        number = at.offset // OBJECT_BYTES  # of the frame: one above 8 MiB lies in the object that it begins in
+        name, start = _name(at.segment, number), offset - number * OBJECT_BYTES
+        end, last = start + len(view), found[-1] if found else None
+        is_near = last is not None and last.name == name and 0 <= start - last.start and start - last.end <= _JOIN_BYTES
         if last is not None and is_near and end - last.start <= _MOST_READ:
             last.parts.append((start - last.start, view))
             last.end = max(last.end, end)

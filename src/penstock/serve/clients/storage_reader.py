@@ -93,20 +93,19 @@ class StorageReader:
         """Read all ranges at once; where that fails, one group after the other tells which it is."""
         try:
             self._storage.read_into(wanted)
-            return
+        except Away:
+            raise
+        except PenstockError:
+            for read in reads:
+                self._fetch_one(read.picked.group, [one for one in wanted if one[0] is read.place])
+
+    def _fetch_one(self, group: str, wanted: list[Wanted]) -> None:
+        try:
+            self._storage.read_into(wanted)
         except Away:
             raise
         except PenstockError as error:
-            first = error
-        for read in reads:
-            own = [one for one in wanted if one[0] is read.place]
-            try:
-                self._storage.read_into(own)
-            except Away:
-                raise
-            except PenstockError as error:
-                raise Unreadable(read.picked.group, str(error)) from None
-        raise first
+            raise Unreadable(group, str(error)) from None
 
     def _blamed(
         self,
