@@ -58,7 +58,9 @@ def test_frames_that_are_written_together_share_objects_of_at_most_8_mib(
     locations = segment.append([[frame] for frame in frames])
     assert s3_proxy.count("PUT") - before == 5
     assert [parse_location(at).offset // OBJECT_BYTES for at in locations] == [0, 0, 1, 1, 2, 3, 6]
-    middle = storage.read(locations[5], [(OBJECT_BYTES - 5, OBJECT_BYTES + 5), (2 * OBJECT_BYTES, 2 * OBJECT_BYTES + 1)])
+    middle = storage.read(
+        locations[5], [(OBJECT_BYTES - 5, OBJECT_BYTES + 5), (2 * OBJECT_BYTES, 2 * OBJECT_BYTES + 1)]
+    )
     assert [bytes(found) for found in middle] == [b"x" * 10, b"x"]
     assert [bytes(storage.read(at)[0]) for at in locations] == frames
     assert segment.end == sum(map(len, frames))

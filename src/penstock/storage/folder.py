@@ -19,6 +19,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from penstock.storage.interface import (
     Away,
     Gone,
     Location,
+    Part,
     Pieces,
     Range,
     Wanted,
@@ -37,6 +39,7 @@ from penstock.storage.interface import (
     is_segment_name,
     parse_location,
 )
+from penstock.storage.scan import reading_file
 
 logger = logging.getLogger("penstock.storage")
 SEGMENT_BYTES = 64 << 20
@@ -130,6 +133,20 @@ class FolderStorage:
             yield file
         finally:
             os.close(file)
+
+    # -------------------------------------------------------------- looking for what no log knows
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return str(self.folder)
+
+    def is_there(self) -> bool:
+        return self._segments.is_dir()
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The files of each segment."""
+        return {name: [file_part(self.path(name), name)] for name in self.segments()}
 
     # -------------------------------------------------------------- deleting
 
@@ -236,6 +253,16 @@ class FolderSegment:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def file_part(path: Path, segment: str = "") -> Part:
+    """A file that may hold frames."""
+    try:
+        found = path.stat()
+        size, modified_ns = found.st_size, found.st_mtime_ns
+    except OSError:
+        size = modified_ns = 0
+    return Part(str(path), size, modified_ns, partial(reading_file, path), segment)
 
 
 def _pread(file: int, path: Path, at: Location, wanted: Range) -> bytes:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -47,6 +48,22 @@ class Location:
 
     def __str__(self) -> str:
         return f"{self.segment}:{self.offset}:{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file that frames are looked for in: of a folder a whole segment, of an object store one object."""
+
+    name: str
+    """For people."""
+    size: int
+    modified_ns: int
+    opened: Callable[[], AbstractContextManager[int]]
+    """A descriptor to read it with. Raises OSError."""
+    segment: str = ""
+    """Empty for a file that is no part of a storage."""
+    start: int = 0
+    """Where in the segment it begins."""
 
 
 Wanted: TypeAlias = tuple[Location, int, memoryview]

@@ -6,8 +6,8 @@
     PREFIX/segments/3f9c21d07b6a4e58/000001
 
 Frames that are put at the same time share an object. Every object is written with one create-only request, so nothing
-is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets, and are named by them. So a location
-names the object of a frame:
+is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets, and are named by that. A location
+so names the object of its frame:
 
     3f9c21d07b6a4e58:8396800:310284              object 000001, which begins at 8388608; bytes 8192 to 318476 of it
 
@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from tempfile import TemporaryFile
 from typing import Any
 
 from penstock.encode.layout import Buffer
@@ -28,6 +31,7 @@ from penstock.errors import Away, Conflict, StorageError
 from penstock.storage.interface import (
     Gone,
     Location,
+    Part,
     Pieces,
     Range,
     Wanted,
@@ -47,7 +51,7 @@ from penstock.storage.object_requests import (
 )
 
 OBJECT_BYTES = 8 << 20
-"""Frames that share an object take at most this; a larger frame has one for itself, and the names behind it stay free."""
+"""Frames that share an object take at most this; a larger frame has one for itself."""
 _MOST_OBJECTS = 1_000_000
 """In a segment: their names have six digits."""
 _WRITES, _READS = 8, 32
@@ -295,6 +299,43 @@ class ObjectStorage:
                 found.append(StoredObject(name, number, int(meta["size"]), meta["last_modified"].timestamp()))
         return sorted(found, key=lambda one: (one.segment, one.number))
 
+    @property
+    def place(self) -> str:
+        """For people."""
+        return self.url
+
+    def is_there(self) -> bool:
+        return True
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The objects of each segment. One that is opened is copied to a file without a name."""
+        found: dict[str, list[Part]] = {}
+        for one in self.objects():
+            some = found.setdefault(one.segment, [])
+            if one.number >= 0:
+                name = _name(one.segment, one.number)
+                opened, start = partial(self._opened, name, one.size), one.number * OBJECT_BYTES
+                words, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
+                some.append(Part(words, one.size, modified_ns, opened, one.segment, start))
+        return found
+
+    @contextmanager
+    def _opened(self, name: str, size: int) -> Iterator[int]:
+        with TemporaryFile() as file:
+            for start in range(0, size, 4 * _MOST_READ):
+                data = memoryview(bytearray(min(4 * _MOST_READ, size - start)))
+                fetches = []
+                for first in range(0, len(data), _MOST_READ):
+                    view = data[first : first + _MOST_READ]
+                    fetches.append(_Fetch(name, start + first, start + first + len(view), [(0, view)]))
+                try:
+                    run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+                except Gone as error:
+                    raise FileNotFoundError(str(error)) from None
+                file.write(data)
+            file.flush()
+            yield file.fileno()
+
     def segments(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for one in self.objects():
@@ -409,7 +450,7 @@ def _fetches(wanted: Sequence[Wanted]) -> list[_Fetch]:
         number = at.offset // OBJECT_BYTES  # of the frame: one above 8 MiB lies in the object that it begins in
         name, start = _name(at.segment, number), offset - number * OBJECT_BYTES
         end, last = start + len(view), found[-1] if found else None
-        is_near = last is not None and last.name == name and 0 <= start - last.start and start - last.end <= _JOIN_BYTES
+        is_near = last is not None and last.name == name and start - last.start >= 0 and start - last.end <= _JOIN_BYTES
         if last is not None and is_near and end - last.start <= _MOST_READ:
             last.parts.append((start - last.start, view))
             last.end = max(last.end, end)

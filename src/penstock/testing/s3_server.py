@@ -1,8 +1,8 @@
 """An S3 server on loopback (moto), for tests and measurements. Needs the `moto` package.
 
-    with s3_server() as endpoint:
-        os.environ |= s3_environment(endpoint)
-        storage = ObjectStorage(f"s3://{make_bucket(endpoint)}/runs/mine")
+with s3_server() as endpoint:
+    os.environ |= s3_environment(endpoint)
+    storage = ObjectStorage(f"s3://{make_bucket(endpoint)}/runs/mine")
 """
 
 from __future__ import annotations
