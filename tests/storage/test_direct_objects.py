@@ -21,6 +21,7 @@ from penstock.testing.groups import named_group
 from penstock.testing.object_proxy import Fault, ObjectProxy
 from penstock.testing.pace import eventually
 from penstock.testing.s3_server import ACCESS_KEY, SECRET_KEY
+from tests.serve.conftest import FAST
 from tests.storage.test_direct import (
     SETTINGS,
     digests_of,
@@ -252,3 +253,34 @@ def test_no_secret_is_in_status_logs_files_or_representations(
 def test_a_missing_bucket_keeps_a_plane_from_starting_with_words(tmp_path: Path, s3_bucket: str) -> None:
     with pytest.raises(StorageError, match="no such bucket; create it"):
         ps.open(tmp_path / "run", **{**SETTINGS, "storage": f"s3://{s3_bucket}-missing/x"})  # type: ignore[arg-type]
+
+
+def test_a_producer_that_may_only_put_and_a_rank_that_may_only_get_go_direct(
+    open_plane: OpenPlane, tmp_path: Path, where: str, s3_proxy: ObjectProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policies of docs/object-storage.md, as a proxy that answers 403 to everything else."""
+    plane = open_plane(tmp_path / "run", storage=where, listen=["tcp://127.0.0.1:*"])
+    target = f"http://{s3_proxy.target[0]}:{s3_proxy.target[1]}"
+    with ObjectProxy(target) as puts, ObjectProxy(target) as gets:
+        for method in ("HEAD", "DELETE", "POST"):
+            puts.faults.append(Fault("403", method=method, times=math.inf, code="AccessDenied"))
+            gets.faults.append(Fault("403", method=method, times=math.inf, code="AccessDenied"))
+        puts.faults += [
+            Fault("403", method="GET", path="/segments/", times=math.inf, code="AccessDenied"),
+            Fault("403", method="GET", path="list-type", times=math.inf, code="AccessDenied"),
+            Fault("403", method="PUT", path="/marker", times=math.inf, code="AccessDenied"),
+        ]
+        gets.faults += [Fault("403", method="PUT", times=math.inf, code="AccessDenied")]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", puts.url)
+        with ps.open(plane.url, timeouts=FAST) as worker:
+            for group in "abcd":
+                assert worker.put(named_group(group))
+            assert writer_of(worker) is not None
+        monkeypatch.setenv("AWS_ENDPOINT_URL", gets.url)
+        sources = [ps.connect(plane.url, rank=rank, world=2, timeouts=FAST) for rank in range(2)]
+        for _ in range(2):
+            train(sources)
+        assert all(source._reach.reader is not None for source in sources)
+        closing(sources)
+        assert puts.injected["403"] == gets.injected["403"] == 0
+    assert plane.status()["counts"]["groups_direct"] == 4

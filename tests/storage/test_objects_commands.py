@@ -78,9 +78,7 @@ def test_check_names_what_is_missing_damaged_or_unknown(
     assert f"frames in {where}" in capsys.readouterr().out
 
 
-def test_recover_puts_back_what_a_lost_log_knew(
-    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recover_puts_back_what_a_lost_log_knew(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     a_run(folder, where, "a", "b", "c", "d")
     for path in folder.glob("log*"):

@@ -31,6 +31,7 @@ BENCHES = {
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ and shared memory", ("pyzmq", "ray")),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
+    "storage": ("ranks and puts on an object store that is 50 ms away", ("obstore", "moto")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 

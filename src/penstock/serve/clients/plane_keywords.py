@@ -81,8 +81,8 @@ class PlaneKeywords(TypedDict, total=False):
     max_held_bytes: int
     """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
     storage: str | Path | None
-    """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
-    run's folder."""
+    """Where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or s3://BUCKET/PREFIX,
+    gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder."""
     direct: bool
     """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
     plane."""
