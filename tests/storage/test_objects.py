@@ -12,8 +12,8 @@ import pytest
 from penstock.errors import Away, ConfigError, Conflict, StorageError
 from penstock.storage import Gone, ObjectStorage, Storage, Writer, parse_location
 from penstock.storage.interface import new_segment_name
+from penstock.storage.object_ranges import OBJECT_BYTES
 from penstock.storage.object_requests import parse_object_url
-from penstock.storage.objects import OBJECT_BYTES
 from penstock.testing.object_proxy import Fault, ObjectProxy
 from penstock.testing.s3_server import SECRET_KEY
 from penstock.testing.storage_suite import StorageSuite, stored_frame

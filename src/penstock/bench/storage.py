@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from penstock.bench.disk import disk_folder
 from penstock.bench.report import Row, skipped
@@ -123,7 +124,7 @@ def _received(pipe: Connection) -> list[float]:
         raise TimeoutError(f"a process of the benchmark did not answer in {_PATIENCE_S:g} s")
     found = pipe.recv()
     if isinstance(found, str):
-        raise RuntimeError(found)
+        raise RuntimeError(found)  # noqa: TRY004 - what the process said
     return list(found)
 
 
@@ -143,9 +144,8 @@ def _produce(url: str, setting: Setting) -> list[float]:
 
         def put(number: int) -> float:
             group = make_groups(case, [number], "bench")[0]
-            samples = [
-                ps.Sample(id=f"{group.id}/{i}", group=group.id, **columns) for i, columns in enumerate(group.samples)
-            ]
+            rows: list[dict[str, Any]] = list(group.samples)
+            samples = [ps.Sample(id=f"{group.id}/{i}", group=group.id, **row) for i, row in enumerate(rows)]
             began = time.monotonic()
             plane.put(samples)
             return time.monotonic() - began

@@ -39,6 +39,7 @@ from penstock.storage.interface import (
     is_segment_name,
     parse_location,
 )
+from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, fetches_for, object_name
 from penstock.storage.object_requests import (
     PATIENCE_S,
     Missing,
@@ -50,16 +51,10 @@ from penstock.storage.object_requests import (
     run,
 )
 
-OBJECT_BYTES = 8 << 20
-"""Frames that share an object take at most this; a larger frame has one for itself."""
 _MOST_OBJECTS = 1_000_000
 """In a segment: their names have six digits."""
 _WRITES, _READS = 8, 32
 """Requests under way at a time, of one call."""
-_JOIN_BYTES = 256 << 10
-"""Ranges of an object that are this close are read with one request: 50 ms of waiting cost more than these bytes."""
-_MOST_READ = 8 << 20
-"""Bytes of one request, unless a single range is larger: several at a time are faster than one."""
 _MARKER = "marker"
 
 
@@ -72,16 +67,6 @@ class StoredObject:
     size: int
     modified: float
     """Seconds since 1970."""
-
-
-@dataclass(slots=True)
-class _Fetch:
-    """One request: bytes of an object, and which of them go where."""
-
-    name: str
-    start: int
-    end: int
-    parts: list[tuple[int, memoryview]]
 
 
 class ObjectStorage:
@@ -166,10 +151,10 @@ class ObjectStorage:
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
         check_wanted(wanted)
-        fetches = _fetches(wanted)
+        fetches = fetches_for(wanted)
         run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
 
-    async def _fetch(self, one: _Fetch) -> None:
+    async def _fetch(self, one: Fetch) -> None:
         import obstore
 
         async def act() -> Any:
@@ -234,8 +219,8 @@ class ObjectStorage:
                 continue
             at = parse_location(name)
             number, start = divmod(at.offset, OBJECT_BYTES)
-            touched.add(_name(at.segment, number))
-            self._freed.setdefault(_name(at.segment, number), set()).add((start, start + at.size))
+            touched.add(object_name(at.segment, number))
+            self._freed.setdefault(object_name(at.segment, number), set()).add((start, start + at.size))
         run(self._delete(whole, {name for name in touched if name.split("/")[1] not in whole}))
         for name in [name for name in self._freed if name.split("/")[1] in whole]:
             self._forget(name)
@@ -313,7 +298,7 @@ class ObjectStorage:
         for one in self.objects():
             some = found.setdefault(one.segment, [])
             if one.number >= 0:
-                name = _name(one.segment, one.number)
+                name = object_name(one.segment, one.number)
                 opened, start = partial(self._opened, name, one.size), one.number * OBJECT_BYTES
                 words, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
                 some.append(Part(words, one.size, modified_ns, opened, one.segment, start))
@@ -322,12 +307,12 @@ class ObjectStorage:
     @contextmanager
     def _opened(self, name: str, size: int) -> Iterator[int]:
         with TemporaryFile() as file:
-            for start in range(0, size, 4 * _MOST_READ):
-                data = memoryview(bytearray(min(4 * _MOST_READ, size - start)))
+            for start in range(0, size, 4 * READ_BYTES):
+                data = memoryview(bytearray(min(4 * READ_BYTES, size - start)))
                 fetches = []
-                for first in range(0, len(data), _MOST_READ):
-                    view = data[first : first + _MOST_READ]
-                    fetches.append(_Fetch(name, start + first, start + first + len(view), [(0, view)]))
+                for first in range(0, len(data), READ_BYTES):
+                    view = data[first : first + READ_BYTES]
+                    fetches.append(Fetch(name, start + first, start + first + len(view), [(0, view)]))
                 try:
                     run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
                 except Gone as error:
@@ -399,7 +384,7 @@ class ObjectSegment:
             for frame in batch:
                 locations.append(str(Location(self.name, at, len(frame))))
                 at += len(frame)
-            objects.append((_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
+            objects.append((object_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
             self._number = max(-(-at // OBJECT_BYTES), self._number + 1)
         if self._number > _MOST_OBJECTS:
             raise StorageError(f"{self._storage.url}: segment {self.name} has {_MOST_OBJECTS:,} objects")
@@ -420,10 +405,6 @@ def version_of(meta: Any) -> dict[str, str]:
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
-def _name(segment: str, number: int) -> str:
-    return f"segments/{segment}/{number:06}"
-
-
 def _bound(act: Callable[..., Awaitable[Any]], *words: Any) -> Callable[[], Awaitable[Any]]:
     return lambda: act(*words)
 
@@ -438,22 +419,4 @@ def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
             size = 0
         found[-1].append(frame)
         size += len(frame)
-    return found
-
-
-def _fetches(wanted: Sequence[Wanted]) -> list[_Fetch]:
-    """The requests for these bytes: ranges of an object that lie close together are one."""
-    found: list[_Fetch] = []
-    for at, offset, view in sorted(wanted, key=lambda one: (one[0].segment, one[0].offset, one[1])):
-        if not len(view):
-            continue
-        number = at.offset // OBJECT_BYTES  # of the frame: one above 8 MiB lies in the object that it begins in
-        name, start = _name(at.segment, number), offset - number * OBJECT_BYTES
-        end, last = start + len(view), found[-1] if found else None
-        is_near = last is not None and last.name == name and start - last.start >= 0 and start - last.end <= _JOIN_BYTES
-        if last is not None and is_near and end - last.start <= _MOST_READ:
-            last.parts.append((start - last.start, view))
-            last.end = max(last.end, end)
-        else:
-            found.append(_Fetch(name, start, end, [(0, view)]))
     return found

@@ -19,7 +19,7 @@ from penstock.serve.clients.producer_line import Written
 from penstock.serve.clients.reachable import reachable
 from penstock.storage import KeptStorage, Writer
 from penstock.storage.interface import Pieces
-from penstock.storage.objects import OBJECT_BYTES
+from penstock.storage.object_ranges import OBJECT_BYTES
 
 logger = logging.getLogger("penstock.storage")
 _MOST_REPEATS = 20
