@@ -79,7 +79,7 @@ def test_an_object_is_never_overwritten(storage: ObjectStorage) -> None:
 
 def test_a_write_whose_answer_was_lost_is_recognised_as_ours(storage: ObjectStorage, s3_proxy: ObjectProxy) -> None:
     segment = storage.create(new_segment_name())
-    for fault in ("lost", "500", "refuse", "503"):
+    for fault in ("lost", "500", "refuse", "503", "409", "412"):
         s3_proxy.faults = [Fault(fault, method="PUT")]
         (at,) = segment.append([[stored_frame("a"), fault.encode()]])
         assert bytes(storage.read(at)[0]) == stored_frame("a") + fault.encode()

@@ -149,6 +149,8 @@ def failure_of(error: BaseException, where: str) -> PenstockError | Missing | Ta
         )
     if isinstance(error, (NotFoundError, FileNotFoundError)):
         return Missing()
+    if status == 409:  # two conditional writes at the same time: one of them may have been let in
+        return Taken()
     return _refusal(where, status, code, text) or _away(where, status, code, error)
 
 

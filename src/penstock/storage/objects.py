@@ -228,8 +228,9 @@ class ObjectStorage:
     async def _delete(self, segments: set[str], touched: set[str]) -> None:
         paths = await at_once([_bound(self._paths, segment) for segment in segments], _READS)
         new = sorted(touched - self._sizes.keys())
-        self._sizes |= zip(new, await at_once([_bound(self._size, name) for name in new], _READS), strict=True)
-        done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes[name]]
+        sizes = await at_once([_bound(self._size, name) for name in new], _READS)
+        self._sizes |= {name: size for name, size in zip(new, sizes, strict=True) if size < math.inf}
+        done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes.get(name, math.inf)]
         await self._remove([*done, *(path for some in paths for path in some)])
         for name in done:
             self._forget(name)
