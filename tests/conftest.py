@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from penstock.testing.object_proxy import ObjectProxy
 from penstock.testing.pace import pace as measured_pace
+from penstock.testing.s3_server import make_bucket, s3_environment, s3_server
 from tests.lanes import DEEP, PROCESS
 
 # Two cores are shared by the test workers; a second thread in each makes torch spin instead of work.
@@ -80,13 +82,25 @@ def pace() -> float:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """An object store on loopback, started once for the tests that need one."""
-    from moto.server import ThreadedMotoServer
+    with s3_server() as endpoint:
+        yield endpoint
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+
+@pytest.fixture
+def s3_bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket, which this process and those it starts reach by the usual variables."""
+    for name, value in s3_environment(s3_endpoint).items():
+        monkeypatch.setenv(name, value)
+    return make_bucket(s3_endpoint)
+
+
+@pytest.fixture
+def s3_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectProxy]:
+    """What lies between this process and the bucket."""
+    assert s3_bucket
+    with ObjectProxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
 
 
 @pytest.fixture

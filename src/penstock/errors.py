@@ -15,6 +15,7 @@
     │   └── PlaneLost               the plane did not answer in time (ConnectionError)
     ├── StorageError                the disk refused or returned something else than was written (OSError)
     │   ├── DiskFull                no room for what was put; nothing was kept, and it may be put again
+    │   ├── Away                    storage does not answer now; nothing is known to be lost, and it may be tried again
     │   ├── CorruptFile             a file that is truncated, altered or of an unknown version
     │   └── LogAway                 the log's database cannot be reached, or did not answer in time
     ├── AssetError                  an image, or what stands for it, cannot be used; `.status` and `.error_type`
@@ -105,6 +106,10 @@ class StorageError(PenstockError, OSError):
 
 class DiskFull(StorageError):
     """No room for what was put; nothing of it was kept, and it may be put again."""
+
+
+class Away(StorageError):
+    """Storage does not answer now. The bytes may well be there: try again."""
 
 
 class CorruptFile(StorageError):

@@ -28,7 +28,8 @@ class Extra:
 
 EXTRAS = {
     "torch": Extra(modules=("torch",), purpose="ps.to_torch, losses, the reference trainer"),
-    "images": Extra(modules=("PIL", "obstore"), purpose="images, object stores"),
+    "objects": Extra(modules=("obstore",), purpose="storage in S3, Google Cloud Storage and Azure"),
+    "images": Extra(modules=("PIL", "obstore"), purpose="images, also in object stores"),
     "view": Extra(modules=("orjson", "starlette", "uvicorn"), purpose="token export and viewer"),
     "http": Extra(modules=("starlette", "uvicorn"), purpose="penstock serve --http"),
     "parquet": Extra(modules=("pyarrow",), purpose="token export to Parquet"),

@@ -272,6 +272,7 @@ def test_every_error_has_a_status_that_says_whose_fault_it_is() -> None:
         if issubclass(getattr(errors, name), ValueError) and not issubclass(getattr(errors, name), errors.AssetError)
     ), found
     assert (found["DiskFull"], found["Overloaded"], found["PlaneLost"], found["Evicted"]) == (507, 429, 503, 403)
+    assert (found["Away"], found["StorageError"]) == (503, 500)
 
 
 def test_other_hosts_only_with_a_token_that_was_given(tmp_path: Path) -> None:

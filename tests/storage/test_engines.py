@@ -58,7 +58,7 @@ class ForgetfulStorage(MemoryStorage):
 
     def create(self, segment: str) -> MemorySegment:
         made = super().create(segment)
-        made.append = lambda frames: MemorySegment(segment, {}).append(frames)  # type: ignore[method-assign]
+        made.append = lambda frames, deadline=0.0: MemorySegment(segment, {}).append(frames, deadline)  # type: ignore[method-assign]
         return made
 
 

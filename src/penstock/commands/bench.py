@@ -32,6 +32,7 @@ BENCHES = {
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
     "log": ("commits and restarts of the decision log in SQLite and in PostgreSQL", ("psycopg",)),
+    "storage": ("ranks and puts on an object store that is 50 ms away", ("obstore", "moto")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 

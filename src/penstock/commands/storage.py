@@ -39,7 +39,7 @@ _SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check", "recover", "forget"])
     parser.add_argument("where", metavar="RUN", help="the run's folder, or its plane's folder")
-    parser.add_argument("--storage", metavar="DIR", help="where the frames are, if not in the run's folder")
+    parser.add_argument("--storage", metavar="WHERE", help="folder or URL of the frames, if not in the run's folder")
     parser.add_argument("--fast", action="store_true", help="check: compare sizes, read no frame")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--yes", action="store_true", help="recover, forget: do not ask")
@@ -236,7 +236,7 @@ def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     lost = plan.found.lost
     return {
         "folder": str(plan.run.folder),
-        "storage": str(plan.run.storage.folder),
+        "storage": plan.run.storage.place,
         "copied": plan.copied,
         "needed": plan.is_needed or (not plan.copied and args.step not in (None, plan.next_step)),
         "problems": plan.problems,
@@ -251,7 +251,7 @@ def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         "register": plan.register,
         "left": plan.left,
         "conflicts": [one.why for one in plan.found.conflicts],
-        "unusable": [f"{one.path} at {one.offset}: {one.why}" for one in plan.found.unusable],
+        "unusable": [f"{one.part.name} at {one.offset}: {one.why}" for one in plan.found.unusable],
         "without_frame": plan.without_frame,
         "step": plan.next_step if args.step is None else args.step,
         "policy_version": plan.newest_version if args.policy_version is None else args.policy_version,

@@ -186,6 +186,8 @@ def _storage(now: dict[str, Any]) -> str:
         parts.append(f"{found['to_delete']:,} deletions pending")
     if found["missing"]:
         parts.append(f"{len(found['missing'])} segments MISSING")
+    if found.get("keeps"):
+        parts.append(f"nothing is DELETED: {found['keeps']}")
     if found["unregistered"]:
         parts.append(f"{len(found['unregistered'])} UNKNOWN segments, nothing is deleted: see `penstock storage check`")
     inline = now.get("inline_ranks") or {}

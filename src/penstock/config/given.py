@@ -40,7 +40,9 @@ class Given:
             raise ConfigError(f"{file}: not TOML: {error}; {hint}") from None
         for setting in () if paths_of is None else settings_of(paths_of):
             value = tables.get(setting.name)
-            if setting.extra.get("path") and isinstance(value, str) and value not in ("", NONE, "memory:"):
+            if not setting.extra.get("path") or not isinstance(value, str) or "://" in value:
+                continue
+            if value not in ("", NONE, "memory:"):
                 tables[setting.name] = str(file.resolve().parent / value)
         return Given(tables, str(file))
 

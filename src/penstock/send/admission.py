@@ -101,7 +101,7 @@ class Admission:
         max_frame: int = 0,
         may_write: Callable[[Peer], bool] = lambda _peer: False,
     ) -> None:
-        """`storage` is the folder that clients may reach themselves; `may_write` says whose metadata is believed."""
+        """`storage` is where clients may read and write themselves; `may_write` says whose metadata is believed."""
         self._max_frame, self._drops_long = max_frame, drops_long
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks

@@ -255,7 +255,7 @@ class Attached(_Message, frozen=True, tag="attached"):
     credit_bytes: int = 0
     """Their bytes together."""
     storage: str = ""
-    """Folder of the plane's storage; empty where only the plane can reach it."""
+    """Folder or URL of the plane's storage; empty where only the plane can reach it."""
     may_write: bool = False
     """Whether this client may write frames itself and vouch for their metadata."""
     seq_len: int = 0

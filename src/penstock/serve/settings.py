@@ -23,6 +23,7 @@ from penstock.log.postgres_address import check_address, is_postgres, redacted
 from penstock.pack import Packing
 from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
+from penstock.storage import address_of
 
 _BESIDE_BYTES = 1 << 20
 """What a message has beside its largest part."""
@@ -163,8 +164,8 @@ class PlaneSettings:
     storage: Annotated[
         str | None,
         Meta(
-            description="folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: "
-            "`storage` in the run's folder",
+            description="where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder",
             extra={"path": True},
         ),
     ] = None
@@ -246,6 +247,8 @@ class PlaneSettings:
                 raise ConfigError(f"{setting}: {problem}")
         if self.log is not None and not isinstance(self, ClusterSettings):
             check_address(self.log)
+        if self.storage is not None:
+            address_of(self.storage)  # raises where credentials are in it, before anything shows it
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         table = table_with(self.packing.own)

@@ -12,7 +12,9 @@ from penstock.storage.filesystem import is_shared
 from penstock.storage.folder import FolderStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
+from penstock.storage.objects import ObjectStorage
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks
+from penstock.storage.places import KeptStorage, address_of, open_storage
 from penstock.storage.writer import Writer
 
 __all__ = [
@@ -21,16 +23,20 @@ __all__ = [
     "DamagedFrame",
     "FolderStorage",
     "Gone",
+    "KeptStorage",
     "Location",
     "Marker",
     "MemoryStorage",
+    "ObjectStorage",
     "Pick",
     "SegmentFile",
     "Storage",
     "Writer",
+    "address_of",
     "check_log",
     "gather_picks",
     "is_shared",
+    "open_storage",
     "parse_location",
     "read_marker",
 ]

@@ -15,16 +15,31 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from penstock.atomic import REMEDIES, replacing, sync
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, DiskFull, StorageError
 from penstock.storage.filesystem import is_shared
-from penstock.storage.interface import Away, Gone, Location, Pieces, Range, is_segment_name, parse_location
+from penstock.storage.interface import (
+    Away,
+    Gone,
+    Location,
+    Part,
+    Pieces,
+    Range,
+    Wanted,
+    check_wanted,
+    is_segment_name,
+    parse_location,
+)
+from penstock.storage.scan import reading_file
 
 logger = logging.getLogger("penstock.storage")
 SEGMENT_BYTES = 256 << 20
@@ -42,6 +57,11 @@ _MOST_PIECES = 512
 class FolderStorage:
     """Segments as files of one folder."""
 
+    batch_bytes = 32 << 20
+    """Written with one sync, at most: frames that come later wait for the next."""
+    gather_s = 0.0
+    lands_late = False
+
     def __init__(self, folder: str | Path, *, create: bool = True) -> None:
         """`create`: make the folder if it is missing. Readers and writers elsewhere leave that to the plane."""
         self.folder = Path(folder)
@@ -54,6 +74,9 @@ class FolderStorage:
 
     def path(self, segment: str) -> Path:
         return self._segments / segment
+
+    def prove(self) -> str:
+        return ""
 
     def create(self, segment: str) -> FolderSegment:
         with _typed(self.folder):
@@ -90,13 +113,12 @@ class FolderStorage:
         with self.opened(at.segment) as file:
             return [_pread(file, self.path(at.segment), at, one) for one in ranges or [(0, at.size)]]
 
-    def read_into(self, at: Location, wanted: Sequence[tuple[int, memoryview]]) -> None:
-        """Read bytes of one frame into memory that is there: (offset in the segment, where to) each."""
-        with self.opened(at.segment) as file:
-            for offset, view in wanted:
-                if not at.offset <= offset <= offset + len(view) <= at.end:
-                    raise Gone(f"{self.path(at.segment)}: bytes at {offset} are not of the frame at {at.offset}")
-                _pread_into(file, self.path(at.segment), offset, view)
+    def read_into(self, wanted: Sequence[Wanted]) -> None:
+        check_wanted(wanted)
+        for segment, some in groupby(wanted, key=lambda one: one[0].segment):
+            with self.opened(segment) as file:
+                for _, offset, view in some:
+                    _pread_into(file, self.path(segment), offset, view)
 
     @contextmanager
     def opened(self, segment: str) -> Iterator[int]:
@@ -112,6 +134,20 @@ class FolderStorage:
             yield file
         finally:
             os.close(file)
+
+    # -------------------------------------------------------------- looking for what no log knows
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return str(self.folder)
+
+    def is_there(self) -> bool:
+        return self._segments.is_dir()
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The files of each segment."""
+        return {name: [file_part(self.path(name), name)] for name in self.segments()}
 
     # -------------------------------------------------------------- deleting
 
@@ -189,7 +225,7 @@ class FolderSegment:
     def __init__(self, name: str, path: Path, file: int) -> None:
         self.name, self.end, self._path, self._file = name, 0, path, file
 
-    def append(self, frames: Sequence[Pieces]) -> list[str]:
+    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:  # noqa: ARG002 - one try
         locations, start = [], self.end
         try:
             with _typed(self._path):
@@ -218,6 +254,16 @@ class FolderSegment:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def file_part(path: Path, segment: str = "") -> Part:
+    """A file that may hold frames."""
+    try:
+        found = path.stat()
+        size, modified_ns = found.st_size, found.st_mtime_ns
+    except OSError:
+        size = modified_ns = 0
+    return Part(str(path), size, modified_ns, partial(reading_file, path), segment)
 
 
 def _pread(file: int, path: Path, at: Location, wanted: Range) -> bytes:

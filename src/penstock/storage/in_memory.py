@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from penstock.encode.layout import Buffer
 from penstock.errors import Conflict
-from penstock.storage.interface import Gone, Pieces, Range, is_segment_name, parse_location
+from penstock.storage.interface import Gone, Pieces, Range, Wanted, check_wanted, is_segment_name, parse_location
 
 
 class MemoryStorage:
@@ -14,11 +15,17 @@ class MemoryStorage:
 
     url = "memory:"
     segment_bytes = 64 << 20
+    batch_bytes = 32 << 20
+    gather_s = 0.0
+    lands_late = False
 
     def __init__(self) -> None:
         self._frames: dict[str, dict[int, bytes]] = {}
         """Segment -> offset -> frame."""
         self._marker: bytes | None = None
+
+    def prove(self) -> str:
+        return ""
 
     def create(self, segment: str) -> MemorySegment:
         if segment in self._frames:
@@ -36,6 +43,12 @@ class MemoryStorage:
         if any(not 0 <= start <= end <= len(frame) for start, end in ranges):
             raise Gone(f"location {location}: {len(frame)} bytes; asked for {list(ranges)[:4]}")
         return [frame[start:end] for start, end in ranges]
+
+    def read_into(self, wanted: Sequence[Wanted]) -> None:
+        check_wanted(wanted)
+        for at, offset, view in wanted:
+            start = offset - at.offset
+            view[:] = memoryview(self.read(str(at))[0])[start : start + len(view)]
 
     def replace(self, location: str, frame: bytes) -> None:
         """Put another frame in place of one, as a failing disk would."""
@@ -70,7 +83,7 @@ class MemorySegment:
     def __init__(self, name: str, frames: dict[int, bytes]) -> None:
         self.name, self.end, self._frames = name, 0, frames
 
-    def append(self, frames: Sequence[Pieces]) -> list[str]:
+    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:  # noqa: ARG002 - never fails
         locations = []
         for pieces in frames:
             frame = b"".join(pieces)

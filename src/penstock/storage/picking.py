@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.encode.gathering import OpenFrame, gather, open_frame
+from penstock.encode.layout import Buffer
 from penstock.errors import CorruptFrame
-from penstock.storage.interface import Storage
+from penstock.storage.interface import Storage, Wanted, parse_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,36 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
 
     Raises DamagedFrame, which names the group; Away while storage does not answer.
     """
+    picks = {pick.location: pick for request in requests for pick in request}
+    frames = _read_all(storage, picks)
     opened: dict[str, OpenFrame] = {}
-    for pick in (pick for request in requests for pick in request):
-        if pick.location not in opened:
-            try:
-                opened[pick.location] = open_frame(storage.read(pick.location)[0])
-            except CorruptFrame as error:
-                raise DamagedFrame(pick.group, str(error)) from None
+    for location, pick in picks.items():
+        try:
+            opened[location] = open_frame(frames[location])
+        except CorruptFrame as error:
+            raise DamagedFrame(pick.group, str(error)) from None
     return [
         gather([(opened[pick.location], np.array(pick.rows, np.intp)) for pick in request])
         if request
         else memoryview(b"")
         for request in requests
     ]
+
+
+def _read_all(storage: Storage, picks: dict[str, Pick]) -> dict[str, Buffer]:
+    """The frames at these locations."""
+    frames: dict[str, Buffer] = {}
+    wanted: list[Wanted] = []
+    try:
+        for location in picks:
+            at = parse_location(location)
+            frames[location] = view = np.empty(at.size, np.uint8).data
+            wanted.append((at, at.offset, view))
+        storage.read_into(wanted)
+    except CorruptFrame as error:  # of which group is found out one by one
+        for location, pick in picks.items():
+            try:
+                frames[location] = storage.read(location)[0]
+            except CorruptFrame as own:
+                raise DamagedFrame(pick.group, str(own)) from error
+    return frames

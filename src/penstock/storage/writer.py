@@ -7,6 +7,7 @@ sync, and a later sync of the same file would succeed without it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,11 +36,11 @@ class Writer:
         self._open: SegmentFile | None = None
         self._opened_at = 0.0
 
-    def write(self, frames: Sequence[Pieces]) -> list[str]:
+    def write(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
         """The locations of these frames, which are durable; or raises, and none of them counts."""
         segment = self._segment()
         try:
-            return segment.append(frames)
+            return segment.append(frames, deadline)
         except BaseException:
             self.finish()
             raise

@@ -6,6 +6,7 @@ wrong mount, see writes of others late, and end its process before or after any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -14,7 +15,7 @@ from penstock.encode.layout import Buffer
 from penstock.errors import DiskFull, StorageError
 from penstock.serve.process.workers import Inline, Job, Then
 from penstock.storage import Away, Gone, MemoryStorage, SegmentFile, parse_location
-from penstock.storage.interface import Pieces, Range
+from penstock.storage.interface import Pieces, Range, Wanted, check_wanted
 from penstock.testing.fault_rates import StorageFaults
 from penstock.testing.simulated import Crash
 
@@ -78,6 +79,9 @@ class StorageView:
 
     url = "simulated:storage"
     segment_bytes = 64 << 20
+    batch_bytes = 32 << 20
+    gather_s = 0.0
+    lands_late = False
 
     def __init__(
         self, storage: SimulatedStorage, *, late: bool = False, elsewhere: MemoryStorage | None = None
@@ -102,6 +106,14 @@ class StorageView:
         yield
         if self.fuse is not None and self.fuse <= 0:
             raise Crash
+
+    def prove(self) -> str:
+        return ""
+
+    def read_into(self, wanted: Sequence[Wanted]) -> None:
+        check_wanted(wanted)
+        for at, offset, view in wanted:
+            view[:] = self.read(str(at), [(offset - at.offset, offset - at.offset + len(view))])[0]
 
     def create(self, segment: str) -> SegmentFile:
         with self._effect():
@@ -177,7 +189,7 @@ class SimulatedSegment:
         self.name, self.end = name, 0
         self._storage, self._view = storage, view
 
-    def append(self, frames: Sequence[Pieces]) -> list[str]:
+    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:  # noqa: ARG002 - one try
         made, at = [b"".join(pieces) for pieces in frames], self.end
         self.end += sum(map(len, made))
         self._view.append(self.name, at, made)

@@ -17,7 +17,7 @@ from penstock.arrays import Sample, Samples
 from penstock.encode import decode, encode
 from penstock.errors import Conflict, CorruptFrame
 from penstock.storage import DamagedFrame, Gone, Pick, Storage, gather_picks, parse_location
-from penstock.storage.interface import new_segment_name
+from penstock.storage.interface import Wanted, new_segment_name
 
 
 def stored_group(name: str, *, samples: int = 3, tokens: int = 40) -> list[Sample]:
@@ -81,6 +81,30 @@ class StorageSuite:
         at = parse_location(location)
         with pytest.raises(Gone):
             storage.read(f"{at.segment}:{at.offset}:{at.size + 100}")
+
+    def test_bytes_of_many_frames_are_read_into_memory_that_is_there(self, tmp_path: Path) -> None:
+        storage = self.storage(tmp_path)
+        locations = [*self.write(storage, "a", "b"), *self.write(storage, "c")]
+        memory, taken, expected = memoryview(bytearray(400)), 0, []
+        wanted: list[Wanted] = []
+        for name, location in [*zip("abc", locations, strict=True), ("a", locations[0])]:
+            at, frame = parse_location(location), stored_frame(name)
+            for start, size in ((len(frame) - 30, 30), (3, 40), (9, 0)):
+                wanted.append((at, at.offset + start, memory[taken : taken + size]))
+                taken += size
+                expected.append(frame[start : start + size])
+        storage.read_into(wanted)
+        assert [bytes(view) for _, _, view in wanted] == expected
+        at = parse_location(locations[0])
+        gone = parse_location(f"{new_segment_name()}:0:64")
+        for bad in ((at, at.end - 3, memory[:4]), (at, at.offset - 1, memory[:4]), (gone, 0, memory[:4])):
+            with pytest.raises(Gone):
+                storage.read_into([wanted[0], bad])
+
+    def test_it_proves_what_the_rest_relies_on(self, tmp_path: Path) -> None:
+        storage = self.storage(tmp_path)
+        assert storage.prove() == ""
+        assert storage.segments() == {} and storage.marker() is None
 
     def test_a_segment_is_created_once(self, tmp_path: Path) -> None:
         storage, name = self.storage(tmp_path), new_segment_name()

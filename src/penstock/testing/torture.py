@@ -34,7 +34,8 @@ from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 CARRIERS = ("direct", "tcp", "file")
-"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` has one more."""
+"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` and
+`object_torture.py` have one more each."""
 RANKS, PRODUCERS = 4, 2
 
 
@@ -70,7 +71,7 @@ class Result:
 
     def check_ways(self) -> None:
         """All bytes went the carrier's way, or AssertionError."""
-        is_direct = self.carrier in ("direct", "hosts")
+        is_direct = self.carrier in ("direct", "hosts", "objects")
         wrong = self.sent if is_direct else self.stored
         assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.carrier}: bytes went another way: {self}"
         assert (self.plane_written == 0) is is_direct, f"{self.carrier}: written by another process: {self}"

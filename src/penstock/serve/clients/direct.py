@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
 from penstock.send.messages import Attached, Rejected
@@ -15,50 +17,72 @@ from penstock.send.producer import Answer
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.producer_line import Written
 from penstock.serve.clients.reachable import reachable
-from penstock.storage import FolderStorage, Writer
+from penstock.storage import KeptStorage, Writer
 from penstock.storage.interface import Pieces
+from penstock.storage.object_ranges import OBJECT_BYTES
 
 logger = logging.getLogger("penstock.storage")
 _MOST_REPEATS = 20
-_BATCH_BYTES = 32 << 20
-"""Frames written with one sync, at most: those that come later wait for the next."""
 _PAUSE_S = 1.0
-"""After a full disk, for which groups pass the plane: each try takes a new segment."""
+"""After a full disk, or while storage is away, for which groups pass the plane: each try takes a new segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A frame that is to be written."""
+
+    pieces: Pieces
+    deadline: float
+    written: Future[str] = field(default_factory=Future)
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
 
 
 class DirectWriter:
     """Writes frames of this process. Safe to use from many threads."""
 
-    def __init__(self, storage: FolderStorage, open_segment: Callable[[], str]) -> None:
+    def __init__(self, storage: KeptStorage, open_segment: Callable[[], str]) -> None:
         """`open_segment` asks the plane for a registered segment."""
-        self._writer = Writer(storage, open_segment)
-        self._waiting: deque[tuple[Pieces, Future[str]]] = deque()
+        self._storage, self._writer = storage, Writer(storage, open_segment)
+        self._waiting: deque[_Waiting] = deque()
         self._writing = threading.Lock()
 
-    def write(self, pieces: Pieces) -> str:
-        """The location of a frame, which is durable when this returns."""
-        mine: Future[str] = Future()
-        self._waiting.append((pieces, mine))
+    def write(self, pieces: Pieces, deadline: float = math.inf) -> str:
+        """The location of a frame, which is durable when this returns. Storage that is away is asked until the
+        deadline, or as long as the engine finds reasonable."""
+        mine = _Waiting(pieces, deadline)
+        self._waiting.append(mine)
         with self._writing:  # whoever gets here first writes for all who wait
-            while not mine.done():
+            while not mine.written.done():
+                self._gather()
                 self._write_batch()
-        return mine.result()
+        return mine.written.result()
+
+    def _gather(self) -> None:
+        """Give others a moment to join, where each write costs a request."""
+        until = time.monotonic() + self._storage.gather_s
+        while (left := until - time.monotonic()) > 0:
+            if sum(one.size for one in list(self._waiting)) >= OBJECT_BYTES:
+                return
+            time.sleep(min(left, 0.002))
 
     def _write_batch(self) -> None:
         batch, size = [], 0
-        while self._waiting and size < _BATCH_BYTES:
+        while self._waiting and size < self._storage.batch_bytes:
             batch.append(self._waiting.popleft())
-            size += sum(len(piece) for piece in batch[-1][0])
+            size += batch[-1].size
         try:
-            locations = self._writer.write([pieces for pieces, _ in batch])
+            locations = self._writer.write([one.pieces for one in batch], max(one.deadline for one in batch))
         except BaseException as error:
-            for _, future in batch:
-                future.set_exception(error)
+            for one in batch:
+                one.written.set_exception(error)
             if not isinstance(error, PenstockError):
                 raise
         else:
-            for (_, future), location in zip(batch, locations, strict=True):
-                future.set_result(location)
+            for one, location in zip(batch, locations, strict=True):
+                one.written.set_result(location)
 
     def leave(self, location: str) -> None:
         """The plane takes no more frames from this segment."""
@@ -105,8 +129,15 @@ class Direct:
         return time.monotonic() < self._paused_until
 
     def pause(self) -> None:
-        """There was no room: the plane writes the next groups, or says that there is none."""
+        """There was no room, or no answer: the plane writes the next groups, or says that it cannot either."""
         self._paused_until = time.monotonic() + _PAUSE_S
+
+    def wait_for(self, answer: Answer, deadline: float) -> float:
+        """Seconds to wait before a group is put again, because storage is away for the plane as well; 0: do not."""
+        if not isinstance(answer, Rejected) or answer.kind != "Away" or time.monotonic() + _PAUSE_S > deadline:
+            return 0.0
+        logger.warning("%s; the group is put again", answer.reason)
+        return _PAUSE_S
 
     def count_repeat(self, reason: str) -> None:
         """A frame must be written once more. A plane that never takes one is not reached by storage at all."""
@@ -133,26 +164,26 @@ class Direct:
 class DirectPut:
     """One group on its way to storage."""
 
-    def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup) -> None:
-        self._direct, self._writer, self._group = direct, writer, group
+    def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup, deadline: float) -> None:
+        self._direct, self._writer, self._group, self._deadline = direct, writer, group, deadline
         self._metadata = group.metadata(direct.seq_len, drop=direct.drops_long)
         self._location = ""
 
     @staticmethod
-    def of(direct: Direct, group: EncodedGroup) -> DirectPut | None:
+    def of(direct: Direct, group: EncodedGroup, deadline: float) -> DirectPut | None:
         """None where the group is to be sent to the plane: nothing is in reach, or the plane should say what is wrong
         with it."""
         writer = direct.writer()
         if writer is None or direct.is_paused:
             return None
         try:
-            return DirectPut(direct, writer, group)
+            return DirectPut(direct, writer, group, deadline)
         except PenstockError:
             return None
 
     def write(self) -> Written:
         """Called when there is room."""
-        self._location = self._writer.write(self._group.pieces)
+        self._location = self._writer.write(self._group.pieces, self._deadline)
         return self._location, *self._metadata
 
     def should_repeat(self, answer: Answer) -> bool:

@@ -6,6 +6,7 @@ others as well; with an address it is a line to a plane that `penstock serve` ru
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -24,7 +25,7 @@ from penstock.convert import Group, grpo
 from penstock.convert.advantages import Advantage
 from penstock.convert.filters import Filter
 from penstock.encode.layout import Buffer
-from penstock.errors import Closed, DiskFull, InvalidInput, StorageError
+from penstock.errors import Away, Closed, DiskFull, InvalidInput, StorageError
 from penstock.send.carrier import ClientCarrier
 from penstock.send.decision_limits import check_decision
 from penstock.send.messages import (
@@ -213,14 +214,17 @@ class Plane:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         passes_plane = False
         while True:
-            put, question = self._begin_put(group, timeout, passes_plane=passes_plane)
+            put, question = self._begin_put(group, timeout, deadline, passes_plane=passes_plane)
             try:
                 answer = self._line.ask(question, deadline - time.monotonic(), None if put is None else put.write)
             except StorageError as error:
-                self._storage_failed(put, error)
+                self._storage_failed(put, error, deadline)
                 passes_plane = True
                 continue
-            if put is None or not put.should_repeat(answer):
+            passes_plane = False
+            if wait := self._direct.wait_for(answer, deadline):
+                time.sleep(wait)
+            elif put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
 
     async def adeliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
@@ -229,31 +233,35 @@ class Plane:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         passes_plane = False
         while True:
-            begin = partial(self._begin_put, group, timeout, passes_plane=passes_plane)
+            begin = partial(self._begin_put, group, timeout, deadline, passes_plane=passes_plane)
             put, question = await self._async.compute(begin)
             write = None if put is None else partial(self._async.compute, put.write)
             try:
                 answer = await self._line.aask(question, deadline - time.monotonic(), write)
             except StorageError as error:
-                self._storage_failed(put, error)
+                self._storage_failed(put, error, deadline)
                 passes_plane = True
                 continue
-            if put is None or not put.should_repeat(answer):
+            passes_plane = False
+            if wait := self._direct.wait_for(answer, deadline):
+                await asyncio.sleep(wait)
+            elif put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
 
     def _begin_put(
-        self, group: EncodedGroup, timeout: float | None, *, passes_plane: bool
+        self, group: EncodedGroup, timeout: float | None, deadline: float, *, passes_plane: bool
     ) -> tuple[DirectPut | None, Question]:
         """How a group goes: straight to storage, or as bytes to the plane."""
-        put = None if passes_plane else DirectPut.of(self._direct, group)
+        put = None if passes_plane else DirectPut.of(self._direct, group, deadline)
         return put, group.question(self._line.session, timeout, direct=put is not None)
 
-    def _storage_failed(self, put: DirectPut | None, error: StorageError) -> None:
+    def _storage_failed(self, put: DirectPut | None, error: StorageError, deadline: float) -> None:
         """A frame could not be written from here: the plane gets it. Where the disk is full, it frees what it may and
-        answers; groups pass it for a second. After any other error all of them do."""
-        if put is None:
+        answers; where storage is away from here, it may not be for the plane. Groups pass it for a second. After any
+        other error all of them do."""
+        if put is None or (isinstance(error, Away) and time.monotonic() > deadline):
             raise error
-        if isinstance(error, DiskFull):
+        if isinstance(error, (DiskFull, Away)):
             self._direct.pause()
         else:
             self._direct.turn_off(error)

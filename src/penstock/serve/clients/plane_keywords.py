@@ -80,8 +80,8 @@ class PlaneKeywords(TypedDict, total=False):
     max_held_bytes: int
     """Encoded bytes that may wait for training; beyond, puts wait or raise Overloaded."""
     storage: str | Path | None
-    """Folder where frames are kept, on a local disk or on a filesystem that all hosts share; none: `storage` in the
-    run's folder."""
+    """Where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or s3://BUCKET/PREFIX,
+    gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder."""
     log: str | Path | None
     """Of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, so that the plane
     can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""

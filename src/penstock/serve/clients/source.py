@@ -15,7 +15,7 @@ from penstock.arrays import Samples
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.arrays.versions import MAX_VERSION
 from penstock.encode import decode
-from penstock.errors import Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
+from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.pack import BlockPool, RankPlan, fill
 from penstock.send.carrier import ClientCarrier
 from penstock.send.messages import Frames, FromPlane
@@ -35,6 +35,9 @@ UNCOMMITTED = 8
 """Steps taken and not committed, beyond which a source warns."""
 _FRESH_S = 0.25
 """How old the plane's words may be when a wait ends."""
+AWAY_S = 60.0
+"""How long a rank asks storage that does not answer before it asks the plane."""
+_AGAIN_S = 0.5
 _LEAVE_S = 2.0
 """How long a rank that failed at once waits for the plane to hear of it."""
 
@@ -269,7 +272,7 @@ class Source:
         """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
-            samples, digests = self._samples(arrived)
+            samples, digests = self._read(arrived)
             is_whole = step_digest(message.plan, digests) == message.digest
         except Unreadable as error:
             self._damaged(message.step, error)
@@ -294,6 +297,20 @@ class Source:
         with self._lock:
             self._arrived[message.step] = step
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
+
+    def _read(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
+        """`_samples`, again and again while storage does not answer this process. Heartbeats go on meanwhile, and say
+        that the step is being filled. After a while the plane is asked to look at it."""
+        until = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return self._samples(arrived)
+            except Away as error:
+                if time.monotonic() > until or self._error is not None:
+                    group = StepPicks.from_bytes(arrived.deliver.picks).groups[0].group
+                    raise Unreadable(group, str(error)) from None
+                logger.warning("step %d: %s; reading it again", arrived.deliver.step, error)
+            time.sleep(_AGAIN_S)
 
     def _samples(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
         """The samples of a step and their digests: its payload, or what storage holds. Raises Unreadable."""

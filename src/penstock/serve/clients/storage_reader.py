@@ -12,7 +12,8 @@ from penstock.errors import CorruptFrame, PenstockError
 from penstock.send.messages import Attached
 from penstock.send.picks import PickedGroup, StepPicks
 from penstock.serve.clients.reachable import reachable
-from penstock.storage import FolderStorage, parse_location
+from penstock.storage import Away, KeptStorage, Location, parse_location
+from penstock.storage.interface import Wanted
 
 ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
 """A step is as large as the plane was told to make it; its size was checked group by group."""
@@ -29,6 +30,7 @@ class Unreadable(CorruptFrame):
 @dataclass(frozen=True, slots=True)
 class _Read:
     picked: PickedGroup
+    place: Location
     frame: RangedFrame
     ranges: list[Range]
 
@@ -53,7 +55,7 @@ class Reach:
 class StorageReader:
     """Used by one thread. The samples of a step are overwritten when the next one is read: fill them first."""
 
-    def __init__(self, storage: FolderStorage) -> None:
+    def __init__(self, storage: KeptStorage) -> None:
         self._storage, self._memory = storage, StepMemory()
         self.bytes_read = 0
         """In all."""
@@ -61,21 +63,22 @@ class StorageReader:
         """Of the last step."""
 
     def samples(self, picks: StepPicks) -> Samples:
-        """The samples that a rank trains, in the order of its plan; raises Unreadable."""
+        """The samples that a rank trains, in the order of its plan; raises Unreadable, or Away."""
         self.picks = picks
         if not picks.groups:
             return Samples.of([])
         reads = [self._planned(picked) for picked in picks.groups]
         total = sum(read.size for read in reads)
         buffer, at = self._memory.take("", total).data, 0
-        found = []
+        found, wanted = [], []
         for read in reads:
             views = []
             for a, b in read.ranges:
                 views.append(buffer[at : at + b - a])
+                wanted.append((read.place, read.place.offset + a, views[-1]))
                 at += b - a
-            self._fetch(read, views)
             found.append((read.frame, read.picked.rows, Pieces(read.ranges, views)))
+        self._fetch(wanted, reads)
         self.bytes_read += total
         try:
             return assemble(found, memory=self._memory)
@@ -85,17 +88,27 @@ class StorageReader:
     def _planned(self, picked: PickedGroup) -> _Read:
         try:
             frame = RangedFrame(picked.front, limits=ANY_SIZE)
-            return _Read(picked, frame, frame.plan(picked.rows))
+            return _Read(picked, parse_location(picked.location), frame, frame.plan(picked.rows))
         except CorruptFrame as error:
             raise Unreadable(picked.group, str(error)) from None
 
-    def _fetch(self, read: _Read, views: Sequence[memoryview]) -> None:
-        location = parse_location(read.picked.location)
-        wanted = [(location.offset + a, view) for (a, _), view in zip(read.ranges, views, strict=True)]
+    def _fetch(self, wanted: list[Wanted], reads: Sequence[_Read]) -> None:
+        """Read all ranges at once; where that fails, one group after the other tells which it is."""
         try:
-            self._storage.read_into(location, wanted)
+            self._storage.read_into(wanted)
+        except Away:
+            raise
+        except PenstockError:
+            for read in reads:
+                self._fetch_one(read.picked.group, [one for one in wanted if one[0] is read.place])
+
+    def _fetch_one(self, group: str, wanted: list[Wanted]) -> None:
+        try:
+            self._storage.read_into(wanted)
+        except Away:
+            raise
         except PenstockError as error:
-            raise Unreadable(read.picked.group, str(error)) from None
+            raise Unreadable(group, str(error)) from None
 
     def _blamed(
         self,

@@ -84,8 +84,9 @@ class Engine:
             check_settings(settings, log)
             at, is_new = log.commits, not log.last_op
             check_log(storage, run_id=log.run_id, epoch=log.epoch, commits=at, held=log.num_frames, is_new=is_new)
+            keeps = storage.prove()
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
-            self.segments = Segments(log, storage, custody, outside)
+            self.segments = Segments(log, storage, custody, outside, keeps=keeps)
             self.journal = Journal(settings, log, self.segments)
             note_seq_len(settings, self.journal, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import xxhash
 
@@ -13,8 +12,8 @@ from penstock.errors import InvalidInput, PenstockError
 from penstock.keep.facts import GroupFacts, check_group
 from penstock.serve.decisions.acceptance import MAX_ID
 from penstock.serve.decisions.intake import UNCUT
-from penstock.storage.interface import Range
-from penstock.storage.scan import Piece, find_frames, read_at, reading_file
+from penstock.storage.interface import Part, Range
+from penstock.storage.scan import Piece, find_frames, read_at
 
 LIMITS = Limits(max_samples=1 << 16, max_tokens=1 << 26, max_bytes=2 << 30)
 """What one group may unfold to."""
@@ -30,20 +29,24 @@ def no_progress(_: int) -> None:
 class Source:
     """A file that may hold frames."""
 
-    path: Path
-    segment: str = ""
-    """Its name in storage; empty for a file that is not a segment of this run's storage."""
+    part: Part
     known: Sequence[Range] = ()
-    """Bytes that need not be looked at."""
+    """Bytes of its segment that need not be looked at."""
+
+    @property
+    def known_here(self) -> list[Range]:
+        """Of the file."""
+        start, size = self.part.start, self.part.size
+        return [(max(a - start, 0), b - start) for a, b in self.known if b > start and a < start + size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostFrame:
     """A whole frame of a group."""
 
-    path: Path
-    segment: str
-    offset: int
+    part: Part
+    at: int
+    """In its file."""
     size: int
     group: str
     digest: bytes
@@ -56,15 +59,20 @@ class LostFrame:
 
     @property
     def location(self) -> str:
-        return f"{self.segment}:{self.offset}:{self.size}"
+        return f"{self.segment}:{self.part.start + self.at}:{self.size}"
+
+    @property
+    def segment(self) -> str:
+        return self.part.segment
 
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
     """Bytes that look like a frame and cannot be accepted."""
 
-    path: Path
+    part: Part
     offset: int
+    """In its file."""
     size: int
     why: str
 
@@ -89,12 +97,12 @@ def survey(sources: Iterable[Source], known: Mapping[str, bytes | None], progres
     found, contents = Survey(), dict[str, bytes]()
     for source in sources:
         try:
-            with reading_file(source.path) as file:
-                for piece in find_frames(file, source.known):
+            with source.part.opened() as file:
+                for piece in find_frames(file, source.known_here):
                     _sort(found, contents, known, source, _read(file, source, piece))
                     progress(piece.size)
         except OSError as error:
-            found.unusable.append(Unusable(source.path, 0, 0, error.strerror or str(error)))
+            found.unusable.append(Unusable(source.part, 0, 0, error.strerror or str(error)))
     return found
 
 
@@ -108,7 +116,7 @@ def _sort(
     if isinstance(frame, Unusable):
         found.unusable.append(frame)
         return
-    found.frames_in[source.segment] = found.frames_in.get(source.segment, 0) + 1
+    found.frames_in[frame.segment] = found.frames_in.get(frame.segment, 0) + 1
     if frame.group in known:
         same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
     elif frame.group in contents:
@@ -121,23 +129,22 @@ def _sort(
         found.repeated += 1
     else:
         why = f"group {frame.group!r}: {where}"
-        found.conflicts.append(Unusable(source.path, frame.offset, frame.size, why))
+        found.conflicts.append(Unusable(source.part, frame.at, frame.size, why))
 
 
 def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
     if piece.problem:
-        return Unusable(source.path, piece.offset, piece.size, piece.problem)
+        return Unusable(source.part, piece.offset, piece.size, piece.problem)
     try:
         frame = read_at(file, piece.offset, piece.size)
         facts = facts_of_frame(frame)
     except (PenstockError, MemoryError) as error:
-        return Unusable(source.path, piece.offset, piece.size, str(error))
+        return Unusable(source.part, piece.offset, piece.size, str(error))
     except Exception as error:  # noqa: BLE001 - whatever a frame provokes, the others are looked at
-        return Unusable(source.path, piece.offset, piece.size, f"{type(error).__name__}: {error}")
+        return Unusable(source.part, piece.offset, piece.size, f"{type(error).__name__}: {error}")
     return LostFrame(
-        path=source.path,
-        segment=source.segment,
-        offset=piece.offset,
+        part=source.part,
+        at=piece.offset,
         size=piece.size,
         group=facts.group,
         digest=xxhash.xxh3_128_digest(frame),
@@ -159,8 +166,8 @@ def facts_of_frame(frame: bytes) -> GroupFacts:
     return check_group(frame, group=group, seq_len=UNCUT, limits=LIMITS)
 
 
-def frames_of(path: Path, lost: Sequence[LostFrame]) -> Iterator[tuple[LostFrame, bytes]]:
+def frames_of(part: Part, lost: Sequence[LostFrame]) -> Iterator[tuple[LostFrame, bytes]]:
     """The bytes of frames that were found in a file."""
-    with reading_file(path) as file:
+    with part.opened() as file:
         for frame in lost:
-            yield frame, read_at(file, frame.offset, frame.size)
+            yield frame, read_at(file, frame.at, frame.size)

@@ -12,7 +12,7 @@ from penstock.log import Guard, Log, SqliteLog
 from penstock.log.finding import check_is_sqlite
 from penstock.log.postgres_address import is_postgres, with_run
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, read_marker
+from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, open_storage, read_marker
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
@@ -74,5 +74,5 @@ def _guard_shared(storage: Storage, address: str) -> Guard:
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:
     """Where a plane's frames are: as the settings say, else in the folder of its log, or in memory as that is."""
     if settings.storage is not None:
-        return FolderStorage(settings.storage.removeprefix("file://"))
+        return open_storage(settings.storage)
     return MemoryStorage() if folder is None else FolderStorage(Path(folder).resolve() / "storage")

@@ -14,17 +14,17 @@ from penstock.log.decision_records import Advance, Discard, Shorten, read_record
 from penstock.log.sqlite_reader import LOG
 from penstock.serve.decisions.ledger import OVER_LENGTH, Ledger
 from penstock.serve.decisions.manifest import read_manifest
-from penstock.storage import FolderStorage
+from penstock.storage import KeptStorage, open_storage
 
 _ALL = 1 << 62
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
 
 
-def storage_of_run(folder: Path) -> FolderStorage:
+def storage_of_run(folder: Path) -> KeptStorage:
     """Where the frames of a run are."""
     with reading(folder) as log:
         found = log.text("storage")
-    return FolderStorage(Path(found) if found else folder / "storage", create=False)
+    return open_storage(found or folder / "storage", create=False)
 
 
 def read_stored(folder: Path, location: str) -> Buffer:

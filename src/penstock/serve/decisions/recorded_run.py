@@ -20,7 +20,7 @@ from penstock.log.sqlite_reader import LOG
 from penstock.serve.decisions.manifest import read_manifest
 from penstock.serve.decisions.read_log import storage_of_run
 from penstock.serve.decisions.remembered import SETTINGS
-from penstock.storage import FolderStorage, Gone
+from penstock.storage import Gone, KeptStorage
 
 _KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
 
@@ -76,7 +76,7 @@ class RecordedRun:
     """What a run's folder says of the run."""
 
     folder: Path
-    storage: FolderStorage
+    storage: KeptStorage
     run: str = ""
     run_id: str = ""
     retains_all: bool = False

@@ -24,8 +24,11 @@ from penstock.log.volume import own
 from penstock.serve.decisions.lost_frames import Progress, Source, Survey, no_progress, survey
 from penstock.serve.decisions.storage_check import sources_of
 from penstock.serve.decisions.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
-from penstock.storage import FolderStorage
-from penstock.storage.scan import holds_data, reading_file
+from penstock.storage import FolderStorage, Gone, KeptStorage, open_storage
+from penstock.storage.folder import file_part
+from penstock.storage.interface import Part
+from penstock.storage.object_requests import is_object_url
+from penstock.storage.scan import holds_data
 
 BUILDING = "recover.building"
 ASIDE = "before-recover"
@@ -100,7 +103,7 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
     found = survey(sources_of(run.storage, view), known, progress)
     if log is None and not found.frames_in:
         raise InvalidInput(
-            f"{run.folder}: no log and no frames ({run.storage.folder}); nothing can be recovered here. Where are the "
+            f"{run.folder}: no log and no frames ({run.storage.place}); nothing can be recovered here. Where are the "
             "frames? Give their folder with --storage, or the files that hold them with --into"
         )
     plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
@@ -112,10 +115,14 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
 def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_progress) -> Plan:
     """Find the frames of any files, to be copied into the run in another folder."""
     root, target = Path(source), Path(into)
-    if not root.exists():
+    if is_object_url(str(source)):
+        sources = sources_of(open_storage(source), LogView())
+    elif not root.exists():
         raise InvalidInput(f"{root}: no such folder or file")
-    if root.resolve() == target.resolve():
+    elif root.resolve() == target.resolve():
         raise InvalidInput(f"{target}: --into must be another folder than the one that is read")
+    else:
+        sources = _files(root, target.resolve())
     known: dict[str, bytes | None] = {}
     view = None
     if is_run(target):
@@ -126,22 +133,22 @@ def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_prog
         known = {} if view is None else {g.id: g.digest for g in view.groups.values()}
     else:
         run = StoredRun(target, FolderStorage(target / "storage", create=False), None)
-    found = survey(_files(root, target.resolve()), known, progress)
+    found = survey(sources, known, progress)
     return Plan(run, view, "" if view is None else view.run_id, found, copied=True)
 
 
 def _files(root: Path, without: Path) -> list[Source]:
     """The files that may hold frames, oldest first."""
     if root.is_file():
-        return [Source(root)]
+        return [Source(file_part(root))]
     found = []
     for folder, folders, names in os.walk(root, followlinks=False):
         folders[:] = [name for name in folders if (Path(folder) / name).resolve() != without]
         for name in names:
             path = Path(folder) / name
             if name not in _NO_FRAMES and not name.startswith(LOG) and path.is_file() and not path.is_symlink():
-                found.append((path.stat().st_mtime_ns, str(path), Source(path)))
-    return [source for _, _, source in sorted(found, key=lambda one: one[:2])]
+                found.append(Source(file_part(path)))
+    return sorted(found, key=lambda one: (one.part.modified_ns, one.part.name))
 
 
 # ------------------------------------------------------------------ what belongs together
@@ -152,13 +159,13 @@ def _check_belongs(run: StoredRun, log: LogView | None) -> None:
     marker = run.marker
     if log is not None and marker is not None and marker.run_id != log.run_id:
         raise Conflict(
-            f"{run.storage.folder}: belongs to run {marker.run_id[:12]}, and the log in {run.folder} is of run "
+            f"{run.storage.place}: belongs to run {marker.run_id[:12]}, and the log in {run.folder} is of run "
             f"{log.run_id[:12]}; put the storage of this run back. The other run's frames can be used in a new folder: "
-            f"`penstock storage recover {run.storage.folder} --into NEW_FOLDER`"
+            f"`penstock storage recover {run.storage.place} --into NEW_FOLDER`"
         )
     if log is not None and marker is None and log.kept and not run.storage.segments():
         raise Conflict(
-            f"{run.storage.folder}: empty, and the log needs {len(log.kept):,} frames there; mount the storage or put "
+            f"{run.storage.place}: empty, and the log needs {len(log.kept):,} frames there; mount the storage or put "
             "it back; nothing was changed"
         )
 
@@ -179,36 +186,34 @@ def _run_id(run: StoredRun, log: LogView | None) -> str:
     return "" if run.witness is None else run.witness.run_id
 
 
-def _sort_segments(storage: FolderStorage, log: LogView, found: Survey) -> tuple[list[str], list[str]]:
+def _sort_segments(storage: KeptStorage, log: LogView, found: Survey) -> tuple[list[str], list[str]]:
     """Unregistered segments: those that hold frames of this run or nothing at all, and the others."""
     taken = {frame.segment for frame in found.lost}
-    doubtful = {one.path.name for one in (*found.conflicts, *found.unusable)}
+    doubtful = {one.part.segment for one in (*found.conflicts, *found.unusable)}
     register: list[str] = []
     left: list[str] = []
-    for name in sorted(storage.segments().keys() - log.segments):
+    parts = storage.parts()
+    for name in sorted(parts.keys() - log.segments):
         is_known = name in taken or (found.frames_in.get(name, 0) and name not in doubtful)
-        (register if is_known or not _holds_data(storage.path(name)) else left).append(name)
+        (register if is_known or not any(map(_holds_data, parts[name])) else left).append(name)
     return register, left
 
 
-def _holds_data(path: Path) -> bool:
+def _holds_data(part: Part) -> bool:
     try:
-        with reading_file(path) as file:
+        with part.opened() as file:
             return holds_data(file)
     except OSError:  # it cannot be read: what it holds is unknown
         return True
 
 
-def _without_frame(storage: FolderStorage, log: LogView) -> int:
-    there, missing = storage.segments(), 0
-    by_segment: dict[str, list[int]] = {}
+def _without_frame(storage: KeptStorage, log: LogView) -> int:
+    """Groups that wait and whose frames do not begin as one does."""
+    missing = 0
     for group, at in log.kept:
         if group.state in _WAITING:
-            by_segment.setdefault(at.segment, []).append(at.offset)
-    for name, offsets in by_segment.items():
-        if name not in there:
-            missing += len(offsets)
-            continue
-        with reading_file(storage.path(name)) as file:
-            missing += sum(os.pread(file, len(MAGIC), offset) != MAGIC for offset in offsets)
+            try:
+                missing += bytes(storage.read(group.location, [(0, min(len(MAGIC), at.size))])[0]) != MAGIC
+            except Gone:
+                missing += 1
     return missing

@@ -29,7 +29,16 @@ from penstock.serve.decisions.lost_frames import LostFrame, Progress, facts_of_f
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.recover import ASIDE, BUILDING, Plan
 from penstock.serve.decisions.segments import OWN
-from penstock.storage import Custody, FolderStorage, Marker, Writer, check_log, parse_location
+from penstock.storage import (
+    Custody,
+    KeptStorage,
+    Marker,
+    Writer,
+    address_of,
+    check_log,
+    open_storage,
+    parse_location,
+)
 from penstock.storage.interface import new_segment_name
 
 As = Literal["held", "quarantined", "dropped"]
@@ -77,8 +86,8 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
         with log.transaction():
             for name in plan.register:
                 log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
-            if storage.folder.resolve() != (folder / "storage").resolve():
-                log.set_meta("storage", str(storage.folder.resolve()))
+            if (where := address_of(storage.url)) != address_of(folder / "storage"):
+                log.set_meta("storage", where)
         past = log.last_op
         placed = ((frame, frame.location) for frame in plan.found.lost)
         _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
@@ -102,8 +111,8 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
             for name in plan.register:
                 if name not in known:
                     log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
-            if plan.run.storage.folder.resolve() != (plan.run.folder / "storage").resolve():
-                log.set_meta("storage", str(plan.run.storage.folder.resolve()))
+            if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
+                log.set_meta("storage", where)
         past = log.last_op
         placed = ((frame, frame.location) for frame in plan.found.lost)
         _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
@@ -119,7 +128,7 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
 
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Copy groups into the run in another folder, which may be new."""
-    storage = FolderStorage(plan.run.storage.folder)
+    storage = open_storage(plan.run.storage.url)
     log = SqliteLog(plan.run.folder, guard=partial(check_log, storage))
     try:
         custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
@@ -169,12 +178,13 @@ def _read_again(
     frames: Iterable[tuple[LostFrame, str]], progress: Progress
 ) -> Iterator[tuple[LostFrame, str, bytes, GroupFacts]]:
     """(frame, location, bytes, metadata); raises Conflict if it is not what the survey found."""
-    for path, some in groupby(frames, key=lambda one: one[0].path):
+    for name, some in groupby(frames, key=lambda one: one[0].part.name):
         places = list(some)
-        for (frame, data), (_, location) in zip(frames_of(path, [one for one, _ in places]), places, strict=True):
+        part = places[0][0].part
+        for (frame, data), (_, location) in zip(frames_of(part, [one for one, _ in places]), places, strict=True):
             facts = facts_of_frame(data)
             if facts.group != frame.group or len(data) != frame.size:
-                raise Conflict(f"{path}: changed while it was read; is a plane at work on it? Call this again")
+                raise Conflict(f"{name}: changed while it was read; is a plane at work on it? Call this again")
             progress(frame.size)
             yield frame, location, data, facts
 
@@ -285,17 +295,20 @@ def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
     return Recovered(done.groups, done.segments, done.epoch, done.commits, done.run_id, aside)
 
 
-def _copy_aside(folder: Path, storage: FolderStorage) -> str:
+def _copy_aside(folder: Path, storage: KeptStorage) -> str:
     """Copy log, witness and marker as they are; returns where to, or nothing if there is none of them."""
     old = [path for path in (folder / LOG, folder / f"{LOG}-wal", folder / WITNESS) if path.exists()]
-    old += [path for path in (storage.folder / "marker",) if path.exists()]
-    if not old:
+    marker = storage.marker()
+    if not old and marker is None:
         return ""
     number = next(n for n in range(1, 1_000_000) if not (folder / f"{ASIDE}-{n}").exists())
     aside = folder / f"{ASIDE}-{number}"
     aside.mkdir(mode=0o700)
     for path in old:
         sync(Path(shutil.copy2(path, aside / path.name)))
+    if marker is not None:
+        (aside / "marker").write_bytes(marker)
+        sync(aside / "marker")
     sync(aside)
     sync(folder)
     return str(aside)

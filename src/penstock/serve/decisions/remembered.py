@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 import msgspec
 
@@ -15,6 +14,7 @@ from penstock.config import template
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.log import Log, State
 from penstock.serve.settings import PlaneSettings
+from penstock.storage import address_of
 
 logger = logging.getLogger("penstock.plane")
 SETTINGS = "settings "
@@ -55,7 +55,7 @@ def _remember(log: Log, values: dict[str, int | str], settings: str) -> None:
 
 def _storage(settings: PlaneSettings) -> str:
     """Where readers of the run's folder find its frames; empty: in that folder."""
-    return "" if settings.storage is None else str(Path(settings.storage.removeprefix("file://")).resolve())
+    return "" if settings.storage is None else address_of(settings.storage)
 
 
 def as_toml(settings: PlaneSettings) -> str:

@@ -78,8 +78,12 @@ class _Segment:
 class Segments:
     """All segments of a run, and the deletions that were decided."""
 
-    def __init__(self, log: Log, storage: Storage, custody: Custody, outside: Outside | None = None) -> None:
+    def __init__(
+        self, log: Log, storage: Storage, custody: Custody, outside: Outside | None = None, *, keeps: str = ""
+    ) -> None:
+        """`keeps` says why nothing may be deleted in this storage; empty: it may."""
         self._log, self._storage, self._custody, self._outside = log, storage, custody, outside or Outside()
+        self.keeps = keeps
         self._all = {row.name: _Segment(row, 0.0) for row in log.segments()}
         self.live_bytes = 0
         for text in log.locations():
@@ -99,7 +103,7 @@ class Segments:
         """Decided and not deleted yet."""
         self._under_way: set[str] = set()
         self._late: list[str] = []
-        """Freed segments that were not in storage, and may still be created."""
+        """Freed segments that are not in storage, and may still be created, or get what was written before."""
         self._late_at = 0.0
         self._to_free: list[str] = []
         self._to_seal: dict[str, bool] = {}
@@ -113,6 +117,10 @@ class Segments:
         self._tick_at = 0.0
         self._maybe_empty = dict.fromkeys(self._all)
         """Segments that may hold no frame: looked at when something changes."""
+        if storage.lands_late:
+            self._late = [name for name in self._frees if is_segment_name(name) and name not in found]
+            self._put_aside(self._late)
+            self._frees = sorted(set(self._frees).difference(self._late))
         self._seal_earlier_epochs()
         self._report(found)
 
@@ -123,7 +131,15 @@ class Segments:
                 self._to_seal[name] = False
         self._look_for_empty()
 
+    def _put_aside(self, late: Iterable[str]) -> None:
+        """Only the names of segments that were deleted are kept, as long as something may land in them."""
+        for name in late:
+            self._all.pop(name, None)
+            self._maybe_empty.pop(name, None)
+
     def _report(self, found: dict[str, int]) -> None:
+        if self.keeps:
+            logger.error("%s: %s; nothing is deleted there", self._storage.url, self.keeps)
         if self.unregistered:
             size = sum(found[name] for name in self.unregistered)
             logger.error(
@@ -158,6 +174,7 @@ class Segments:
             "to_delete": len(self._frees) + len(self._under_way),
             "unregistered": self.unregistered[:_MOST_NAMED],
             "missing": self.missing[:_MOST_NAMED],
+            "keeps": self.keeps,
         }
 
     # -------------------------------------------------------------- registering
@@ -355,7 +372,7 @@ class Segments:
 
     def take_deletions(self) -> list[str]:
         """What may be deleted now, by name; then `deleted` or `not_deleted`. Nothing while an operator must decide."""
-        if self.unregistered or self._under_way:
+        if self.unregistered or self._under_way or self.keeps:
             return []
         names, self._frees = self._frees, []
         self._under_way = set(names)
@@ -363,12 +380,16 @@ class Segments:
 
     def delete(self, names: Sequence[str], op: int) -> tuple[list[str], dict[str, int]]:
         """From any thread: move the marker, then delete. Returns what is deleted for good, and what storage holds
-        afterwards. A segment that was not there may still be created by a writer that stood still: it stays listed,
-        and is deleted again every hour."""
+        afterwards. A segment that was not there may still be created by a writer that stood still, and an object may
+        land in one that was deleted: these stay listed, and are deleted again every hour."""
         segments = set(filter(is_segment_name, names))
-        late = segments - self._storage.segments().keys() if segments else set()
-        late = {name for name in late if self._may_begin(name)}
-        self._custody.delete(names, op)
+        missing = segments - self._storage.segments().keys() if segments else set()
+        if self._storage.lands_late:  # what is not there now costs a request for each name, every hour
+            self._custody.delete([name for name in names if name not in missing], op)
+            late = segments
+        else:
+            self._custody.delete(names, op)
+            late = {name for name in missing if self._may_begin(name)}
         return [name for name in names if name not in late], self._storage.segments()
 
     def _may_begin(self, name: str) -> bool:
@@ -378,7 +399,10 @@ class Segments:
 
     def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
         """Storage has deleted these; the next transaction says so."""
-        self._late += sorted(self._under_way.difference(names))
+        late = sorted(self._under_way.difference(names))
+        self._late += late
+        if self._storage.lands_late:
+            self._put_aside(late)
         self._under_way = set()
         self._deleted += names
         self.dead_bytes = max(sum(held.values()) - self.live_bytes, 0)

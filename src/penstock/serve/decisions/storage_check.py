@@ -6,7 +6,6 @@ read and the one in which the frame is looked at, so whatever is wrong with a fr
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from penstock.keep.facts import GroupFacts
 from penstock.log import State, reading
 from penstock.serve.decisions.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
-from penstock.storage import Away, FolderStorage, Gone, Location
+from penstock.storage import Away, Gone, KeptStorage, Location
+from penstock.storage.interface import Part
 
 _BATCH = 256
 """Groups whose metadata is read at a time: a long transaction would keep a plane's write-ahead log from shrinking."""
@@ -83,7 +83,7 @@ def check(
     refuse_old(run)
     if not fast:
         find_damage(run)
-    report = Report(str(run.folder), str(run.storage.folder), fast, disagreements=run.disagreements())
+    report = Report(str(run.folder), run.storage.place, fast, disagreements=run.disagreements())
     report.marker = (
         None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "commits")}
     )
@@ -98,14 +98,16 @@ def check(
     return report
 
 
-def sources_of(storage: FolderStorage, log: LogView) -> list[Source]:
+def sources_of(storage: KeptStorage, log: LogView) -> list[Source]:
     """The segments of a storage, oldest first, without the bytes that the log knows."""
-    extents, found = log.extents(), []
-    for name in storage.segments():
-        if name not in log.frees:
-            path = storage.path(name)
-            found.append((_stat(path, "st_mtime_ns"), name, Source(path, name, extents.get(name, ()))))
-    return [source for _, _, source in sorted(found, key=lambda one: one[:2])]
+    extents = log.extents()
+    found = [
+        Source(part, extents.get(name, ()))
+        for name, parts in storage.parts().items()
+        if name not in log.frees
+        for part in parts
+    ]
+    return sorted(found, key=lambda one: (one.part.modified_ns, one.part.name))
 
 
 def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
@@ -116,7 +118,7 @@ def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
 
 
 def _words(one: Unusable) -> str:
-    return f"{one.path.name} at {one.offset}: {one.why}"
+    return f"{one.part.segment or one.part.name} at {one.part.start + one.offset}: {one.why}"
 
 
 def _groups_now(run: StoredRun) -> set[str]:
@@ -130,6 +132,7 @@ def _groups_now(run: StoredRun) -> set[str]:
 
 
 def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progress) -> None:
+    parts = run.storage.parts() if report.fast and log.kept else {}
     kept = sorted(log.kept, key=lambda one: (one[1].segment, one[1].offset))
     for first in range(0, len(kept), _BATCH):
         batch = kept[first : first + _BATCH]
@@ -137,7 +140,7 @@ def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progre
         for group, at in batch:
             report.frames += 1
             report.bytes += at.size
-            bad = _look_at_frame(run, group, at, facts)
+            bad = _look_at_frame(run, group, at, facts, parts)
             if bad is not None and _is_needed(run, group):
                 found = BadFrame(group.id, group.location, str(bad))
                 (report.missing if isinstance(bad, Gone) else report.damaged).append(found)
@@ -145,12 +148,12 @@ def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progre
 
 
 def _look_at_frame(
-    run: StoredRun, group: KnownGroup, at: Location, facts: dict[int, bytes] | None
+    run: StoredRun, group: KnownGroup, at: Location, facts: dict[int, bytes] | None, parts: dict[str, list[Part]]
 ) -> PenstockError | None:
     """What is wrong with a frame; without `facts` only its size counts."""
     try:
         if facts is None:
-            _check_size(run.storage, at)
+            _check_size(parts, at)
         else:
             _check_frame(run.storage, group, facts.get(group.op))
     except Away as error:
@@ -161,14 +164,16 @@ def _look_at_frame(
     return None
 
 
-def _check_size(storage: FolderStorage, at: Location) -> None:
-    with storage.opened(at.segment) as file:
-        size = os.fstat(file).st_size
-    if size < at.end:
-        raise Gone(f"{storage.path(at.segment)}: ends {at.end - size} bytes before the frame at {at.offset} does")
+def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
+    mine = [part for part in parts.get(at.segment, ()) if part.start <= at.offset]
+    if not mine:
+        raise Gone(f"{at}: its segment is missing")
+    end = mine[-1].start + mine[-1].size
+    if end < at.end:
+        raise Gone(f"{mine[-1].name}: ends {at.end - end} bytes before the frame at {at.offset} does")
 
 
-def _check_frame(storage: FolderStorage, group: KnownGroup, facts: bytes | None) -> None:
+def _check_frame(storage: KeptStorage, group: KnownGroup, facts: bytes | None) -> None:
     """Raise unless the samples in storage are those that were accepted."""
     frame = storage.read(group.location)[0]
     if not any(frame):
@@ -197,23 +202,17 @@ def _is_needed(run: StoredRun, group: KnownGroup) -> bool:
 # ------------------------------------------------------------------ bytes
 
 
-def _count_bytes(storage: FolderStorage, log: LogView, report: Report) -> None:
+def _count_bytes(storage: KeptStorage, log: LogView, report: Report) -> None:
     found = storage.segments()
     needed: dict[str, int] = {}
     for _, at in log.kept:
         needed[at.segment] = needed.get(at.segment, 0) + at.size
     report.segments = len(found)
     report.unregistered = {name: size for name, size in sorted(found.items()) if name not in log.segments}
+    parts = storage.parts()
     for name, size in found.items():
         if name in log.segments:
             # A file takes whole blocks, and less than its size where frames were deleted.
-            written = min(size, _stat(storage.path(name), "st_size"))
+            written = min(size, sum(part.size for part in parts.get(name, ())))
             report.dead_bytes += max(written - needed.get(name, 0), 0)
     report.pending_frees = len(log.frees)
-
-
-def _stat(path: Path, what: str) -> int:
-    try:
-        return int(getattr(path.stat(), what))
-    except OSError:
-        return 0

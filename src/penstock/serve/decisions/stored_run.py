@@ -14,7 +14,7 @@ from penstock.log import FORMAT, LogReader, State, is_run, reading
 from penstock.log.decision_records import Advance, EvictRun, Weigh
 from penstock.log.finding import url_of
 from penstock.log.witness import Seen, read_witness
-from penstock.storage import FolderStorage, Location, Marker, parse_location, read_marker
+from penstock.storage import KeptStorage, Location, Marker, open_storage, parse_location, read_marker
 from penstock.storage.interface import Range, is_segment_name
 
 
@@ -76,7 +76,7 @@ class StoredRun:
     """A run's folder, as it is found."""
 
     folder: Path
-    storage: FolderStorage
+    storage: KeptStorage
     log: LogView | None
     log_problem: str = ""
     """Why there is no log; empty if there is one."""
@@ -127,7 +127,7 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
     root = Path(folder)
     if not root.is_dir():
         raise InvalidInput(f"{root}: no such folder; give the folder of a run")
-    early = FolderStorage(str(storage).removeprefix("file://") if storage else _recorded(root), create=False)
+    early = open_storage(storage or _recorded(root), create=False)
     marker, problem = _marker(early)
     seen = read_witness(root)
     run = StoredRun(root, early, None, marker=marker, marker_problem=problem, witness=seen, log_url=url_of(root))
@@ -139,15 +139,14 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
         run.log, run.log_problem = None, "missing"
     elif run.log_format != FORMAT:
         run.log, run.log_problem = None, f"format {run.log_format}; this version reads format {FORMAT}"
-    there = early.folder.is_dir() and (early.folder / "segments").is_dir()
-    if run.log is None and not there and not seen and not any(root.iterdir()):
+    if run.log is None and not early.is_there() and not seen and not any(root.iterdir()):
         raise InvalidInput(f"{root}: empty; give the folder of a run")
     return run
 
 
 def refuse_old(run: StoredRun) -> None:
     """Raise if the log is of an earlier version, or the folder is: its frames were elsewhere, without a marker."""
-    is_old = not is_run(run.folder) and (run.folder / "frames").is_dir() and not run.storage.folder.is_dir()
+    is_old = not is_run(run.folder) and (run.folder / "frames").is_dir() and not run.storage.is_there()
     if run.log_format != FORMAT or is_old:
         raise InvalidInput(
             f"{run.folder}: a run of an earlier version; its frames can be used in a new run: "
@@ -165,16 +164,16 @@ def find_damage(run: StoredRun) -> None:
         run.log, run.log_problem, run.salvaged = None, f"damaged: {found}", run.log
 
 
-def _recorded(root: Path) -> Path:
+def _recorded(root: Path) -> str:
     """Where the log says the frames are; in the folder itself if it says nothing."""
     try:
         log, _ = read_view(root, brief=True)
     except CorruptFile:
         log = LogView()
-    return Path(log.storage.removeprefix("file://")) if log.storage else root / "storage"
+    return log.storage or str(root / "storage")
 
 
-def _marker(storage: FolderStorage) -> tuple[Marker | None, str]:
+def _marker(storage: KeptStorage) -> tuple[Marker | None, str]:
     try:
         return read_marker(storage), ""
     except CorruptFile as error:

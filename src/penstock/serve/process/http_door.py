@@ -50,6 +50,7 @@ STATUS: dict[type[PenstockError], int] = {
     errors.CorruptFrame: 400,
     errors.Overloaded: 429,
     errors.DiskFull: 507,
+    errors.Away: 503,
     errors.FlowError: 503,
     errors.PeerError: 503,
     errors.PenstockError: 500,

@@ -20,7 +20,7 @@ from itertools import islice
 
 import xxhash
 
-from penstock.errors import CorruptFrame, DiskFull, PenstockError, StorageError
+from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, StorageError
 from penstock.keep.facts import GroupFacts
 from penstock.send.messages import Buffer, Put
 from penstock.send.rooms import NOTHING
@@ -323,9 +323,10 @@ class Pipeline:
         return False
 
     def _blame(self, drawn: Drawn, error: Exception, bad: Mapping[int, str]) -> None:
-        """Set the bad groups aside; where no group is to blame it is the plane's failure, and ranks must know."""
+        """Set the bad groups aside; where no group is to blame it is the plane's failure, and ranks must know. While
+        storage is away they wait."""
         self._engine.undo_draw(drawn, bad)
-        if not bad:
+        if not bad and not isinstance(error, Away):
             self._fail(error)
 
     def _record(self) -> None:
@@ -369,6 +370,9 @@ class Pipeline:
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
             self._staged[step] = replace(found, numbers=self._engine.acceptance.generated.of_step(step))
+            return
+        if isinstance(found, Away):  # ranks wait; whoever asks for the step next has it built again
+            logger.warning("step %d cannot be built yet: %s", step, found)
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step

@@ -15,7 +15,7 @@ from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.remembered import members_left
 from penstock.serve.pids import is_gone
 from penstock.serve.settings import PlaneSettings
-from penstock.storage import FolderStorage
+from penstock.storage import KeptStorage, address_of
 
 
 def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordinator:
@@ -59,7 +59,7 @@ def admission_of(
         tables=engine.acceptance,
         peer_s=settings.timeouts.peer_s,
         pulse=pulse,
-        storage=str(storage.folder.resolve()) if isinstance(storage, FolderStorage) and settings.direct else "",
+        storage=address_of(storage.url) if isinstance(storage, KeptStorage) and settings.direct else "",
         seq_len=settings.packing.seq_len,
         may_write=may_write,
         max_frame=settings.max_message_bytes,

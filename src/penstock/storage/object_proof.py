@@ -1,0 +1,85 @@
+"""Tries out an object store before a plane relies on it.
+
+Servers that speak S3 differ: one of two that were tried overwrites an object although it was told not to. In such a
+store a plane that was cut off could replace the marker, so nothing is deleted there. One that returns other bytes than
+were asked for is of no use at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from penstock.errors import Away, StorageError
+from penstock.storage.object_requests import Missing, Taken, run
+
+if TYPE_CHECKING:
+    from penstock.storage.objects import ObjectStorage
+
+_FIRST, _SECOND = b"0123456789" * 7, b"another" * 10
+_RANGES = ((0, 7), (31, 52), (60, 70))
+_PATIENCE_S = 5.0
+Ask: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Makes a request, again and again while the store is away."""
+
+
+def prove(storage: ObjectStorage) -> str:
+    """Why nothing may be deleted in a store, or "". Raises StorageError where it cannot be used."""
+    return run(_prove(storage))
+
+
+async def _prove(storage: ObjectStorage) -> str:
+    import obstore
+
+    store, name = storage.store, f"proof/{secrets.token_hex(8)}"
+
+    async def ask(act: Callable[[], Awaitable[Any]]) -> Any:
+        return await storage.ask(name, act, deadline=time.monotonic() + _PATIENCE_S)
+
+    await storage.put_new(name, _FIRST)
+    try:
+        await _check_ranges(storage, name, ask)
+        if not await _refuses(ask, lambda: obstore.put_async(store, name, _SECOND, mode="create")):
+            return "it overwrites objects that exist (If-None-Match is ignored)"
+        old = {"e_tag": '"00000000000000000000000000000000"'}
+        if storage.url.startswith("gs://"):
+            old = {"version": "1"}
+        if not await _refuses(ask, lambda: obstore.put_async(store, name, _SECOND, mode=old)):
+            return "it replaces objects that have changed (If-Match is ignored)"
+        if not any(meta["path"].endswith(name) for meta in await storage.listed("proof")):
+            return "it does not list objects that were just written"
+        return ""
+    finally:
+        await ask(lambda: obstore.delete_async(store, name))
+
+
+async def _refuses(ask: Ask, act: Callable[[], Awaitable[Any]]) -> bool:
+    try:
+        await ask(act)
+    except (Taken, Missing):
+        return True
+    return False
+
+
+async def _check_ranges(storage: ObjectStorage, name: str, ask: Ask) -> None:
+    """Raise unless the store returns the bytes that are asked for."""
+    import obstore
+
+    try:
+        whole, _ = await storage.get(name)
+    except Missing:
+        raise StorageError(f"{storage.url}: an object that was just written is not there; use another store") from None
+    try:
+        found = [
+            bytes(await ask(partial(obstore.get_range_async, storage.store, name, start=start, end=end)))
+            for start, end in _RANGES
+        ]
+    except Away:  # a server that sends all of an object is taken for a connection that fails; a whole read went well
+        found = []
+    if whole != _FIRST or found != [_FIRST[start:end] for start, end in _RANGES]:
+        raise StorageError(
+            f"{storage.url}: does not return the bytes of an object that were asked for (Range); use another store"
+        )

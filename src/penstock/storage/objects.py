@@ -1,0 +1,423 @@
+"""Storage in an object store: S3, Google Cloud Storage, Azure, and servers that speak S3.
+
+    PREFIX/marker                                whose frames these are, and how far its log was
+    PREFIX/segments/3f9c21d07b6a4e58/begin       a segment: a prefix that one writer has for itself
+    PREFIX/segments/3f9c21d07b6a4e58/000000      [frame][frame]...: what was written together
+    PREFIX/segments/3f9c21d07b6a4e58/000001
+
+Frames that are put at the same time share an object. Every object is written with one create-only request, so nothing
+is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets, and are named by that. A location
+so names the object of its frame:
+
+    3f9c21d07b6a4e58:8396800:310284              object 000001, which begins at 8388608; bytes 8192 to 318476 of it
+
+An object is deleted when all frames in it were, or with its segment. A write that was given up may still arrive, even
+in a segment that was deleted: see `lands_late`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from tempfile import TemporaryFile
+from typing import Any
+
+from penstock.encode.layout import Buffer
+from penstock.errors import Away, Conflict, StorageError
+from penstock.storage.interface import (
+    Gone,
+    Location,
+    Part,
+    Pieces,
+    Range,
+    Wanted,
+    check_wanted,
+    is_segment_name,
+    parse_location,
+)
+from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, fetches_for, object_name
+from penstock.storage.object_requests import (
+    PATIENCE_S,
+    Missing,
+    Taken,
+    at_once,
+    make_store,
+    parse_object_url,
+    persist,
+    run,
+)
+
+_MOST_OBJECTS = 1_000_000
+"""In a segment: their names have six digits."""
+_WRITES, _READS = 8, 32
+"""Requests under way at a time, of one call."""
+_MARKER = "marker"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a segment."""
+
+    segment: str
+    number: int
+    size: int
+    modified: float
+    """Seconds since 1970."""
+
+
+class ObjectStorage:
+    """Segments as prefixes of one bucket."""
+
+    segment_bytes = 64 << 20
+    batch_bytes = 32 << 20
+    gather_s = 0.010
+    lands_late = True
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        """Nothing is asked of the store yet. `patience_s`: how long it may be away before a call raises Away."""
+        parsed, self._patience_s = parse_object_url(url), patience_s
+        self.url = str(parsed)
+        self.store = make_store(parsed)
+        self._freed: dict[str, set[Range]] = {}
+        """Object -> the bytes of it that were deleted by this process, until all of them are."""
+        self._sizes: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self.url!r})"
+
+    def prove(self) -> str:
+        from penstock.storage.object_proof import prove
+
+        return prove(self)
+
+    # -------------------------------------------------------------- writing
+
+    def create(self, segment: str) -> ObjectSegment:
+        # A word of its own tells this writer's object from that of another one, where the answer is lost.
+        run(self.put_new(f"segments/{segment}/begin", secrets.token_bytes(16)))
+        return ObjectSegment(self, segment)
+
+    async def put_new(self, name: str, data: bytes, deadline: float | None = None) -> None:
+        """Write an object that must not exist. Raises Conflict if it does, with other bytes."""
+        import obstore
+
+        for _ in range(3):
+            try:
+                await self.ask(
+                    name,
+                    lambda: obstore.put_async(self.store, name, data, mode="create", use_multipart=False),
+                    size=len(data),
+                    deadline=deadline,
+                )
+            except Taken:
+                # Somebody else's, or our own: an attempt whose answer was lost may have written it.
+                if await self._holds(name, data, deadline):
+                    return
+            except Missing:
+                raise StorageError(f"{self.url}: no such bucket; create it, or correct the address") from None
+            else:
+                return
+        raise Away(f"{self.url}/{name}: cannot be written and is not there")
+
+    async def _holds(self, name: str, data: bytes, deadline: float | None) -> bool:
+        """Whether an object is what was to be written; False if there is none. Raises Conflict if it is not."""
+        try:
+            found = await self.get(name, deadline=deadline, most=len(data))
+        except Missing:  # of two writers at the same time neither was let in
+            return False
+        except Away:
+            raise
+        except StorageError as error:  # producers need not be allowed to read: then it is written again elsewhere
+            raise Away(f"{self.url}/{name}: exists; whether this process wrote it is unknown ({error})") from None
+        if found[0] != data:
+            raise Conflict(f"{self.url}/{name}: exists; two writers have one name")
+        return True
+
+    # -------------------------------------------------------------- reading
+
+    def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
+        at = parse_location(location)
+        wanted = [(0, at.size)] if ranges is None else list(ranges)
+        if any(not 0 <= start <= end <= at.size for start, end in wanted):
+            raise Gone(f"location {location}: asked for {wanted[:4]}")
+        found = [bytearray(end - start) for start, end in wanted]
+        views = ((at, at.offset + start, memoryview(data)) for (start, _), data in zip(wanted, found, strict=True))
+        self.read_into(list(views))
+        return list(found)
+
+    def read_into(self, wanted: Sequence[Wanted]) -> None:
+        check_wanted(wanted)
+        fetches = fetches_for(wanted)
+        run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+
+    async def _fetch(self, one: Fetch) -> None:
+        import obstore
+
+        async def act() -> Any:
+            found = await obstore.get_range_async(self.store, one.name, start=one.start, end=one.end)
+            if len(found) < one.end - one.start:
+                # An object that ends earlier is damaged; an answer that does is asked for again.
+                if (await obstore.head_async(self.store, one.name))["size"] < one.end:
+                    raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}")
+                raise Away(f"{self.url}/{one.name}: {len(found):,} bytes instead of {one.end - one.start:,}")
+            return found
+
+        try:
+            data = memoryview(await self.ask(one.name, act, size=one.end - one.start))
+        except Missing:
+            raise Gone(f"{self.url}/{one.name}: no such object") from None
+        except Away:
+            raise
+        except StorageError:
+            if await self._size(one.name) < one.end:  # stores refuse a range that begins behind the end
+                raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}") from None
+            raise
+        for start, view in one.parts:
+            view[:] = data[start : start + len(view)]
+
+    async def _size(self, name: str) -> float:
+        """Of an object, 0 where there is none; endless where that cannot be told."""
+        import obstore
+
+        try:
+            return float((await self.ask(name, lambda: obstore.head_async(self.store, name)))["size"])
+        except Missing:
+            return 0
+        except StorageError:
+            return math.inf
+
+    async def get(self, name: str, *, deadline: float | None = None, most: int = 1 << 16) -> tuple[bytes, Any]:
+        """A whole object, or as much of it as tells that it is larger than `most`, and its version."""
+        import obstore
+
+        async def act() -> tuple[bytes, Any]:
+            answer = await obstore.get_async(self.store, name)
+            if answer.meta["size"] > most:
+                return bytes(most + 1), answer.meta
+            return bytes(await answer.bytes_async()), answer.meta
+
+        found: tuple[bytes, Any] = await self.ask(name, act, size=most, deadline=deadline)
+        return found
+
+    async def ask(
+        self, name: str, act: Callable[[], Awaitable[Any]], *, size: int = 0, deadline: float | None = None
+    ) -> Any:
+        where = f"{self.url}/{name}"
+        return await persist(act, where, size=size, deadline=deadline, patience_s=self._patience_s)
+
+    # -------------------------------------------------------------- deleting
+
+    def delete(self, names: Iterable[str]) -> None:
+        whole, touched = set(), set()
+        for name in names:
+            if is_segment_name(name):
+                whole.add(name)
+                continue
+            at = parse_location(name)
+            number, start = divmod(at.offset, OBJECT_BYTES)
+            touched.add(object_name(at.segment, number))
+            self._freed.setdefault(object_name(at.segment, number), set()).add((start, start + at.size))
+        run(self._delete(whole, {name for name in touched if name.split("/")[1] not in whole}))
+        for name in [name for name in self._freed if name.split("/")[1] in whole]:
+            self._forget(name)
+
+    async def _delete(self, segments: set[str], touched: set[str]) -> None:
+        paths = await at_once([_bound(self._paths, segment) for segment in segments], _READS)
+        new = sorted(touched - self._sizes.keys())
+        sizes = await at_once([_bound(self._size, name) for name in new], _READS)
+        self._sizes |= {name: size for name, size in zip(new, sizes, strict=True) if size < math.inf}
+        done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes.get(name, math.inf)]
+        await self._remove([*done, *(path for some in paths for path in some)])
+        for name in done:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._freed.pop(name, None)
+        self._sizes.pop(name, None)
+
+    async def _paths(self, segment: str) -> list[str]:
+        return [meta["path"] for meta in await self.listed(f"segments/{segment}")]
+
+    async def _remove(self, paths: list[str]) -> None:
+        import obstore
+
+        async def one(path: str) -> None:
+            try:
+                await self.ask(path, lambda: obstore.delete_async(self.store, path))
+            except Missing:
+                return
+
+        if not paths:
+            return
+        try:
+            await self.ask("segments", lambda: obstore.delete_async(self.store, paths))
+        except Missing:  # some stores stop at a name that is not there
+            await at_once([_bound(one, path) for path in paths], _READS)
+
+    # -------------------------------------------------------------- listing
+
+    async def listed(self, prefix: str) -> list[dict[str, Any]]:
+        """Every object below a prefix."""
+        import obstore
+
+        async def act() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = []
+            async for page in obstore.list(self.store, prefix, chunk_size=1000):
+                found += page
+            return found
+
+        try:
+            return list(await self.ask(prefix, act, size=100 << 20))
+        except Missing:
+            return []
+
+    def objects(self, segment: str = "") -> list[StoredObject]:
+        """The objects of a segment, or of all segments, in order."""
+        found = []
+        for meta in run(self.listed(f"segments/{segment}" if segment else "segments")):
+            _, name, last = meta["path"].rsplit("/", 2)
+            if is_segment_name(name) and (last == "begin" or last.isdecimal()):
+                number = -1 if last == "begin" else int(last)
+                found.append(StoredObject(name, number, int(meta["size"]), meta["last_modified"].timestamp()))
+        return sorted(found, key=lambda one: (one.segment, one.number))
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return self.url
+
+    def is_there(self) -> bool:
+        return True
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The objects of each segment. One that is opened is copied to a file without a name."""
+        found: dict[str, list[Part]] = {}
+        for one in self.objects():
+            some = found.setdefault(one.segment, [])
+            if one.number >= 0:
+                name = object_name(one.segment, one.number)
+                opened, start = partial(self._opened, name, one.size), one.number * OBJECT_BYTES
+                words, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
+                some.append(Part(words, one.size, modified_ns, opened, one.segment, start))
+        return found
+
+    @contextmanager
+    def _opened(self, name: str, size: int) -> Iterator[int]:
+        with TemporaryFile() as file:
+            for start in range(0, size, 4 * READ_BYTES):
+                data = memoryview(bytearray(min(4 * READ_BYTES, size - start)))
+                fetches = []
+                for first in range(0, len(data), READ_BYTES):
+                    view = data[first : first + READ_BYTES]
+                    fetches.append(Fetch(name, start + first, start + first + len(view), [(0, view)]))
+                try:
+                    run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+                except Gone as error:
+                    raise FileNotFoundError(str(error)) from None
+                file.write(data)
+            file.flush()
+            yield file.fileno()
+
+    def segments(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for one in self.objects():
+            found[one.segment] = found.get(one.segment, 0) + (one.size if one.number >= 0 else 0)
+        return found
+
+    # -------------------------------------------------------------- the marker
+
+    def marker(self) -> bytes | None:
+        found = run(self._marker())
+        return None if found is None else found[0]
+
+    async def _marker(self) -> tuple[bytes, Any] | None:
+        try:
+            return await self.get(_MARKER)
+        except Missing:
+            return None
+
+    def set_marker(self, new: bytes, old: bytes | None) -> bool:
+        return run(self._set_marker(new, old))
+
+    async def _set_marker(self, new: bytes, old: bytes | None) -> bool:
+        import obstore
+
+        found = await self._marker()
+        if (None if found is None else found[0]) != old:
+            return False
+        mode: Any = "create" if found is None else version_of(found[1])
+        attempts = 0
+
+        async def act() -> Any:
+            nonlocal attempts
+            attempts += 1
+            return await obstore.put_async(self.store, _MARKER, new, mode=mode, use_multipart=False)
+
+        try:
+            await self.ask(_MARKER, act)
+        except Taken:
+            # Somebody else was faster; or we were, and the answer was lost.
+            now = await self._marker() if attempts > 1 else None
+            return now is not None and now[0] == new
+        except Missing:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Connections close by themselves."""
+
+
+class ObjectSegment:
+    """One segment that this process writes."""
+
+    def __init__(self, storage: ObjectStorage, name: str) -> None:
+        self.name, self.end = name, 0
+        self._storage, self._number = storage, 0
+
+    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
+        locations, objects = [], []
+        for batch in _batches([b"".join(pieces) for pieces in frames]):
+            at = self._number * OBJECT_BYTES
+            for frame in batch:
+                locations.append(str(Location(self.name, at, len(frame))))
+                at += len(frame)
+            objects.append((object_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
+            self._number = max(-(-at // OBJECT_BYTES), self._number + 1)
+        if self._number > _MOST_OBJECTS:
+            raise StorageError(f"{self._storage.url}: segment {self.name} has {_MOST_OBJECTS:,} objects")
+        run(self._write(objects, None if deadline == math.inf else deadline))
+        self.end += sum(len(data) for _, data in objects)
+        return locations
+
+    async def _write(self, objects: Sequence[tuple[str, bytes]], deadline: float | None) -> None:
+        put = self._storage.put_new
+        await at_once([_bound(put, name, data, deadline) for name, data in objects], _WRITES)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def version_of(meta: Any) -> dict[str, str]:
+    """What a conditional write compares with; the client refuses a field that is None."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
+
+
+def _bound(act: Callable[..., Awaitable[Any]], *words: Any) -> Callable[[], Awaitable[Any]]:
+    return lambda: act(*words)
+
+
+def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
+    """Frames that share an object."""
+    found: list[list[bytes]] = []
+    size = OBJECT_BYTES
+    for frame in frames:
+        if size + len(frame) > OBJECT_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(frame)
+        size += len(frame)
+    return found
