@@ -43,6 +43,7 @@ from penstock.serve.decisions.decision_records import (
     Weigh,
 )
 from penstock.serve.decisions.draw_ahead import too_early
+from penstock.serve.decisions.durations import Durations
 from penstock.serve.decisions.failures import ends_plane
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
@@ -78,6 +79,7 @@ class Engine:
 
     def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
         self.settings, self.log, self.storage = settings, log, storage
+        self.durations = Durations()
         self.numbers: dict[str, float] = {}
         """The last metrics that ranks reported, by name."""
         with damage_named(log):
@@ -259,6 +261,7 @@ class Engine:
             return False
         if self.state.is_drawing or self.state.states.get(step) is not State.SCHEDULED or step < self.next_step:
             return False
+        self.counts["steps_replanned"] += self.last_step - step + 1
         with self.log.transaction():
             self.log.remove_steps(step)
         self.journal.rebuild()
