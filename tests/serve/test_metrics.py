@@ -39,7 +39,7 @@ def parse(text: str) -> dict[str, float]:
     """The values by name and labels but `run`, which every line must have."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        assert family.type in ("counter", "gauge") and family.documentation
+        assert family.type in ("counter", "gauge", "histogram") and family.documentation
         for sample in family.samples:
             assert sample.name.endswith("_total") == (family.type == "counter"), sample
             labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items() if name != "run")

@@ -45,6 +45,8 @@ class Log(LogReader):
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer; must not use the log."""
+    on_commit: Callable[[float], None] = staticmethod(lambda _seconds: None)
+    """Called after each commit with how long it took."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:

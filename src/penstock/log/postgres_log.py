@@ -231,11 +231,13 @@ class PostgresLog(Log):
             yield
         finally:
             self._writes = None
+        started = time.perf_counter()
         try:
             self._link.run(lambda connection: self._commit(connection, writes))
         finally:
             self._known, self._discarded = {}, {}
         self._commits += 1
+        self.on_commit(time.perf_counter() - started)
 
     def _commit(self, connection: Connection, writes: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """On the link's thread; may be repeated."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,8 +173,10 @@ class SqliteLog(Log):
                     self.check_epoch()
                     yield
                     self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
+                    started = time.perf_counter()
                     self._db.execute("COMMIT")
                     self._committed()
+                    self.on_commit(time.perf_counter() - started)
                     if self._checkpointer is not None:
                         self._checkpointer.note(self._written_bytes)
                 except BaseException:

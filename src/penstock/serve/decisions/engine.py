@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ from penstock.log.decision_records import (
 from penstock.serve.decisions.acceptance import Acceptance
 from penstock.serve.decisions.blame import odd_groups
 from penstock.serve.decisions.draw_ahead import too_early
+from penstock.serve.decisions.durations import Durations
 from penstock.serve.decisions.failures import ends_plane
 from penstock.serve.decisions.journal import Journal
 from penstock.serve.decisions.ledger import Ledger
@@ -78,6 +80,8 @@ class Engine:
 
     def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
         self.settings, self.log, self.storage = settings, log, storage
+        self.durations = Durations()
+        log.on_commit = partial(self.durations.add, "commit")
         self.numbers: dict[str, float] = {}
         """The last metrics that ranks reported, by name."""
         with damage_named(log):
@@ -261,6 +265,7 @@ class Engine:
             return False
         if self.state.is_drawing or self.state.states.get(step) is not State.SCHEDULED or step < self.next_step:
             return False
+        self.counts["steps_replanned"] += self.last_step - step + 1
         with self.log.transaction():
             self.log.remove_steps(step)
         self.journal.rebuild()

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from penstock.errors import Fenced, PenstockError
 from penstock.log import Log
 from penstock.log.decision_records import Discard, Record, Shorten
+from penstock.serve.decisions.counted import COUNTS
 from penstock.serve.decisions.rebuild import rebuild
 from penstock.serve.decisions.remembered import keeps_all
 from penstock.serve.decisions.run_tables import RunTables
@@ -32,7 +33,7 @@ class Journal:
         self._settings, self.log, self.segments = settings, log, segments
         self.keeps_all = log.disk.keeps_all = keeps_all(settings, log)
         """Whether no frame, metadata or plan of an accepted group is ever freed."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         """What happened since this plane started, for `penstock top`."""
         self.run_beside: Callable[[Job, Then], None] = run_at_once
         """Runs a job and passes its result on; a server does that beside its loop."""

@@ -182,7 +182,8 @@ class Pipeline:
             batch.append(incoming)
             size += len(incoming.frame)
         try:
-            return refused + self._intake.take(batch)
+            with self._engine.durations.timed("write", f"{len(batch)} groups, {size:,} bytes"):
+                return refused + self._intake.take(batch)
         except Exception as error:
             logger.exception("%d groups could not be kept", len(batch))
             words = f"{failure_in_words(error)}; the plane could not keep it"

@@ -35,10 +35,12 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "retain": "all" if engine.journal.keeps_all else "steps",
         "held_groups": len(engine.run_tables),
         "held_bytes": engine.held_bytes,
+        "max_disk_bytes": settings.max_disk_bytes,
         "max_held_bytes": settings.max_held_bytes,
         "ledger": engine.ledger.as_dict(),
         "quarantine": engine.quarantine(),
         "counts": dict(engine.counts),
+        "durations": engine.durations.as_dict(),
         "metrics": engine.run_tables.metrics()
         | engine.acceptance.generated.metrics()
         | engine.state.evaluations.metrics(),

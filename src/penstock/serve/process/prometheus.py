@@ -10,8 +10,11 @@ answer within two seconds gives 503, which is worth an alarm.
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 from penstock.errors import WaitTimeout
@@ -40,6 +43,7 @@ _TOTALS = {
 _STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
+_DURATION = "penstock_plane_duration_seconds"
 
 Point = tuple[str, str, dict[str, str], float]
 """(name, type, labels, value)."""
@@ -75,11 +79,12 @@ class Snapshot:
 
 def render(status: dict[str, Any]) -> str:
     """A plane's status in Prometheus text format."""
-    return expose(_points(status), run=status["run"])
+    return expose(_points(status), run=status["run"], durations=status["durations"])
 
 
-def expose(points: Iterable[Point], *, run: str) -> str:
-    """Points in Prometheus text format, each with the label `run`; those of one name have the same labels."""
+def expose(points: Iterable[Point], *, run: str, durations: dict[str, Any] | None = None) -> str:
+    """Points in Prometheus text format, each with the label `run`; those of one name have the same labels.
+    `durations` is what `Durations.as_dict` gives."""
     require("a page for Prometheus", "prometheus_client")
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -92,10 +97,36 @@ def expose(points: Iterable[Point], *, run: str) -> str:
             about = _SIDES.get(name.split("_")[1], "")
             families[name] = family(name, about, labels=["run", *labels])
         families[name].add_metric([run, *labels.values()], value)
+    if durations is not None:
+        families[_DURATION] = _histograms(run, durations)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected([families[name] for name in sorted(families)]))
     text: bytes = generate_latest(registry)
     return text.decode()
+
+
+def _histograms(run: str, durations: dict[str, Any]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    about = "how long a turn of the loop, a log commit, a write of frames takes"
+    family = HistogramMetricFamily(_DURATION, about, labels=["run", "work"])
+    bounds = [*map(str, durations["bounds"]), "+Inf"]
+    for work, found in durations.items():
+        if work != "bounds":
+            totals = accumulate(found["counts"])
+            family.add_metric([run, work], list(zip(bounds, totals, strict=True)), found["total_s"])
+    return family
+
+
+def _free_bytes(status: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Free bytes of the volumes under log and storage, where these are folders. Asked here, on the page's thread: a
+    network filesystem that hangs must not stop the plane's loop."""
+    url = status["storage"]["url"]
+    storage = url.removeprefix("file://") if url.startswith("file://") else None
+    for volume, folder in (("log", status["folder"]), ("storage", storage)):
+        if folder is not None:
+            with suppress(OSError):
+                yield volume, shutil.disk_usage(folder).free
 
 
 class _Collected:
@@ -141,6 +172,8 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield "penstock_run_held_bytes", "gauge", labels, facts["held_bytes"]
         yield "penstock_run_taken_tokens_total", "counter", labels, facts["taken_tokens"]
         yield "penstock_run_evicted", "gauge", labels, float(facts["evicted"] is not None)
+    yield "penstock_plane_producers_waiting", "gauge", {}, status["producers_waiting"]
+    yield "penstock_plane_oldest_wait_s", "gauge", {}, status["oldest_wait_s"]
     for phase in _PHASES:
         yield "penstock_plane_phase", "gauge", {"phase": phase}, float(status["phase"] == phase)
     yield "penstock_plane_missing_processes", "gauge", {}, len(status["missing"])
@@ -150,5 +183,9 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_storage_{name}", "gauge", {}, status["storage"][name]
     for name in ("unregistered", "missing"):
         yield f"penstock_storage_{name}_segments", "gauge", {}, len(status["storage"][name])
+    for volume, free in _free_bytes(status):
+        yield "penstock_storage_free_bytes", "gauge", {"volume": volume}, free
+    if status["max_disk_bytes"] is not None:
+        yield "penstock_storage_quota_bytes", "gauge", {}, status["max_disk_bytes"]
     yield "penstock_plane_held_bytes", "gauge", {}, status["held_bytes"]
     yield "penstock_plane_held_groups", "gauge", {}, status["held_groups"]

@@ -46,6 +46,7 @@ from penstock.send.messages import (
 from penstock.send.session import Phase
 from penstock.send.steps import Staged
 from penstock.serve.decisions.acceptance import Outcome
+from penstock.serve.decisions.durations import Marks
 from penstock.serve.decisions.engine import Engine
 from penstock.serve.decisions.failures import ends_plane, failure_in_words
 from penstock.serve.decisions.journal import run_at_once
@@ -106,6 +107,7 @@ class Server:
         self._early: list[tuple[Peer, Buffer, Frames]] = []
         """What came while the log was away; handled in the next turn."""
         log.while_waiting = self._stay_alive
+        self._marks = Marks()
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
         self._retry_at = self._look_at = 0.0
@@ -122,7 +124,9 @@ class Server:
         try:
             while not self._stopping.is_set():
                 self._poller.poll(int(self._patience_s() * 1000))
-                self.turn(time.monotonic())
+                started = time.monotonic()
+                self.turn(started)
+                self.engine.durations.add("turn", time.monotonic() - started, self._marks.longest)
         except BaseException as error:
             self.failure = error
             self._end_session(error)
@@ -174,22 +178,27 @@ class Server:
     def turn(self, now: float) -> None:
         """One turn of the loop."""
         self._now = now
+        self._marks.begin()
         self._tell_version()
         for message in self._receive():
             self._on_message(*message, now)
+        self._marks.mark("messages")
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
+        self._marks.mark("groups that were accepted")
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
+        self._marks.mark("planning")
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
         self.story.look()
         self._on_turn()
+        self._marks.mark("sessions and answers")
 
     def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
         """What has arrived. The log is asked once about all groups that are named."""

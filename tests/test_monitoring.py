@@ -1,0 +1,93 @@
+"""Alerts and the dashboard in deploy/ ask for numbers that a plane's page has."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+import penstock as ps
+from penstock.serve import PlaneProcess
+from penstock.serve.decisions.counted import COUNTS
+from penstock.serve.decisions.durations import BOUNDS, Durations, Marks
+from tests.serve.processes import SMALL
+
+ROOT = Path(__file__).parent.parent
+ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
+DASHBOARD = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
+_METRIC = re.compile(r"penstock_\w+")
+_KIND = re.compile(r'kind=~?"([^"]*)"')
+_WHEN_SOME = {"penstock_ledger_dropped_samples_total", "penstock_ledger_discarded_samples_total"}
+"""There once something was dropped or discarded: they have a label for each reason."""
+
+
+def expressions() -> list[str]:
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return [rule["expr"] for rule in ALERTS] + panels
+
+
+def test_every_number_that_is_asked_for_is_on_the_page(tmp_path: Path) -> None:
+    words = [str(tmp_path / "run"), *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=127.0.0.1:0"]
+    with PlaneProcess([*words, "--max-disk-bytes=1000000000"]) as plane:
+        with urllib.request.urlopen(plane.ready["metrics"], timeout=30) as answer:
+            page = answer.read().decode()
+        with ps.open(plane.ready["urls"][0]) as client:
+            assert set(COUNTS) == set(client.status()["counts"])
+    there = set(re.findall(r"(?m)^(penstock_\w+)\{", page))
+    asked = {name for text in expressions() for name in _METRIC.findall(text)}
+    assert asked - _WHEN_SOME <= there
+    assert not re.search(r"(?m)^penstock_\w+ ", page), "every number names its run"
+
+
+def test_every_event_that_is_asked_for_is_counted() -> None:
+    for text in expressions():
+        for pattern in _KIND.findall(text):
+            for one in pattern.split("|"):
+                assert any(re.fullmatch(one, name) for name in COUNTS), (one, text)
+
+
+def test_nothing_else_is_counted() -> None:
+    used: set[str] = set()
+    for path in (ROOT / "src/penstock/serve").rglob("*.py"):
+        text = path.read_text()
+        for found in re.findall(r"counts\[([^\]]*\"[^\]]*)\]|story\.count\((\"\w+\")", text):
+            used |= set(re.findall(r'"(\w+)"', "".join(found)))
+    assert "puts_refused" in used and used <= set(COUNTS)
+
+
+def test_the_page_about_operating_says_what_to_do_about_every_alert() -> None:
+    page = (ROOT / "docs/operate.md").read_text()
+    assert [rule["alert"] for rule in ALERTS if f"`{rule['alert']}`" not in page] == []
+
+
+def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.LogCaptureFixture) -> None:
+    durations = Durations()
+    with caplog.at_level(logging.WARNING, "penstock.plane"):
+        durations.add("turn", 0.0005)
+        durations.add("turn", 0.3, lambda: "planning 299 ms")
+        for _ in range(200):
+            durations.add("commit", 11.0)
+        with durations.timed("write", "2 groups"):
+            pass
+    found = durations.as_dict()
+    assert sum(found["turn"]["counts"]) == 2 and found["turn"]["counts"][0] == 1
+    assert found["turn"]["counts"][BOUNDS.index(0.5)] == 1
+    assert found["commit"]["counts"][-1] == 200 and sum(found["write"]["counts"]) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "slow: a turn (planning 299 ms) took 300 ms (1 slow ones so far)"
+    assert len([line for line in lines if "commit" in line]) == 11  # ten, and the hundredth
+
+
+def test_the_longest_part_of_a_turn_is_named() -> None:
+    marks = Marks()
+    assert marks.longest() == ""
+    marks.begin()
+    marks.mark("messages")
+    sum(range(200_000))
+    marks.mark("planning")
+    assert marks.longest().startswith("planning ")
