@@ -130,7 +130,7 @@ class Part:
         """Spans of rows that cover the pairs, and their values."""
         spans = merged(pairs)
         if len(spans) > 1 and not self.shape:
-            # One call for many samples, with what lies between them, takes a fifth of the time of a call for each. The
+            # One call for many samples, with what lies between them, costs less than a call for each. The
             # bytes between are there where the frame was read whole or in ranges that were joined.
             with suppress(CorruptFrame):
                 near = merged(pairs, NEAR)
