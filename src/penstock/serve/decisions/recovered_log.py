@@ -120,7 +120,8 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Copy groups into the run in another folder, which may be new."""
     storage = FolderStorage(plan.run.storage.folder)
-    log = SqliteLog(plan.run.folder, guard=partial(check_log, storage))
+    folder = plan.run.folder
+    log = open_existing(folder) if plan.run.log_url else SqliteLog(folder, guard=partial(check_log, storage))
     try:
         custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
         names: list[str] = []
