@@ -295,11 +295,11 @@ class Engine:
         return tuple(Place(row.id, row.location, row.samples) for row in rows if row is not None)
 
     def _facts(self, ops: Sequence[int]) -> tuple[bytes, ...]:
-        found = [self.log.facts(op) for op in ops]
-        for op, facts in zip(ops, found, strict=True):
-            if facts is None:
+        found = self.log.facts_of(ops)
+        for op in ops:
+            if op not in found:
                 raise CorruptFrame(f"group {self.state.rows[op].id!r}: its facts are not in the log")
-        return tuple(facts for facts in found if facts is not None)
+        return tuple(found[op] for op in ops)
 
     def _missing(self) -> str:
         """What the next step waits for, in words."""

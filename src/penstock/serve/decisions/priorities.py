@@ -105,7 +105,7 @@ def _by_group(journal: Journal, priorities: Mapping[str, float], ops: Sequence[i
         else:
             others[name] = value
     if others:
-        groups = _groups_of(filter(None, map(journal.log.facts, ops)))
+        groups = _groups_of(journal.log.facts_of(ops).values())
         journal.counts["priorities_unknown"] += sum(name not in groups for name in others)
         for name, value in others.items():
             merge(found, dict.fromkeys(groups.get(name, ()), value))

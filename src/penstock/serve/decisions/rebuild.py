@@ -36,7 +36,9 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
             state.redo(op, records[op])
         else:
             _draw_again(state, op, *steps[op])
-    state.evaluations = Evaluations((row, _eval_facts(log, row.op)) for row in log.groups_in(State.EVALUATION))
+    evaluated = log.groups_in(State.EVALUATION)
+    facts = log.facts_of([row.op for row in evaluated])
+    state.evaluations = Evaluations((row, _eval_facts(facts.get(row.op))) for row in evaluated)
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
     # A run that keeps everything frees nothing, so what it holds need not be read: that grows with the run.
@@ -53,8 +55,7 @@ def _free_left(state: PlaneState, log: Log, frames: set[int]) -> None:
         state.given_back.add(row)
 
 
-def _eval_facts(log: Log, op: int) -> EvalFacts | None:
-    data = log.facts(op)
+def _eval_facts(data: bytes | None) -> EvalFacts | None:
     return None if data is None else EvalFacts.from_bytes(data)
 
 

@@ -129,7 +129,8 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
     """Copy groups into the run in another folder, which may be new."""
     storage = open_storage(plan.run.storage.url)
-    log = SqliteLog(plan.run.folder, guard=partial(check_log, storage))
+    folder = plan.run.folder
+    log = open_existing(folder) if plan.run.log_url else SqliteLog(folder, guard=partial(check_log, storage))
     try:
         custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
         names: list[str] = []
