@@ -44,7 +44,7 @@ class RayTorture(Run):
             "max_held_bytes": 120_000,
             "retain_steps": 1 << 30,
             "timeouts": timeouts_at("ray://"),
-            "log": folder / "run",
+            "folder": folder / "run",
         }
         self._plane = open_given(address, nested(ClusterSettings, given, address), node=cluster.others[0])
 
