@@ -93,8 +93,8 @@ def _check_not_a_servers(address: str, given: Mapping[str, Any]) -> None:
     theirs = {keyword.name for keyword in keywords_of(ClusterSettings)} - of_planes
     if wrong := [name for name in given if name in theirs]:
         raise ConfigError(
-            f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in this "
-            "process or a line to one; leave it out"
+            f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
+            "this process or a line to one; leave it out"
         )
 
 
