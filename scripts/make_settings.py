@@ -42,7 +42,7 @@ def updated(page: str) -> str:
     tables = {
         "plane": docs_table(ServerSettings),
         "parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS}),
-        "cluster": docs_table(ClusterSettings, beyond=PlaneSettings),
+        "cluster": docs_table(ClusterSettings, beyond=ServerSettings),
         "run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings),
     }
     for name, table in tables.items():

@@ -28,7 +28,7 @@ class TestRayClient(RestartableSuite):
 
     def ends(self, folder: Path) -> Ends:
         name = f"carrier{next(_numbers)}"
-        calls.start(AddressActor, actor_of(name), node=calls.my_node(), stays=True)
+        calls.start(AddressActor, actor_of(name), node=calls.my_node())
 
         def plane() -> SocketPlane:
             (public, secret), (mine, my_secret) = zmq.curve_keypair(), zmq.curve_keypair()

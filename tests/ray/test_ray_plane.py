@@ -51,7 +51,7 @@ def test_a_plane_that_nobody_started_is_named(cluster: LocalCluster) -> None:
 
 def test_what_keeps_a_plane_from_starting_is_raised_and_leaves_no_actor(cluster: LocalCluster) -> None:
     with pytest.raises((ConfigError, OSError), match=r"/proc/nowhere"):
-        ps.open("ray://cannot", ranks=1, seq_len=16, groups_per_step=1, log="/proc/nowhere")
+        ps.open("ray://cannot", ranks=1, seq_len=16, groups_per_step=1, folder="/proc/nowhere")
     with pytest.raises(ConfigError, match="no such plane"):
         ps.open("ray://cannot")
 

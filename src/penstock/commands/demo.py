@@ -136,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespace) -> int:
     if args.chaos:
         raise ConfigError("--ray and --chaos: a node is lost already; leave one of them out")
+    print("penstock demo: starting; loading Ray and the model takes a few seconds", file=sys.stderr, flush=True)
     from penstock.demo.ray_nodes import NodeLoss, started
 
     out, aside = sys.stdout, sys.stderr if args.json else sys.stdout

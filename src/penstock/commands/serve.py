@@ -4,7 +4,7 @@
   penstock serve --write-config plane.toml     every setting, with its default and what it does
   penstock serve --config plane.toml           the same from a file; words on the command line win
   penstock serve --config plane.toml --set timeouts.peer_s=5 --set replay.sampler=uniform
-  penstock serve --ray demo --ranks 2 --seq-len 4096 --groups-per-step 4 --log /shared/demo
+  penstock serve /shared/demo --ray demo --ranks 2 --seq-len 4096 --groups-per-step 4
                                                start it in a Ray cluster, where it stays; --ray demo --end ends it
 
 It prints where it listens, and the line that a rank and a worker need. SIGTERM ends it within 10 s; nothing that
@@ -57,16 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _in_ray(args: argparse.Namespace, given: Given) -> int:
     """Start a plane in the cluster, or end one; it does not need us."""
-    from penstock.ray import open_given
+    from penstock.ray import end_ray, open_given
 
-    if args.folder is not None:
-        raise ConfigError(f"--ray {args.ray}: folder {args.folder!r}; its folder is --log, and may be left out")
     address = f"ray://{args.ray}"
+    if args.end:
+        end_ray(address)
+        print(f"{address}: ended")
+        return 0
+    print(f"{address}: looking for it in the Ray cluster, or starting it", file=sys.stderr, flush=True)
     with open_given(address, given) as plane:
-        if args.end:
-            plane.kill()
-            print(f"{address}: ended")
-            return 0
         status = plane.status()
     if args.json:
         print(json.dumps({"urls": [address], "run": status["run"], "next_step": status["next_step"]}))

@@ -4,10 +4,14 @@ runs/demo/                    a run, as `penstock demo` and `penstock train` lay
 runs/demo/plane/              its plane's folder: log, frames
 runs/demo/token_exports/      what the trainer wrote of its tokens
 tcp://127.0.0.1:7440          its plane, which says where its folder is
+ray://demo                    the same, in a Ray cluster
 """
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from pathlib import Path
 from socket import gethostname
 
@@ -53,7 +57,9 @@ def _folder(where: str, keys: Path | None) -> Path:
 
 
 def _folder_of_plane(url: str, keys: Path | None) -> Path:
-    """Where the plane at an address keeps its run, if that is on this host."""
+    """Where the plane at an address keeps its run, if that can be read from here: on its host, on a filesystem that
+    both hosts see, or in a database."""
+    from penstock.log.postgres_address import is_postgres
     from penstock.send.timeouts import Timeouts
     from penstock.serve.clients.api import open as open_plane
 
@@ -62,8 +68,30 @@ def _folder_of_plane(url: str, keys: Path | None) -> Path:
     folder, host = status["folder"], status["host"]
     if folder is None:
         raise InvalidInput(f"{url}: its plane keeps nothing in a folder; `penstock top {url}` shows what it holds")
-    if host != gethostname() or not Path(folder).is_dir():
-        raise InvalidInput(
-            f"{url}: its run is in {folder} on host {host}, not here; call this there, or copy that folder"
-        )
-    return Path(folder)
+    if host == gethostname() and Path(folder).is_dir():
+        return Path(folder)
+    if _holds(Path(folder), status["run_id"]):
+        return Path(folder)
+    if is_postgres(status["log"]):
+        return _folder_for(status["log"])
+    raise InvalidInput(f"{url}: its run is in {folder} on host {host}, not here; call this there, or copy that folder")
+
+
+def _holds(folder: Path, run_id: str) -> bool:
+    """Whether a folder of that name, seen from here, holds the run."""
+    from penstock.log import is_run, reading
+
+    if not is_run(folder):
+        return False
+    with reading(folder) as log:
+        return log.all_meta().get("run_id") == run_id
+
+
+def _folder_for(log: str) -> Path:
+    """A folder that leads to a log in a database, until this process ends."""
+    from penstock.log.finding import note_url
+
+    folder = Path(tempfile.mkdtemp(prefix="penstock-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    note_url(folder, log)
+    return folder

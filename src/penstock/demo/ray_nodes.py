@@ -7,6 +7,7 @@ Workers and ranks are processes as in any demo, and find the plane by its name. 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,15 +42,23 @@ class NodeLoss(Launcher):
             self._cluster.add_node()
 
 
+def say(words: str) -> None:
+    print(f"penstock demo: {words}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
-    """A cluster with the run's plane in it, and the configuration of a run that uses it."""
+    """A cluster with the run's plane in it, and the configuration of a run that uses it. Prints what it waits for."""
     folder = Path(config.folder).resolve()
     run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
     own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}
-    settings = ClusterSettings(**own | {"log": str(folder / "plane")})
+    settings = ClusterSettings(**own, folder=str(folder / "plane"))
     tables = tomllib.loads(template(settings, title="", all_values=True))
     given = Given({name: value for name, value in tables.items() if name not in _CLUSTERS_OWN}, "the demo")
-    with LocalCluster(NODES) as cluster, open_given(run.plane, given, node=cluster.others[-1]) as plane:
-        yield run, cluster
-        plane.kill()
+    say(f"starting a Ray cluster of {NODES} nodes on this machine, loopback only")
+    with LocalCluster(NODES, say=say) as cluster:
+        say(f"starting the plane {run.plane} on the node that will be lost")
+        with open_given(run.plane, given, node=cluster.others[-1]) as plane:
+            say("the plane listens; starting workers and ranks")
+            yield run, cluster
+            plane.kill()

@@ -6,6 +6,8 @@ seconds while a node dies, a call on a handle cannot. Ray's errors become ours h
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ _HEAD = "node:__internal_head__"
 """The resource by which a cluster's head node is known."""
 _ACTOR_BYTES = 1 << 20
 """An actor that asks for nothing is put on any node, whichever is preferred."""
+_A_LITTLE = 0.001
+"""Of a resource that a node has once: the smallest part that Ray counts is a tenth of this."""
 _handles: dict[str, Handle] = {}
 _lock = threading.Lock()
 
@@ -38,12 +42,19 @@ class Node:
 
     id: str
     """New whenever Ray is started there."""
+    ip: str
+    """Where other nodes reach it; the same for all nodes of one host, and when Ray is started there again."""
     is_head: bool
 
 
 def actor_of(plane: str) -> str:
     """The Ray name of a plane's actor."""
     return f"plane:{plane}"
+
+
+def record_name(plane: str) -> str:
+    """The Ray name of the actor that keeps a plane's record."""
+    return f"record:{plane}"
 
 
 def attach() -> None:
@@ -53,6 +64,7 @@ def attach() -> None:
 
     if ray.is_initialized():
         return
+    _check_answers(os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(address="auto", logging_level="WARNING", log_to_driver=False)
     except ConnectionError as error:
@@ -62,13 +74,34 @@ def attach() -> None:
         ) from None
 
 
+def _check_answers(address: str) -> None:
+    """Raise ConfigError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", ray://..., or nothing: Ray finds out by itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
+            "correct RAY_ADDRESS"
+        ) from None
+
+
 def nodes() -> list[Node]:
     """The nodes that are up, as far as Ray knows."""
     import ray
 
     return [
-        Node(id=found["NodeID"], is_head=_HEAD in found.get("Resources", {})) for found in ray.nodes() if found["Alive"]
+        Node(id=found["NodeID"], ip=found["NodeManagerAddress"], is_head=_HEAD in found.get("Resources", {}))
+        for found in ray.nodes()
+        if found["Alive"]
     ]
+
+
+def head_node() -> str | None:
+    """The id of the head node; None if it has none that is up."""
+    return next((node.id for node in nodes() if node.is_head), None)
 
 
 def my_address() -> str:
@@ -85,11 +118,12 @@ def my_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def start(kind: type[Any], name: str, *arguments: object, node: str | None, stays: bool) -> Handle:
+def start(kind: type[Any], name: str, *arguments: object, node: str | None, pinned_to: str | None = None) -> Handle:
     """An actor of this class and name that outlives its caller, or the one that there is.
 
-    It begins on `node`; with `stays` it is never started anywhere else. A call that fails is not tried again by Ray:
-    whoever calls knows better whether it should be.
+    It begins on `node` if that is up. With `pinned_to`, the address of a host, it runs on nodes of that host only, and
+    waits while there is none. A call that fails is not tried again by Ray: whoever calls knows better whether it
+    should be.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -103,9 +137,12 @@ def start(kind: type[Any], name: str, *arguments: object, node: str | None, stay
             get_if_exists=True,
             num_cpus=0,
             memory=_ACTOR_BYTES,
+            # Every node has the resource node:ADDRESS. An id would name one start of Ray on a host; the address also
+            # names the next one, so Ray itself starts the plane again when the host is back.
+            resources=None if pinned_to is None else {f"node:{pinned_to}": _A_LITTLE},
             max_restarts=-1,
             max_task_retries=0,
-            scheduling_strategy="DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=not stays),
+            scheduling_strategy="DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=True),
         )
         .remote(*arguments)
     )
@@ -156,8 +193,8 @@ def address_in(name: str, said: dict[str, Any]) -> Address:
         kind, words = said["error"]
         found = getattr(errors, kind, PenstockError)
         raise found(words) if issubclass(found, PenstockError) else PenstockError(words)
-    if not said:
-        raise PlaneLost(f"{name}: the plane is starting")
+    if "waiting" in said or not said:
+        raise PlaneLost(f"{name}: {said.get('waiting', 'the plane is starting')}")
     return Address(said["url"], ClientKeys(public=said["public"], secret=said["secret"], plane=said["plane"]))
 
 

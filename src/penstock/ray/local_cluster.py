@@ -1,6 +1,10 @@
 """A Ray cluster of several nodes on this machine: real raylets and object stores, one kernel, loopback only.
 
 For tests, the demo and measurements. A node is lost as a machine is: all its processes at once, by SIGKILL.
+
+Ray takes 127.0.0.1 in a cluster's address for "this host" and connects to the host's own address instead, where nobody
+listens if the nodes were told 127.0.0.1. So nodes get the address that Ray will ask for, and Ray is told to stay on
+loopback by the switch that it uses on macOS and Windows.
 """
 
 from __future__ import annotations
@@ -9,14 +13,18 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.extras import require
 
+_ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Off: Ray's name for this host is 127.0.0.1, whatever other addresses it has."""
+_CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's own minimum is 75 MB. Nothing of ours lies in an object store."""
 
@@ -24,30 +32,49 @@ OBJECT_STORE_BYTES = 80 << 20
 class LocalCluster:
     """The head and some more nodes; this process is attached to the head. Use it as a context."""
 
-    def __init__(self, nodes: int = 3, *, cpus: int = 2, object_store_bytes: int = OBJECT_STORE_BYTES) -> None:
+    def __init__(
+        self,
+        nodes: int = 3,
+        *,
+        cpus: int = 2,
+        object_store_bytes: int = OBJECT_STORE_BYTES,
+        addresses: Sequence[str] = (),
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`addresses`: one for each node, of this machine; nodes with different addresses count as different hosts.
+        `say` is told what is being waited for."""
         require("a local Ray cluster", "ray")
+        self._say = say
+        if not addresses:
+            os.environ.setdefault(_ON_LOOPBACK, "0")  # before Ray is imported, and for the processes we start
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._folder = Path(tempfile.mkdtemp(prefix="psr-", dir="/tmp"))  # sockets lie in it: their paths must be short
         (self._folder / "ray").mkdir()
         os.environ["RAY_TMPDIR"] = str(self._folder)
+        import ray
         from ray.cluster_utils import Cluster
 
+        own = ray.util.get_node_ip_address()
         self._settings = {
             "num_cpus": cpus,
             "object_store_memory": object_store_bytes,
-            "node_ip_address": "127.0.0.1",
             "include_dashboard": False,
         }
         self._cluster: Any = Cluster()
         self._nodes: dict[str, Any] = {}
-        for _ in range(nodes):
-            self.add_node()
+        self._default_address = own
+        for number in range(nodes):
+            self._say(f"starting node {number + 1} of {nodes}, which takes a few seconds")
+            self.add_node(addresses[number] if addresses else own)
         self._attach()
 
     def _attach(self) -> None:
         import ray
 
+        self._say(f"connecting to the cluster at {self.address}")
+        host, _, port = self.address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()  # Ray would try for minutes
         os.environ["RAY_ADDRESS"] = self.address  # processes that this one starts find it by this
         ray.init(address=self.address, logging_level="ERROR", log_to_driver=False)
 
@@ -65,18 +92,20 @@ class LocalCluster:
         """The ids of the nodes that may be lost."""
         return [node for node in self._nodes if node != self.head]
 
-    def add_node(self) -> str:
-        """One more; its id.
+    def add_node(self, address: str | None = None) -> str:
+        """One more, at an address of this machine; its id.
 
         Ray gives a node half a minute to start, which is not enough on a busy machine: it is tried three times.
         """
+        settings = self._settings | {"node_ip_address": address or self._default_address}
         for last in (False, False, True):
             before = set(descendants(os.getpid()))
             try:
-                node = self._cluster.add_node(**self._settings)
+                node = self._cluster.add_node(**settings)
             except Exception:  # Ray raises no other
                 if last:
                     raise
+                self._say("Ray gave the node up after half a minute; it is started again")
                 for process in set(descendants(os.getpid())) - before:
                     kill(process)
             else:
@@ -113,7 +142,7 @@ class LocalCluster:
                 kill(process)
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
-        for name in ("RAY_ADDRESS", "RAY_TMPDIR"):
+        for name in ("RAY_ADDRESS", "RAY_TMPDIR", _ON_LOOPBACK):
             os.environ.pop(name, None)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import tomllib
@@ -9,33 +10,34 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 from penstock.config import Given, build, keywords_of, nested, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.ray import calls
-from penstock.ray.calls import actor_of, address_in
-from penstock.ray.plane_actor import PlaneActor, new_keys
+from penstock.ray.calls import actor_of, address_in, record_name
+from penstock.ray.placing import absolute, is_movable
+from penstock.ray.plane_actor import PlaneActor, new_keys, record_of
 from penstock.send.resolving import Address, ResolvingClient
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.handles import Handle
 from penstock.serve.clients.plane import Plane
 from penstock.serve.settings import ClusterSettings
 
+logger = logging.getLogger("penstock.ray")
 SCHEME = "ray://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _START_S = 120.0
 """A plane that does not listen after this long is not waited for; starting a Ray worker takes seconds."""
 _LOOK_S = 0.1
+_SAY_S = 5.0
+"""A wait says its reason after this long, and again."""
 _CALLERS = ("timeouts",)
 """Settings that a client may have otherwise than the plane."""
 _NOT_HERE = {
     "keys": "the plane makes its own and hands them out",
     "listen": "the plane listens at its node's address",
 }
-
-
 _ANY = {"packing": {"ranks": 1, "seq_len": 1}, "target": {"groups": 1}}
 """What a plane's settings must have, where only others are looked at."""
 
@@ -52,9 +54,16 @@ class RayPlane(Plane):
     def kill(self) -> None:
         """End the plane for everybody. The run stays in its folder."""
         self.close()
-        actor = actor_of(self._name)
-        with suppress(PlaneLost):  # it may be one that is being started, or never was
-            calls.ask(actor, "stop")
+        end_ray(f"{SCHEME}{self._name}")
+
+
+def end_ray(address: str) -> None:
+    """End a plane for everybody, also one that cannot be reached. The run stays in its folder."""
+    name = name_of(address)
+    calls.attach()
+    with suppress(PlaneLost):  # it may be one that is being started, or never was
+        calls.ask(actor_of(name), "stop")
+    for actor in (actor_of(name), record_name(name)):
         calls.end(actor)
 
 
@@ -64,8 +73,8 @@ def open_ray(address: str, given: Mapping[str, Any]) -> Plane:
 
 
 def open_given(address: str, given: Given, *, node: str | None = None) -> Plane:
-    """`open_ray` for settings as a file or a command line has them. A plane with a shared `log` begins on `node`, by
-    its id; None: on the node of this process."""
+    """`open_ray` for settings as a file or a command line has them. The plane begins on `node`, by its id; None: on the
+    node of this process, or on the head node if it is pinned and no folder is given."""
     name, tables = name_of(address), given.tables
     for unusable, reason in _NOT_HERE.items():
         if tables.get(unusable):
@@ -73,7 +82,7 @@ def open_given(address: str, given: Given, *, node: str | None = None) -> Plane:
     calls.attach()
     if set(tables) - {"timeouts", "run", *_NOT_HERE}:
         _create_or_check(name, address, given, node)
-    elif calls.find(actor_of(name), anew=True) is None:
+    elif _find(name) is None:
         raise ConfigError(
             f"{address}: the cluster has no such plane; give ranks, seq_len and one of groups_per_step, "
             "samples_per_step, tokens_per_step to start it"
@@ -107,22 +116,59 @@ def client(name: str) -> ResolvingClient:
 
 
 def where(name: str) -> Address:
-    """Where the plane listens, as its actor says; PlaneLost while it does not."""
-    return address_in(f"{SCHEME}{name}", calls.ask(actor_of(name), "place"))
+    """Where the plane listens, as its actor says; PlaneLost while it does not, with the reason."""
+    try:
+        return address_in(f"{SCHEME}{name}", calls.ask(actor_of(name), "place"))
+    except PlaneLost as error:
+        raise _lost_host(name) or error from None
+
+
+def _lost_host(name: str) -> PlaneLost | None:
+    """The error to raise if the plane is pinned to a host that is gone; else None."""
+    try:
+        record = record_of(name)
+    except PlaneLost:
+        return None
+    if record is None or not record.pinned or any(node.ip == record.ip for node in calls.nodes()):
+        return None
+    log = f"its log is in {record.log}" if record.log else f"its log is in {record.folder} there"
+    storage = f" and its frames in {record.storage or record.folder} there" if record.log or record.storage else ""
+    return PinnedHostLost(
+        f"the plane {SCHEME}{name} is pinned to node {record.node[:12]} (host {record.host}, {record.ip}), which is "
+        f"gone: {log}{storage}; bring the node back, and the plane goes on there; or give log=postgresql://... and "
+        "storage=FOLDER that every node sees, to let it move"
+    )
+
+
+class PinnedHostLost(PlaneLost):
+    """The plane's host is gone, and its run with it: waiting is of no use."""
+
+
+def _find(name: str) -> object | None:
+    """The actor of a plane; None if there is none. Raises PlaneLost if there was one and its host is gone."""
+    found = calls.find(actor_of(name), anew=True)
+    if found is None and (lost := _lost_host(name)) is not None:
+        raise lost
+    return found
 
 
 def _create_or_check(name: str, address: str, given: Given, node: str | None) -> None:
-    if calls.find(actor_of(name), anew=True) is None:
-        settings = _absolute(name, build(ClusterSettings, given))
-        text = template(settings, title=f"The plane {address}.", all_values=True)
-        pinned = "log" not in given.tables
-        head = next((found.id for found in calls.nodes() if found.is_head), None)
-        begins = head if pinned else node or calls.my_node()
-        calls.start(PlaneActor, actor_of(name), name, text, new_keys(), node=begins, stays=pinned)
+    if _find(name) is None:
+        settings = absolute(address, build(ClusterSettings, given))
+        _start(name, address, settings, node)
     tables = tomllib.loads(_settings(name))
     theirs = build(ClusterSettings, tables, address)
     merged = replace(given, tables=_merged(tables, given.tables))
-    _check_same(address, given, _absolute(name, build(ClusterSettings, merged)), theirs)
+    _check_same(address, given, absolute(address, build(ClusterSettings, merged)), theirs)
+
+
+def _start(name: str, address: str, settings: ClusterSettings, node: str | None) -> None:
+    text = template(settings, title=f"The plane {address}.", all_values=True)
+    pinned = not is_movable(settings)
+    if node is None:
+        node = calls.head_node() if pinned and not settings.folder else calls.my_node()
+    host = next((found.ip for found in calls.nodes() if found.id == node), None) if pinned else None
+    calls.start(PlaneActor, actor_of(name), name, text, new_keys(), pinned, node=node, pinned_to=host)
 
 
 def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,22 +184,14 @@ def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _absolute(name: str, settings: ClusterSettings) -> ClusterSettings:
-    """With a folder that means the same in every process."""
-    folder = Path.home() / ".penstock" / name / "log" if settings.log is None else Path(settings.log).resolve()
-    return replace(settings, log=str(folder))
-
-
 def _settings(name: str) -> str:
     """Of the plane that runs, also one that is being started."""
-    deadline = time.monotonic() + _START_S
+    wait = Wait(f"{SCHEME}{name}", _START_S)
     while True:
         try:
             return str(calls.ask(actor_of(name), "settings"))
-        except PlaneLost:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_LOOK_S)
+        except PlaneLost as error:
+            wait.on(_lost_host(name) or error)
 
 
 def _check_same(address: str, given: Given, mine: ClusterSettings, theirs: ClusterSettings) -> None:
@@ -175,16 +213,35 @@ def _is_given(tables: Mapping[str, Any], path: str) -> bool:
 
 
 def _wait_until_it_listens(name: str) -> None:
-    deadline = time.monotonic() + _START_S
+    wait = Wait(f"{SCHEME}{name}", _START_S)
     while True:
         try:
             where(name)
-        except PlaneLost:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_LOOK_S)
+        except PlaneLost as error:
+            wait.on(error)
         except PenstockError:
-            calls.end(actor_of(name))  # it never served anybody
+            if record_of(name) is None:
+                calls.end(actor_of(name))  # it never served anybody
             raise
         else:
             return
+
+
+class Wait:
+    """A wait with a deadline, and a reason that is logged while it lasts."""
+
+    def __init__(self, what: str, patience_s: float) -> None:
+        self._what, self._patience_s = what, patience_s
+        self._began = time.monotonic()
+        self._said_at = self._began
+
+    def on(self, reason: PlaneLost) -> None:
+        """Sleep a little, because of `reason`; raises it when the deadline has passed, or waiting is of no use."""
+        now = time.monotonic()
+        waited = now - self._began
+        if isinstance(reason, PinnedHostLost) or waited > self._patience_s:
+            raise reason
+        if now - self._said_at > _SAY_S:
+            self._said_at = now
+            logger.warning("%s: waiting (%.0f of %.0f s): %s", self._what, waited, self._patience_s, reason)
+        time.sleep(_LOOK_S)

@@ -55,6 +55,8 @@ class Resolver:
         self._patience_s = silence_s
         self._asking = False
         self._found: Address | None = None
+        self.reason = ""
+        """Why there was no address when it was last asked for; empty if there was one."""
 
     def said(self) -> None:
         """Something was sent: silence counts from here."""
@@ -86,8 +88,10 @@ class Resolver:
     def _ask(self) -> None:
         try:
             self._found = self._resolve()
+            self.reason = ""
         except Exception as error:  # noqa: BLE001 - whoever is asked may be away too: asked again soon
             logger.info("no address: %s: %s", type(error).__name__, error)
+            self.reason = str(error)
             self._patience_s = self._silence_s
         finally:
             self._asking = False
@@ -112,6 +116,11 @@ class ResolvingClient:
     def keys(self) -> ClientKeys | None:
         """What it connects with now."""
         return None if self._address is None else self._address.keys
+
+    @property
+    def reason(self) -> str:
+        """Why the plane cannot be found, if it cannot."""
+        return self._resolver.reason
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self._move()

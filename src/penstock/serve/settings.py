@@ -19,7 +19,7 @@ from penstock.config import Given, build, check
 from penstock.config.build import unknown
 from penstock.errors import ConfigError
 from penstock.hold import Replay as Replay
-from penstock.log.postgres_address import check_address, is_postgres, redacted
+from penstock.log.postgres_address import check_address
 from penstock.pack import Packing
 from penstock.send.message_header import MAX_HEADER
 from penstock.send.timeouts import Timeouts
@@ -174,7 +174,7 @@ class PlaneSettings:
         Meta(
             description="database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, "
             "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: "
-            "SQLite in the run's folder; with --ray: folder of the run, which every node sees"
+            "SQLite in the run's folder"
         ),
     ] = None
     direct: Annotated[
@@ -245,7 +245,7 @@ class PlaneSettings:
         for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
             if problem := run_name_problem(name):
                 raise ConfigError(f"{setting}: {problem}")
-        if self.log is not None and not isinstance(self, ClusterSettings):
+        if self.log is not None:
             check_address(self.log)
         if self.storage is not None:
             address_of(self.storage)  # raises where credentials are in it, before anything shows it
@@ -337,25 +337,34 @@ CLUSTER_TIMEOUTS = Timeouts(plane_s=120.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSettings(PlaneSettings):
-    """Everything a plane of a Ray cluster is told: the plane's settings, and where it keeps the run."""
+class ClusterSettings(ServerSettings):
+    """Everything a plane of a Ray cluster is told: the settings of a server process, with defaults for a cluster."""
 
-    log: Annotated[
-        str | None,
+    folder: Annotated[
+        str,
         Meta(
-            description="of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, "
-            "so that the plane can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and "
-            "the plane stays there",
+            description="of ray://: where the run is kept; on a disk of one host, the plane stays on that host; empty: "
+            "~/.penstock/NAME, on the head node unless `log` and `storage` are shared",
             extra={"path": True},
+        ),
+    ] = ""
+    listen: Listen = ()
+    movable: Annotated[
+        bool | None,
+        Meta(
+            description="of ray://: whether Ray may start the plane on another host; none: if log and storage are "
+            "shared: a PostgreSQL log or a shared filesystem, and storage on a shared filesystem; on: `storage` is "
+            "seen by every node although the type of its filesystem does not say so, and the log is in PostgreSQL"
         ),
     ] = None
     timeouts: TimeoutsSection = field(default_factory=lambda: CLUSTER_TIMEOUTS)
 
     def __post_init__(self) -> None:
         PlaneSettings.__post_init__(self)
-        if self.log is not None and is_postgres(self.log):
+        if self.movable and (self.log is None or self.storage is None):
             raise ConfigError(
-                f"log: {redacted(self.log)}: a plane of a Ray cluster keeps its log in a folder; give one"
+                f"movable: on with log {self.log!r} and storage {self.storage!r}; a plane that may move needs "
+                "log=postgresql://... and storage=FOLDER that every node sees"
             )
 
 

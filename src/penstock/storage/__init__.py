@@ -12,6 +12,7 @@ from penstock.storage.filesystem import is_shared
 from penstock.storage.folder import FolderStorage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
+from penstock.storage.object_requests import is_object_url
 from penstock.storage.objects import ObjectStorage
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks
 from penstock.storage.places import KeptStorage, address_of, open_storage
@@ -35,6 +36,7 @@ __all__ = [
     "address_of",
     "check_log",
     "gather_picks",
+    "is_object_url",
     "is_shared",
     "open_storage",
     "parse_location",

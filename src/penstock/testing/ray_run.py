@@ -56,7 +56,7 @@ class RayRun:
         """`on` is the node on which the plane begins: this process's own unless named."""
         self.cluster, self.name, self.folder = cluster, name, folder
         self.address = f"ray://{name}"
-        given: dict[str, Any] = {"log": folder / name / "log", "timeouts": TIMEOUTS}
+        given: dict[str, Any] = {"folder": folder / name / "log", "timeouts": TIMEOUTS}
         given |= {"ranks": RANKS, "seq_len": 4096, "groups_per_step": GROUPS_PER_STEP}
         on_node(on or cluster.head, _open, self.address, given | settings)
         self.plane = ps.open(self.address, timeouts=TIMEOUTS)

@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.arrays import Sample
 from penstock.encode import encode
-from penstock.log import SqliteLog, State
+from penstock.log import SqliteLog, State, open_existing
 from penstock.send.steps import Staged
 from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.segments import OWN
@@ -59,6 +59,8 @@ class Result:
     detect_s: float = 0.0
     """The longest time from the death of a rank until every other rank had raised."""
     seconds: float = 0.0
+    outages: dict[str, list[float]] = field(default_factory=dict)
+    """On a Ray cluster: by what was killed, seconds from each kill until the ranks had taken two more steps."""
     balanced: bool = True
     stored: Counter[str] = field(default_factory=Counter)
     """Puts and steps whose bytes went straight to storage or came from there, by process."""
@@ -238,7 +240,7 @@ class Run:
 
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
-        result, log = self.result, SqliteLog(self.log_folder)
+        result, log = self.result, open_existing(self.log_folder)
         engine = DirectEngine(self.settings(), log)
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}

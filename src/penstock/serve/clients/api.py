@@ -14,12 +14,12 @@ import importlib
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from penstock.atomic import folder_errors
-from penstock.config import build, nested, signature_of
+from penstock.config import build, keywords_of, nested, signature_of
 from penstock.config.removed import REMOVED_SCHEMES
 from penstock.errors import ConfigError, PenstockError
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
@@ -72,6 +72,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     if address.startswith(_RAY):
         plane: Plane = _ray().open_ray(address, given)
         return plane
+    _check_not_a_servers(address, given)
     if address.startswith(_REMOTE):
         return _line_to(address, given)
     if "://" in address:
@@ -91,6 +92,17 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
 
 
 open.__signature__ = signature_of(open, ClusterSettings)  # type: ignore[attr-defined]
+
+
+def _check_not_a_servers(address: str, given: Mapping[str, Any]) -> None:
+    """Refuse settings that only a server process has."""
+    of_planes = {keyword.name for keyword in keywords_of(PlaneSettings)}
+    theirs = {keyword.name for keyword in keywords_of(ClusterSettings)} - of_planes
+    if wrong := [name for name in given if name in theirs]:
+        raise ConfigError(
+            f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
+            "this process or a line to one; leave it out"
+        )
 
 
 def open_settings(where: str, settings: PlaneSettings) -> Plane:

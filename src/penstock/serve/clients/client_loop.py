@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from penstock.errors import Closed, CorruptFrame, PenstockError
+from penstock.errors import Closed, CorruptFrame, PenstockError, PlaneLost
 from penstock.send.carrier import ClientCarrier, Envelope
 from penstock.send.message_header import pack_message, read_from_plane
 from penstock.send.messages import Frames, FromClient, FromPlane
@@ -70,6 +70,11 @@ class ClientLoop:
         with self._closing:
             if not self._closed and threading.current_thread() is not self._thread:
                 self._carrier.wake()
+
+    def explained(self, error: PenstockError) -> PenstockError:
+        """An error, with the reason why the plane cannot be found if the carrier knows one."""
+        reason = getattr(self._carrier, "reason", "")
+        return PlaneLost(f"{error}; {reason}") if reason and type(error) is PlaneLost else error
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Send what is still to be sent, then end."""

@@ -13,6 +13,7 @@ from penstock.pack.cost import Cost
 from penstock.pack.packed_images import PackedImages
 from penstock.pack.packing import Modalities
 from penstock.send.timeouts import Timeouts
+from penstock.serve.settings import Watch
 
 
 class PlaneKeywords(TypedDict, total=False):
@@ -82,9 +83,10 @@ class PlaneKeywords(TypedDict, total=False):
     storage: str | Path | None
     """Where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or s3://BUCKET/PREFIX,
     gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder."""
-    log: str | Path | None
-    """Of ray://: folder of the run, its log and its frames, on a filesystem that every node sees, so that the plane
-    can be started again on any of them; none: ~/.penstock/NAME/log on the head node, and the plane stays there."""
+    log: str | None
+    """Database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, named after it
+    (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: SQLite in the run's
+    folder."""
     direct: bool
     """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
     plane."""
@@ -124,3 +126,25 @@ class PlaneKeywords(TypedDict, total=False):
     """Of the random draws."""
     timeouts: Timeouts
     """How long anybody may be silent."""
+    folder: str | Path
+    """Of ray://: where the run is kept; on a disk of one host, the plane stays on that host; empty: ~/.penstock/NAME,
+    on the head node unless `log` and `storage` are shared."""
+    metrics: str | None
+    """HOST:PORT of a page with /metrics for Prometheus, /healthz and /readyz; beyond loopback /metrics needs
+    `metrics_token`; port 0 picks a free one; none: off."""
+    metrics_token: str | Path | None
+    """File with the token that /metrics asks for; none: no token, loopback only."""
+    http: str | None
+    """ADDRESS:PORT of the HTTP door, where groups are put as JSON or frames; port 0 picks a free one; beyond loopback
+    it needs `http_token`; none: off."""
+    http_token: str | Path | None
+    """File with the token that every HTTP request must carry; none: one is made, and kept in the run's folder as
+    http-token."""
+    log_file: str | Path | None
+    """Write log lines there instead of to stderr."""
+    watchdog: Watch
+    """A second process that ends a plane whose loop no longer turns."""
+    movable: bool | None
+    """Of ray://: whether Ray may start the plane on another host; none: if log and storage are shared: a PostgreSQL
+    log or a shared filesystem, and storage on a shared filesystem; on: `storage` is seen by every node although the
+    type of its filesystem does not say so, and the log is in PostgreSQL."""

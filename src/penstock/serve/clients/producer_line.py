@@ -191,7 +191,7 @@ class ProducerLine:
                 if future is not None:
                     future.set_result(event.answer)
             else:
-                self._give_up(event.error)
+                self._give_up(self._loop.explained(event.error))
 
     def _give_up(self, error: BaseException) -> None:
         lost, self._futures = self._futures, {}

@@ -361,7 +361,7 @@ class Source:
             elif isinstance(event, Ready):
                 self._begin_at(event.step)
             elif isinstance(event, Failed):
-                self._error = self._error or event.error
+                self._error = self._error or self._loop.explained(event.error)
                 self._changed.notify_all()
             elif isinstance(event, Released):
                 self._released.add(event.step)

@@ -73,6 +73,7 @@ class Ready:
     watchdog: int | None
     """Its watchdog's process."""
     run: str
+    run_id: str
     folder: str
     urls: tuple[str, ...]
     ranks: int
@@ -178,6 +179,7 @@ class LoopHooks:
             pid=os.getpid(),
             watchdog=None if self.watchdog is None else self.watchdog.pid,
             run=self.config.run,
+            run_id=self.log.run_id,
             folder=self.config.folder,
             urls=tuple(url for url in self.server.urls if url != IN_PROCESS),
             ranks=self.config.packing.ranks,
