@@ -14,7 +14,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
 from penstock.storage.object_requests import is_object_url
 from penstock.storage.objects import ObjectStorage
-from penstock.storage.picking import DamagedFrame, Pick, gather_picks
+from penstock.storage.picking import DamagedFrame, Pick, gather_picks, read_each
 from penstock.storage.places import KeptStorage, address_of, open_storage
 from penstock.storage.writer import Writer
 
@@ -40,5 +40,6 @@ __all__ = [
     "is_shared",
     "open_storage",
     "parse_location",
+    "read_each",
     "read_marker",
 ]

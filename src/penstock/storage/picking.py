@@ -1,16 +1,20 @@
-"""Samples picked out of stored groups, as frames of their own, for ranks that cannot read storage."""
+"""Many frames read from storage; samples picked out of them, for ranks that cannot read storage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.encode.gathering import OpenFrame, gather, open_frame
 from penstock.encode.layout import Buffer
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, PenstockError
 from penstock.storage.interface import Storage, Wanted, parse_location
+
+_BATCH_BYTES = 64 << 20
+"""Of frames that are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,12 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
     Raises DamagedFrame, which names the group; Away while storage does not answer.
     """
     picks = {pick.location: pick for request in requests for pick in request}
-    frames = _read_all(storage, picks)
     opened: dict[str, OpenFrame] = {}
-    for location, pick in picks.items():
+    for pick, frame in zip(picks.values(), read_each(storage, picks), strict=True):
         try:
-            opened[location] = open_frame(frames[location])
+            if isinstance(frame, PenstockError):
+                raise frame
+            opened[pick.location] = open_frame(frame)
         except CorruptFrame as error:
             raise DamagedFrame(pick.group, str(error)) from None
     return [
@@ -55,20 +60,34 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
     ]
 
 
-def _read_all(storage: Storage, picks: dict[str, Pick]) -> dict[str, Buffer]:
-    """The frames at these locations."""
-    frames: dict[str, Buffer] = {}
+def read_each(storage: Storage, locations: Iterable[str]) -> Iterator[Buffer | PenstockError]:
+    """Each frame, or why it cannot be read. Many are read at the same time, where that is faster."""
+    batch: list[str] = []
+    size = 0
+    for location in locations:
+        batch.append(location)
+        with suppress(CorruptFrame):  # a location that is none: said of this one when it is read
+            size += parse_location(location).size
+        if size >= _BATCH_BYTES:
+            yield from _read_batch(storage, batch)
+            batch, size = [], 0
+    yield from _read_batch(storage, batch)
+
+
+def _read_batch(storage: Storage, locations: Sequence[str]) -> list[Buffer | PenstockError]:
     wanted: list[Wanted] = []
     try:
-        for location in picks:
+        for location in locations:
             at = parse_location(location)
-            frames[location] = view = np.empty(at.size, np.uint8).data
-            wanted.append((at, at.offset, view))
+            wanted.append((at, at.offset, np.empty(at.size, np.uint8).data))
         storage.read_into(wanted)
-    except CorruptFrame as error:  # of which group is found out one by one
-        for location, pick in picks.items():
-            try:
-                frames[location] = storage.read(location)[0]
-            except CorruptFrame as own:
-                raise DamagedFrame(pick.group, str(own)) from error
-    return frames
+    except PenstockError:  # one after the other tells which
+        return [_read_one(storage, location) for location in locations]
+    return [view for _, _, view in wanted]
+
+
+def _read_one(storage: Storage, location: str) -> Buffer | PenstockError:
+    try:
+        return storage.read(location)[0]
+    except PenstockError as error:
+        return error

@@ -29,7 +29,7 @@ import xxhash
 
 from penstock.atomic import sync
 from penstock.encode.layout import Buffer
-from penstock.errors import Conflict, InvalidInput, StorageError
+from penstock.errors import Conflict, InvalidInput, PenstockError, StorageError
 from penstock.log import LogReader, fork, is_run, reading
 from penstock.log.finding import url_of
 from penstock.log.sqlite_copy import copy_log, sign_copy
@@ -37,7 +37,7 @@ from penstock.log.sqlite_reader import LOG, reading_sqlite, typed_errors
 from penstock.log.volume import own
 from penstock.log.witness import Witness, read_witness
 from penstock.serve.decisions.read_log import storage_of_run
-from penstock.storage import FolderStorage, Gone, Location, Marker, parse_location, read_marker
+from penstock.storage import FolderStorage, Gone, Location, Marker, parse_location, read_each, read_marker
 from penstock.storage.interface import is_segment_name
 
 _ROUNDS = 20
@@ -164,8 +164,8 @@ class RunCopy:
 
         def frames(of: list[_Needed]) -> Iterator[tuple[Location, Buffer]]:
             nonlocal freed
-            for one in of:
-                frame = self._frame(one)
+            read = read_each(self._frames, [str(one.at) for one in of])
+            for one, frame in zip(of, map(_as_it_was, of, read), strict=True):
                 if not isinstance(frame, str):
                     yield one.at, frame
                     copied.append(one)
@@ -183,14 +183,6 @@ class RunCopy:
             found.groups += len(copied)
             found.num_bytes += sum(one.at.size for one in copied)
         return not freed
-
-    def _frame(self, one: _Needed) -> Buffer | str:
-        """A frame of the source, or why it cannot be read."""
-        try:
-            frame = self._frames.read(str(one.at))[0]
-        except Gone as error:
-            return str(error)
-        return frame if xxhash.xxh3_128_digest(frame) == one.digest else f"{one.at}: not as it was written"
 
     def _is_freed(self, one: _Needed) -> bool:
         """Whether the source has freed a frame. The log forgets a location before its bytes are deleted."""
@@ -230,6 +222,15 @@ class RunCopy:
         source = read_marker(self._frames)
         run = "" if source is None else source.run
         return Marker(run_id=self.run_id, epoch=meta["epoch"], commits=self._commits, run=run)
+
+
+def _as_it_was(one: _Needed, frame: Buffer | PenstockError) -> Buffer | str:
+    """A frame of the source, or why it cannot be copied."""
+    if isinstance(frame, Gone):
+        return str(frame)
+    if isinstance(frame, PenstockError):
+        raise frame
+    return frame if xxhash.xxh3_128_digest(frame) == one.digest else f"{one.at}: not as it was written"
 
 
 def _is_left(name: str, needed: dict[str, _Needed], segments: set[str]) -> bool:

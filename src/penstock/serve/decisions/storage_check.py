@@ -13,13 +13,14 @@ from typing import Any
 import xxhash
 
 from penstock.arrays.digests import sample_digests
+from penstock.encode.layout import Buffer
 from penstock.encode.reading import describe
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.keep.facts import GroupFacts
 from penstock.log import State, reading
 from penstock.serve.decisions.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.serve.decisions.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
-from penstock.storage import Away, Gone, KeptStorage, Location
+from penstock.storage import Away, Gone, KeptStorage, Location, read_each
 from penstock.storage.interface import Part
 
 _BATCH = 256
@@ -137,31 +138,22 @@ def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progre
     for first in range(0, len(kept), _BATCH):
         batch = kept[first : first + _BATCH]
         facts = None if report.fast else _facts(run, [group.op for group, _ in batch])
+        frames = None if facts is None else read_each(run.storage, [group.location for group, _ in batch])
         for group, at in batch:
             report.frames += 1
             report.bytes += at.size
-            bad = _look_at_frame(run, group, at, facts, parts)
-            if bad is not None and _is_needed(run, group):
-                found = BadFrame(group.id, group.location, str(bad))
-                (report.missing if isinstance(bad, Gone) else report.damaged).append(found)
+            try:
+                if facts is None or frames is None:
+                    _check_size(parts, at)
+                else:
+                    _check_frame(next(frames), group, facts.get(group.op))
+            except PenstockError as error:
+                if isinstance(error, Away):
+                    run.storage.segments()  # raises Away, too, where all of the storage is away
+                if _is_needed(run, group):
+                    found = BadFrame(group.id, group.location, str(error))
+                    (report.missing if isinstance(error, Gone) else report.damaged).append(found)
             progress(at.size)
-
-
-def _look_at_frame(
-    run: StoredRun, group: KnownGroup, at: Location, facts: dict[int, bytes] | None, parts: dict[str, list[Part]]
-) -> PenstockError | None:
-    """What is wrong with a frame; without `facts` only its size counts."""
-    try:
-        if facts is None:
-            _check_size(parts, at)
-        else:
-            _check_frame(run.storage, group, facts.get(group.op))
-    except Away as error:
-        run.storage.segments()  # raises Away, too, where all of the storage is away
-        return error
-    except PenstockError as error:
-        return error
-    return None
 
 
 def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
@@ -173,9 +165,10 @@ def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
         raise Gone(f"{mine[-1].name}: ends {at.end - end} bytes before the frame at {at.offset} does")
 
 
-def _check_frame(storage: KeptStorage, group: KnownGroup, facts: bytes | None) -> None:
+def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, facts: bytes | None) -> None:
     """Raise unless the samples in storage are those that were accepted."""
-    frame = storage.read(group.location)[0]
+    if isinstance(frame, PenstockError):
+        raise frame
     if not any(frame):
         raise Gone(f"{group.location}: was deleted: nothing but zeros is there")
     if group.state is State.EVALUATION or facts is None:
