@@ -301,3 +301,31 @@ def test_a_process_that_is_known_to_have_ended_is_replaced_at_once() -> None:
     world.members.append(again)
     world.settle()
     assert phase(world) is Phase.RUNNING and again.error is None
+
+
+def test_who_waited_for_a_place_does_not_take_it_from_another_that_lives() -> None:
+    world = World(1)
+    first = world.members[0]
+    world.cut.add(first.name)  # it does not hear the probe
+    waiting = Rank(world, 0, life="b")
+    world.members.append(waiting)
+    world.settle()
+    world.leave(0)
+    third = Rank(world, 0, life="c")
+    world.members = [third, waiting]
+    world.settle()
+    world.pass_time(TIMES.heartbeat_s * 4)
+    assert third.error is None and phase(world) is Phase.RUNNING
+    assert "already joined as rank 0" in str(waiting.error)
+
+
+def test_who_leaves_while_it_waits_for_a_place_does_not_get_it() -> None:
+    world = World(1)
+    world.cut.add(world.members[0].name)
+    waiting = Rank(world, 0, life="b")
+    world.members.append(waiting)
+    world.settle()
+    session = world.session
+    world.leave(1)
+    world.pass_time(TIMES.heartbeat_s * 3)
+    assert world.session == session and phase(world) is Phase.RUNNING

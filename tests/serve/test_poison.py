@@ -279,7 +279,7 @@ def new_server(folder: Path, wire: Wire) -> Server:
 
 
 def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ...]]]) -> None:
-    """Say all of it, by a stranger and by the rank itself; then an honest rank joins, gets a step and commits it."""
+    """Say all of it, by a stranger and by the rank itself; both leave, then an honest rank joins, gets a step and commits it."""
     wire = Wire()
     line = Line(new_server(folder, wire), wire)
     engine = line.server.engine
@@ -293,6 +293,8 @@ def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ..
     line.say(SetWeight(ticket=1, run="honest", weight=1.0), peer=9)
     for name in (f"{life}-{i}" for i in range(2)):
         line.say(Put(ticket=1, group=name), encode(named_group(name, run="honest")), peer=9)
+    for peer in (9, 1):  # who has the place, or waits for it, leaves: it would be asked whether it lives
+        line.say(Bye(session=0), peer=peer)
     line.say(hello(f"{life} last"), peer=2)
     step = engine.next_step
     line.say(Request(session=0, step=step), peer=2)

@@ -206,6 +206,8 @@ class Coordinator:
             return [Send(peer, self._tombstones.of_session(session, self.session))]
         if self._failure is not None and session == self.session:
             return [Send(peer, self._failure)]
+        if place is None and isinstance(message, Bye) and self._joiners.leave(peer):
+            return [Detach(peer)]
         if place is None or session != self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
         self._members[place].heard = now
@@ -254,7 +256,7 @@ class Coordinator:
         self._ticked = now
         if last is not None and now - last > pace:
             self._joiners.excuse(now - last)
-        joined = [e for place, one in self._joiners.due(now) for e in self._join_fresh(place, one, now)]
+        joined = [e for place, one in self._joiners.due(now) for e in self._join_or_wait(place, one, now)]
         joined += [Send(peer, self.pulse(now, probe=number)) for peer, number in self._joiners.probes()]
         if self.phase is Phase.FAILED:
             return joined
@@ -300,10 +302,13 @@ class Coordinator:
         known = self._members.get(place)
         if known is not None and known.incarnation == hello.incarnation:  # the same hello again: our answer was lost
             return [*self._come_back(place, peer, now), *self._answered(place, now)]
-        if self.phase is not Phase.FAILED and self._joiners.must_wait(place, hello):
-            holder, probe = self._joiners.wait(peer, place, hello, now)
+        return self._join_or_wait(place, Joiner.at_once(peer, hello, now), now)
+
+    def _join_or_wait(self, place: Place, joiner: Joiner, now: float) -> list[Effect]:
+        if self.phase is not Phase.FAILED and self._joiners.must_wait(place, joiner):
+            holder, probe = self._joiners.wait(place, joiner, now)
             return [Send(holder, self.pulse(now, probe=probe))]
-        return self._join_fresh(place, Joiner.at_once(peer, hello, now), now)
+        return self._join_fresh(place, joiner, now)
 
     def _join_fresh(self, place: Place, joiner: Joiner, now: float) -> list[Effect]:
         """A process that just started joins the session that is forming; if there is none, it begins one."""

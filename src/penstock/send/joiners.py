@@ -11,7 +11,7 @@ A beat alone proves nothing: it may have been sent before the process died. An a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.send.carrier import Peer
 from penstock.send.effects import Effect, Note, Send
@@ -48,27 +48,37 @@ class Joiners:
         self._waiting: dict[Place, Joiner] = {}
         self._probes = 0
 
-    def must_wait(self, place: Place, hello: Hello) -> bool:
-        """Whether another process has the place that may be alive."""
-        known = self._members.get(place)
-        if known is None:
+    def must_wait(self, place: Place, joiner: Joiner) -> bool:
+        """Whether another process has the place that may be alive. One that the joiner has waited for may not."""
+        known, hello = self._members.get(place), joiner.hello
+        if known is None or known.incarnation == joiner.holder:
             return False
         # A process may join again: a source that was not closed, or a container that restarts under the same name.
         joins_again = bool(hello.process) and hello.process == known.process
         return not joins_again and not self._is_gone(known.pid_space, known.pid)
 
-    def wait(self, peer: Peer, place: Place, hello: Hello, now: float) -> tuple[Peer, int]:
+    def wait(self, place: Place, joiner: Joiner, now: float) -> tuple[Peer, int]:
         """Keep a process waiting. Returns whom to probe, and with which number."""
         holder = self._members[place]
         found = self._waiting.get(place)
         if found is None or found.holder != holder.incarnation:
             self._probes += 1
-            until = now + 2 * self._timeouts.heartbeat_s
-            self._waiting[place] = found = Joiner(
-                peer=peer, hello=hello, heard=now, until=until, probe=self._probes, holder=holder.incarnation
+            found = replace(
+                joiner,
+                until=now + 2 * self._timeouts.heartbeat_s,
+                probe=self._probes,
+                holder=holder.incarnation,
             )
-        found.peer, found.hello, found.heard = peer, hello, now
+            self._waiting[place] = found
+        found.peer, found.hello, found.heard = joiner.peer, joiner.hello, joiner.heard
         return holder.peer, found.probe
+
+    def leave(self, peer: Peer) -> bool:
+        """A process wants nothing more. Returns whether it waited for a place."""
+        found = [place for place, one in self._waiting.items() if one.peer == peer]
+        for place in found:
+            del self._waiting[place]
+        return bool(found)
 
     def answered(self, place: Place, beat: Beat, epoch: int) -> list[Effect]:
         """A process was heard. If it answers the probe it lives, and whoever waits for its place is refused."""
