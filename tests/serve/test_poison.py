@@ -279,7 +279,7 @@ def new_server(folder: Path, wire: Wire) -> Server:
 
 
 def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ...]]]) -> None:
-    """Send all of it as a stranger and as the rank. Both leave; then an honest rank joins, gets a step and commits it."""
+    """Send all of it as a stranger and as the rank. Both leave; an honest rank joins, gets a step and commits."""
     wire = Wire()
     line = Line(new_server(folder, wire), wire)
     engine = line.server.engine
