@@ -52,6 +52,7 @@ PROCESS = {
     "test_cli.py",
     "test_command_errors.py",
     "test_commands_plane.py",
+    "log/test_no_folder.py",
     "test_deploy.py",
     "test_monitoring.py::test_every_number_that_is_asked_for_is_on_the_page",
     "test_docs.py",

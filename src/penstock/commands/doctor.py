@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.commands.doctor_checks import Finding, examine
 from penstock.commands.doctor_run import examine_run
-from penstock.commands.which_run import RUN_HELP, is_address
+from penstock.commands.which_run import RUN_HELP
 
 _MARKS = {"ok": "ok   ", "warning": "note ", "failure": "FAIL "}
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = [*examine(Path() if is_address(args.where) else Path(args.where)), *examine_run(args.where, args.keys)]
+    findings = [*examine(Path() if "://" in args.where else Path(args.where)), *examine_run(args.where, args.keys)]
     healthy = all(finding.verdict != "failure" for finding in findings)
     if args.json:
         print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=1))

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.arrays.versions import known
 from penstock.commands.tables import aligned, printable
-from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.encode.codings import NAMES
 from penstock.encode.head import Head
 from penstock.encode.layout import PREFIX_SIZE, Block, frame_size
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     frame = Path(args.what)
-    if not is_address(args.what) and not frame.exists():
+    if "://" not in args.what and not frame.exists():
         raise InvalidInput(
             f"{frame}: not a file or folder; give a frame, as written by penstock.encode, or a run's folder"
         )

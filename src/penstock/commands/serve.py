@@ -1,6 +1,8 @@
 """Run a plane: workers put groups into it, ranks take steps out of it.
 
   penstock serve runs/demo --ranks 2 --seq-len 4096 --groups-per-step 4 --listen tcp://127.0.0.1:7440
+  penstock serve --run demo --log postgresql://me@db/runs --storage s3://bucket/demo --ranks 2 ...
+                                               without a folder: it can be started on any host
   penstock serve --write-config plane.toml     every setting, with its default and what it does
   penstock serve --config plane.toml           the same from a file; words on the command line win
   penstock serve --config plane.toml --set timeouts.peer_s=5 --set replay.sampler=uniform
@@ -96,10 +98,12 @@ def given_by(args: argparse.Namespace) -> Given:
 def _check_given(tables: dict[str, Any]) -> None:
     """Name the flag, not the key, for what a newcomer leaves out."""
     flags = {
-        "folder": "the run's FOLDER",
+        "folder": "the run's FOLDER, or --log and --storage",
         "packing": "--ranks and --seq-len",
         "target": f"one of {', '.join(f'--{kind}-per-step' for kind in _TARGETS)}",
     }
+    if {"log", "storage"} <= tables.keys():
+        del flags["folder"]
     missing = [flag for name, flag in flags.items() if name not in tables]
     if missing:
         raise ConfigError(f"not enough to start a plane: give {'; '.join(missing)}; or --config FILE")

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.tables import aligned, printable, size
+from penstock.commands.which_run import folder_for
 from penstock.errors import InvalidInput
+from penstock.log.postgres_address import is_postgres
 
 if TYPE_CHECKING:
     from penstock.serve.decisions.recover import Plan
@@ -81,6 +83,8 @@ class _Progress:
 
 def _plane_folder(where: str) -> Path:
     """The folder of a run's plane, whether or not its log is there."""
+    if is_postgres(where):
+        return folder_for(where)
     root = Path(where)
     laid_out = root / "plane"
     return laid_out if laid_out.is_dir() and not _is_run(root) else root

@@ -5,6 +5,7 @@ runs/demo/plane/              its plane's folder: log, frames
 runs/demo/token_exports/      what the trainer wrote of its tokens
 tcp://127.0.0.1:7440          its plane, which says where its folder is
 ray://demo                    the same, in a Ray cluster
+postgresql://me@db/runs#demo  its log, where that is in a database; behind # the run's name
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from pathlib import Path
 from socket import gethostname
 
 from penstock.errors import InvalidInput
+from penstock.log.postgres_address import check_address, is_postgres, split_run, with_run
 
-RUN_HELP = "the run: its folder, its plane's folder, or its plane's address"
+RUN_HELP = "the run: its folder, its plane's folder, its plane's address, or postgresql://...#NAME"
 _PLANE = "plane"
 _ANSWER_S = 5.0
 
 
 def is_address(where: str) -> bool:
-    return "://" in where
+    """Whether this is the address of a plane."""
+    return "://" in where and not is_postgres(where)
 
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
@@ -48,6 +51,8 @@ def export_folder(where: str, keys: Path | None = None) -> Path:
 
 
 def _folder(where: str, keys: Path | None) -> Path:
+    if is_postgres(where):
+        return folder_for(where)
     folder = _folder_of_plane(where, keys) if is_address(where) else Path(where)
     if not folder.exists():
         raise InvalidInput(f"{where}: no such folder; give the folder of a run, or its plane's address")
@@ -59,13 +64,14 @@ def _folder(where: str, keys: Path | None) -> Path:
 def _folder_of_plane(url: str, keys: Path | None) -> Path:
     """Where the plane at an address keeps its run, if that can be read from here: on its host, on a filesystem that
     both hosts see, or in a database."""
-    from penstock.log.postgres_address import is_postgres
     from penstock.send.timeouts import Timeouts
     from penstock.serve.clients.api import open as open_plane
 
     with open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S)) as plane:
         status = plane.status()
     folder, host = status["folder"], status["host"]
+    if folder is None and is_postgres(status["log"]):
+        return folder_for(status["log"])
     if folder is None:
         raise InvalidInput(f"{url}: its plane keeps nothing in a folder; `penstock top {url}` shows what it holds")
     if host == gethostname() and Path(folder).is_dir():
@@ -73,7 +79,7 @@ def _folder_of_plane(url: str, keys: Path | None) -> Path:
     if _holds(Path(folder), status["run_id"]):
         return Path(folder)
     if is_postgres(status["log"]):
-        return _folder_for(status["log"])
+        return folder_for(status["log"])
     raise InvalidInput(f"{url}: its run is in {folder} on host {host}, not here; call this there, or copy that folder")
 
 
@@ -87,11 +93,13 @@ def _holds(folder: Path, run_id: str) -> bool:
         return log.all_meta().get("run_id") == run_id
 
 
-def _folder_for(log: str) -> Path:
+def folder_for(log: str) -> Path:
     """A folder that leads to a log in a database, until this process ends."""
     from penstock.log.finding import note_url
 
+    base, run = split_run(log)
+    check_address(base)
     folder = Path(tempfile.mkdtemp(prefix="penstock-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    note_url(folder, log)
+    note_url(folder, with_run(base, run))
     return folder

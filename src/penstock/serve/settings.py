@@ -287,8 +287,12 @@ class ServerSettings(PlaneSettings):
 
     folder: Annotated[
         str,
-        Meta(min_length=1, description='where the run is kept; "memory:" keeps nothing', extra={"path": True}),
-    ]
+        Meta(
+            description='where the run is kept; "memory:" keeps nothing; empty: in no folder, with `log` in a database '
+            "and `storage` given",
+            extra={"path": True},
+        ),
+    ] = ""
     listen: Listen = ("tcp://127.0.0.1:7440",)
     metrics: Annotated[
         str | None,
@@ -328,6 +332,8 @@ class ServerSettings(PlaneSettings):
 
     def __post_init__(self) -> None:
         PlaneSettings.__post_init__(self)
+        if not self.folder and (self.log is None or self.storage is None):
+            raise ConfigError("folder: missing; give the run's folder, or both log=postgresql://... and storage=...")
         if not self.listen:
             raise ConfigError("listen: empty; without an address nobody could connect")
 

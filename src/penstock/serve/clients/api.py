@@ -1,6 +1,7 @@
 """`open` and `connect`: from an address to a plane or a rank's source.
 
 runs/demo            a folder: a durable plane in this process
+postgresql://...     the same without a folder: its log in a database, its frames in `storage`
 memory:              a plane in this process, nothing durable
 tcp://HOST:PORT      a plane elsewhere, over sockets
 ipc://PATH           a plane on this host
@@ -22,6 +23,7 @@ from penstock.atomic import folder_errors
 from penstock.config import build, keywords_of, nested, signature_of
 from penstock.config.removed import REMOVED_SCHEMES
 from penstock.errors import ConfigError, PenstockError
+from penstock.log.postgres_address import is_postgres, split_run
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
@@ -34,7 +36,7 @@ from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
-from penstock.serve.decisions.open_log import open_log
+from penstock.serve.decisions.open_log import open_log, run_folder
 from penstock.serve.process.server import Server
 from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
 
@@ -75,6 +77,10 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     _check_not_a_servers(address, given)
     if address.startswith(_REMOTE):
         return _line_to(address, given)
+    if is_postgres(address):
+        base, run = split_run(address)
+        given |= {"log": base} | ({"run": run} if "#" in address else {})
+        address = ""
     if "://" in address:
         raise _unknown(address, [*_REMOTE, _RAY])
     if isinstance(where, str) and (address == "memory" or _HOST_AND_PORT.fullmatch(address)):
@@ -109,10 +115,10 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """A plane in a thread of this process."""
     memory = MemoryPlane()
     await_closing()
-    log = open_log(None if where == "memory:" else where, settings)
+    log = open_log(run_folder(where, settings), settings)
     try:
         others = [plane_carrier(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen]
-        with folder_errors(where):
+        with folder_errors(where or log.where):
             server = Server(settings, log, [memory, *others])
         memory.last_words = server.last_words
     except BaseException:
@@ -120,7 +126,7 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
         raise
     thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
-    url = usable_url(others[0].url) if others else where
+    url = usable_url(others[0].url) if others else where or log.where
     handle = Handle.of(url, settings.run, settings.keys, settings.timeouts) if others else None
     return Plane(
         memory.connect,

@@ -10,9 +10,16 @@ from penstock.errors import ConfigError, Conflict
 from penstock.extras import require
 from penstock.log import Guard, Log, SqliteLog
 from penstock.log.finding import check_is_sqlite
-from penstock.log.postgres_address import is_postgres, with_run
+from penstock.log.postgres_address import is_postgres, redacted, with_run
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, open_storage, read_marker
+
+
+def run_folder(where: str, settings: PlaneSettings) -> str | None:
+    """The folder of a run; None if it has none: it is in memory, or in a database and a storage."""
+    if where == "memory:" and settings.log is not None:
+        raise ConfigError(f"log: {redacted(settings.log)} with memory:, which keeps nothing; give a folder, or none")
+    return None if where in ("", "memory:") else where
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
@@ -38,15 +45,18 @@ def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
 
 
 def _open_postgres(folder: str | Path | None, settings: PlaneSettings, address: str) -> Log:
-    if folder is None:
-        raise ConfigError(f"log: {address} with memory:, which keeps nothing; give the folder of a run")
+    if folder is None and settings.storage is None:
+        raise ConfigError(
+            f"log: {redacted(address)} without a folder and without storage; give `storage` a folder that the plane's "
+            "hosts share or an object store, or give the run a folder"
+        )
     require("log", "psycopg")
     from penstock.log.postgres_log import PostgresLog
 
     return PostgresLog(
         address,
         run=settings.run,
-        folder=Path(folder),
+        folder=None if folder is None else Path(folder),
         deadline_s=settings.timeouts.log_s,
         max_disk_bytes=settings.max_disk_bytes,
         guard=_guard_shared(storage_of(settings, folder), with_run(address, settings.run)),

@@ -30,7 +30,7 @@ from penstock.log import Log
 from penstock.send.memory import MemoryPlane
 from penstock.serve.clients.api import plane_carrier
 from penstock.serve.clients.plane import Plane
-from penstock.serve.decisions.open_log import open_log
+from penstock.serve.decisions.open_log import open_log, run_folder
 from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.http_door import HttpDoor, find_token
 from penstock.serve.process.log_format import LineFormatter
@@ -180,7 +180,7 @@ class LoopHooks:
             watchdog=None if self.watchdog is None else self.watchdog.pid,
             run=self.config.run,
             run_id=self.log.run_id,
-            folder=self.config.folder,
+            folder=self.config.folder or self.log.where,
             urls=tuple(url for url in self.server.urls if url != IN_PROCESS),
             ranks=self.config.packing.ranks,
             replicas=self.config.replicas,
@@ -239,7 +239,7 @@ def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
 
 
 def _open_log(config: ServerSettings) -> Log:
-    return open_log(None if config.folder == "memory:" else config.folder, config)
+    return open_log(run_folder(config.folder, config), config)
 
 
 def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:

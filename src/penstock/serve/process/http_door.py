@@ -306,7 +306,7 @@ def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
             f"http: {address!r} can be reached by other hosts; give http_token, a file with a token of your own, and "
             "let a proxy with TLS stand in front"
         )
-    if folder == "memory:":
+    if folder in ("", "memory:"):
         return secrets.token_urlsafe(32), True
     kept = Path(folder) / "http-token"
     if not kept.exists():
