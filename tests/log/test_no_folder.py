@@ -6,17 +6,19 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PlaneLost
+from penstock.send.timeouts import Timeouts
 from penstock.serve import PlaneProcess
 from penstock.testing.postgres_server import PostgresServer
 
 SETTINGS = ["--ranks=1", "--seq-len=64", "--groups-per-step=1", "--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0"]
-PLANE = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
+PLANE: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
 
 
 def put(plane: ps.Plane, name: str) -> None:
@@ -60,6 +62,31 @@ def test_a_killed_plane_is_started_elsewhere_and_goes_on(
     capsys.readouterr()
     assert main(["top", str(tmp_path / "copy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ledger"]["committed"] == 2
+
+
+def test_clients_that_know_the_log_find_a_plane_that_moved(postgres: PostgresServer, tmp_path: Path) -> None:
+    words = ["--run=found", f"--log={postgres.url}", f"--storage={tmp_path / 'frames'}", *SETTINGS]
+    where, patient = f"{postgres.url}#found", Timeouts(plane_s=120.0)
+    with PlaneProcess(words) as first, ps.open(where, timeouts=patient) as producer:
+        put(producer, "a")
+        with ps.connect(where, rank=0, world=1, timeouts=patient) as source:
+            source.commit(source.step(timeout=60))
+            source.flush()
+            os.kill(first.pid, signal.SIGKILL)
+            with PlaneProcess(words) as second:
+                assert second.ready["urls"] != first.ready["urls"]
+                put(producer, "b")
+                source.commit(source.step(timeout=60))
+                source.flush()
+                assert producer.status()["epoch"] == 2 and producer.ledger.committed == 4
+
+
+def test_a_run_that_nobody_started_is_named(postgres: PostgresServer) -> None:
+    with (
+        ps.open(f"{postgres.url}#never", timeouts=Timeouts(plane_s=4.0)) as plane,
+        pytest.raises(PlaneLost, match=r"#never: no plane of this run has listened yet"),
+    ):
+        put(plane, "a")
 
 
 def test_a_plane_in_this_process_needs_no_folder_either(postgres: PostgresServer, tmp_path: Path) -> None:

@@ -16,18 +16,20 @@ import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from penstock.atomic import folder_errors
 from penstock.config import build, keywords_of, nested, signature_of
 from penstock.config.removed import REMOVED_SCHEMES
-from penstock.errors import ConfigError, PenstockError
-from penstock.log.postgres_address import is_postgres, split_run
+from penstock.errors import ConfigError, PenstockError, PlaneLost
+from penstock.log.postgres_address import check_address, is_postgres, redacted, split_run, with_run
 from penstock.send.carrier import ClientCarrier, PlaneCarrier
 from penstock.send.files import FileClient, FilePlane
 from penstock.send.keys import ClientKeys, PlaneKeys
 from penstock.send.memory import MemoryPlane
+from penstock.send.resolving import Address, ResolvingClient
 from penstock.send.sockets import MAX_MESSAGE, SocketClient, SocketPlane
 from penstock.send.timeouts import Timeouts
 from penstock.serve.clients.closing import await_closing
@@ -36,7 +38,7 @@ from penstock.serve.clients.plane import Plane
 from penstock.serve.clients.plane_keywords import PlaneKeywords
 from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
-from penstock.serve.decisions.open_log import open_log, run_folder
+from penstock.serve.decisions.open_log import listens_at, note_listening, open_log, run_folder
 from penstock.serve.process.server import Server
 from penstock.serve.settings import CLUSTER_TIMEOUTS, ClusterSettings, PlaneSettings
 
@@ -79,6 +81,8 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return _line_to(address, given)
     if is_postgres(address):
         base, run = split_run(address)
+        if not given.keys() - _CALLERS:
+            return _line_to(with_run(base, str(given.get("run", run))), {"run": run} | given)
         given |= {"log": base} | ({"run": run} if "#" in address else {})
         address = ""
     if "://" in address:
@@ -121,6 +125,7 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
         with folder_errors(where or log.where):
             server = Server(settings, log, [memory, *others])
         memory.last_words = server.last_words
+        note_listening(log, [usable_url(carrier.url) for carrier in others])
     except BaseException:
         log.close()
         raise
@@ -206,11 +211,25 @@ def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
         end: ClientCarrier = _ray().connect_ray(url)
         return end
     pair = None if keys is None else ClientKeys.load(keys)
+    if is_postgres(url):
+        check_address(split_run(url)[0])
+        return ResolvingClient(partial(_address_in_log, url, pair))
     if url.startswith(("tcp://", "ipc://")):
         return SocketClient(url, keys=pair)
     if url.startswith("file://"):
         return FileClient(url.removeprefix("file://"))
     raise _unknown(url, [*_REMOTE, _RAY])
+
+
+def _address_in_log(url: str, keys: ClientKeys | None) -> Address:
+    """Where the plane of a run listens now, as it has written into its log. PlaneLost if no plane has."""
+    from penstock.log.postgres_reader import reading_postgres
+
+    with reading_postgres(url) as log:
+        urls = listens_at(log) if log.tables() else []
+    if not urls:
+        raise PlaneLost(f"{redacted(url)}: no plane of this run has listened yet; start one with `penstock serve`")
+    return Address(urls[0], keys)
 
 
 def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneCarrier:

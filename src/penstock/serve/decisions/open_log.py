@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from penstock.atomic import folder_errors
-from penstock.errors import ConfigError, Conflict
+from penstock.errors import ConfigError, Conflict, DiskFull
 from penstock.extras import require
-from penstock.log import Guard, Log, SqliteLog
+from penstock.log import Guard, Log, LogReader, SqliteLog
 from penstock.log.finding import check_is_sqlite
 from penstock.log.postgres_address import is_postgres, redacted, with_run
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, open_storage, read_marker
+
+_LISTENS_AT = "listens_at"
 
 
 def run_folder(where: str, settings: PlaneSettings) -> str | None:
@@ -79,6 +85,20 @@ def _guard_shared(storage: Storage, address: str) -> Guard:
                 )
 
     return check
+
+
+def note_listening(log: Log, urls: Sequence[str]) -> None:
+    """Write down where the plane listens now. Clients that were given the log's address find it after it moved."""
+    found = msgspec.json.encode(list(urls)).decode()
+    if found != (log.text(_LISTENS_AT) or "[]"):
+        with suppress(DiskFull), log.transaction():  # a plane on a full disk must start: only training makes room
+            log.set_meta(_LISTENS_AT, found)
+
+
+def listens_at(log: LogReader) -> list[str]:
+    """Where the plane of a run listened last, sockets first."""
+    found: list[str] = msgspec.json.decode(log.text(_LISTENS_AT) or "[]", type=list[str])
+    return [url for url in found if url.startswith(("tcp://", "ipc://"))]
 
 
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:

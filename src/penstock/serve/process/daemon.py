@@ -29,8 +29,9 @@ from penstock.errors import ConfigError, Fenced
 from penstock.log import Log
 from penstock.send.memory import MemoryPlane
 from penstock.serve.clients.api import plane_carrier
+from penstock.serve.clients.handles import usable_url
 from penstock.serve.clients.plane import Plane
-from penstock.serve.decisions.open_log import open_log, run_folder
+from penstock.serve.decisions.open_log import note_listening, open_log, run_folder
 from penstock.serve.process.allocation import settle_memory
 from penstock.serve.process.http_door import HttpDoor, find_token
 from penstock.serve.process.log_format import LineFormatter
@@ -211,6 +212,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
             stack.callback(_remove_socket, carriers[-1].url, _inode(carriers[-1].url))
         memory = MemoryPlane()
         turns.server = Server(config, log, [*carriers, memory] if config.http else carriers, on_turn=turns)
+        note_listening(log, [usable_url(carrier.url) for carrier in carriers])
         if config.http is not None:
             memory.last_words = turns.server.last_words
             turns.door, turns.made_token = _open_door(config, config.http, memory)
