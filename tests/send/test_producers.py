@@ -203,6 +203,21 @@ def test_with_credit_a_put_is_sent_at_once() -> None:
     assert tickets[4] not in producer.answers
 
 
+def test_a_frame_that_takes_long_to_write_does_not_make_the_plane_lost() -> None:
+    """On credit nothing was asked of the plane yet, so its silence says nothing."""
+    world = World(credit=100)
+    producer = world.producer("a")
+    producer.put("first", b"x")
+    ticket, events = producer.session.put("b", None, b"b", world.now, size=10)
+    producer.do(events)
+    assert isinstance(producer.answers[ticket], Room)
+    for _ in range(200):
+        world.now += 0.1
+        producer.do(producer.session.on_tick(world.now))
+    assert producer.error is None
+    assert producer.session.written(ticket, "0" * 16 + ":0:10", b"", b"", world.now) is not None
+
+
 def test_credit_limits_what_is_under_way_without_an_answer() -> None:
     world = World(limit=8000, credit=8)
     producer = world.producer()

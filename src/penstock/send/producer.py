@@ -124,6 +124,11 @@ class _Put(Pending):
         return [Out(trace, BEHIND), Out(trace)]
 
 
+def _is_written_on_credit(question: Pending) -> bool:
+    """Whether the caller still writes the frame of a put that the plane has not heard of."""
+    return isinstance(question, _Put) and question.is_unwritten and question.is_on_credit
+
+
 class ProducerSession:
     """One client that puts groups, or looks on. `where` names the plane in errors."""
 
@@ -364,6 +369,9 @@ class ProducerSession:
         """Ask again, notice silence. Call it at least twice per `resend_s`."""
         silent = self._contact.tick(now)
         if not self._open:
+            return []
+        if all(map(_is_written_on_credit, self._open.values())):
+            self._contact.hear(now)  # nothing was asked yet: silence means nothing, however long a write takes
             return []
         if silent > self.timeouts.plane_s:
             return self._end(PlaneLost(f"{self.where}: no answer for {silent:.1f} s; is the plane running?"))

@@ -237,7 +237,9 @@ async def persist(
 
     Raises Missing, Taken, StorageError or Away. The first attempt is made however short the time is."""
     longer = size / _SLOW_LINK
-    end = time.monotonic() + patience_s + longer if deadline is None else deadline
+    end = time.monotonic() + patience_s + longer
+    if deadline is not None:
+        end = min(end, deadline)
     pause = _FIRST_PAUSE_S
     while True:
         left = max(end - time.monotonic(), 1.0)
