@@ -10,7 +10,7 @@ help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
 	@echo "make test    set up, then run every check and every test"
 	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
-	@echo "make test-ray         the tests on a real Ray cluster of this machine, without a network, in .venv-ray"
+	@echo "make test-ray         the tests on a real Ray cluster of this machine, in .venv-ray: on loopback, and the demo also on a host with an address"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make test-doors       the doors to NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make bench   set up, then measure against rivals on this machine"

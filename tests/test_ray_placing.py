@@ -55,8 +55,8 @@ def test_movable_needs_a_log_in_postgresql_and_a_storage() -> None:
 def test_a_folder_that_ray_removes_is_refused(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tmp_path / "ray" / "session_2026-11-18_04-00-00_000000_17" / "runtime_resources" / "working_dir_files" / "pkg"
     job.mkdir(parents=True)
-    monkeypatch.chdir(job)  # as `ray job submit --working-dir` does
     given: dict[str, Any] = {setting: "runs/demo"}
+    monkeypatch.chdir(job)  # as `ray job submit --working-dir` does
     with pytest.raises(ConfigError, match=rf"ray://x: {setting}: .*/pkg/runs/demo is in a folder that Ray removes"):
         absolute("ray://x", replace(PLANE, **given))
 

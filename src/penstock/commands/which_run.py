@@ -84,10 +84,11 @@ def _folder_of_plane(url: str, keys: Path | None) -> Path:
 
 
 def _holds(folder: Path, run_id: str) -> bool:
-    """Whether a folder of that name, seen from here, holds the run."""
+    """Whether a folder on a shared filesystem holds the run. On a local disk it could only be a copy."""
     from penstock.log import is_run, reading
+    from penstock.storage import is_shared
 
-    if not is_run(folder):
+    if not is_shared(folder) or not is_run(folder):
         return False
     with reading(folder) as log:
         return log.all_meta().get("run_id") == run_id

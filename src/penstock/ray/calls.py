@@ -155,6 +155,8 @@ def find(name: str, *, anew: bool = False) -> Handle | None:
     """The actor of this name; None if there is none. `anew`: as Ray says now, not as it was found before."""
     import ray
 
+    if not ray.is_initialized():  # Ray would join or even start a cluster by itself
+        raise PlaneLost(f"{name}: this process has left the Ray cluster")
     if anew:
         forget(name)
     with _lock:
