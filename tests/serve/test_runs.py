@@ -226,18 +226,18 @@ def test_the_command_shows_and_changes_shares(
 ) -> None:
     url = f"ipc://{tmp_path}/plane"
     plane = open_plane(ranks=1, listen=[url])
-    assert main(["runs", url]) == 0
+    assert main(["tenants", url]) == 0
     assert "runs are not kept apart here" in capsys.readouterr().out
-    assert main(["runs", url, "--share", "alpha=3", "--share", "beta"]) == 0
+    assert main(["tenants", url, "--share", "alpha=3", "--share", "beta"]) == 0
     plane.put(named_group("g", run="alpha"))
     assert main(["top", url, "--once"]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if "alpha" in line]
     assert all("75.0 %" in line for line in shown) and "1" in shown[-1].split()
-    assert main(["runs", url, "--evict", "beta", "--because", "too slow"]) == 0
+    assert main(["tenants", url, "--evict", "beta", "--because", "too slow"]) == 0
     assert "evicted: too slow" in capsys.readouterr().out
     for bad in (["--evict", "alpha"], ["--share", "alpha=much"], ["--share", "alpha=-1"]):
-        assert main(["runs", url, *bad]) == 1
-    assert main(["runs", str(tmp_path)]) == 1
+        assert main(["tenants", url, *bad]) == 1
+    assert main(["tenants", str(tmp_path)]) == 1
     assert "not an address" in capsys.readouterr().err
 
 

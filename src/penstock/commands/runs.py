@@ -1,84 +1,130 @@
-"""The runs that share a plane: what each has and had of the trainer; give one a share, or take it away.
+"""List and delete runs that are kept in a database, a bucket or a folder.
 
-  penstock runs tcp://127.0.0.1:7440                                    a table
-  penstock runs tcp://127.0.0.1:7440 --share alpha=2 --share beta=1     alpha is to have two thirds of the tokens
-  penstock runs tcp://127.0.0.1:7440 --evict beta --because "no rewards since step 40"
+  penstock runs list postgresql://me@db/runs            every run with its log there, and where its frames are
+  penstock runs list s3://bucket/experiments            every run with its frames there
+  penstock runs list runs                               the same of a folder
+  penstock runs delete postgresql://me@db/runs#demo     its log and its frames, after asking
+  penstock runs delete s3://bucket/experiments/demo     frames whose log is gone
 
-A run is what samples name in `run`: an experiment, a tenant, an adapter. From the first share on, groups of runs
-without one are refused. An evicted run loses what it has waiting, counted in the ledger as dropped; a share lets it
-in again.
+A run that a plane has open is not deleted. Frames are deleted only where the storage says that they are that run's. A
+run with an SQLite log is a folder: stop its plane and remove the folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import sys
+from dataclasses import asdict
 from typing import Any
 
-from penstock.commands.tables import aligned, size
+from penstock.commands.tables import aligned, printable, size
 from penstock.errors import InvalidInput
-from penstock.serve.process.log_format import printable
+from penstock.extras import require
+from penstock.log.postgres_address import is_postgres, split_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="URL", help="a plane's address")
-    parser.add_argument(
-        "--share", action="append", default=[], metavar="RUN[=WEIGHT]", help="give a run a share; of weight 1"
-    )
-    parser.add_argument("--evict", metavar="RUN", help="take a run's share away; needs --because")
-    parser.add_argument("--because", metavar="TEXT", help="why; producers of that run are told")
+    parser.add_argument("action", choices=("list", "delete"))
+    parser.add_argument("where", metavar="WHERE", help="postgresql://USER@HOST/DB[#RUN], s3://BUCKET/PREFIX, a folder")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    parser.add_argument("--keep-frames", action="store_true", help="delete the log only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.send.timeouts import Timeouts
-    from penstock.serve.clients.api import open as open_plane
+    return _list(args) if args.action == "list" else _delete(args)
 
-    if "://" not in args.where:
-        raise InvalidInput(
-            f"{args.where}: not an address; shares belong to a plane at work, such as tcp://127.0.0.1:7440"
-        )
-    if bool(args.evict) != bool(args.because):
-        raise InvalidInput("--evict RUN and --because TEXT belong together: the run's producers are told why")
-    wanted = [_weight(text) for text in args.share]
-    with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
-        for name, weight in wanted:
-            plane.share(name, weight)
-        if args.evict:
-            plane.evict(args.evict, args.because)
-        found = plane.status()["runs"]
-    print(json.dumps(found, indent=1) if args.json else "\n".join(table(found)))
+
+def _list(args: argparse.Namespace) -> int:
+    if is_postgres(args.where):
+        require("postgresql://", "psycopg")
+        from penstock.log.postgres_runs import runs_in
+
+        found = [asdict(one) for one in runs_in(args.where)]
+        head = ["run", "plane", "storage", "epoch", "groups", "log"]
+        rows = [[one["name"], _plane(one), one["storage"] or "-", *_numbers(one)] for one in found]
+    else:
+        from penstock.storage import runs_below
+
+        found = [
+            {"name": one.marker.run, "run_id": one.marker.run_id, "epoch": one.marker.epoch, "storage": one.address}
+            | {"segments": one.segments, "num_bytes": one.num_bytes}
+            for one in runs_below(args.where)
+        ]
+        head = ["run", "id", "storage", "epoch", "segments", "bytes"]
+        rows = [[one["name"], one["run_id"][:12], one["storage"], *_sizes(one)] for one in found]
+    if args.json:
+        print(json.dumps({"runs": found}, indent=1))
+    elif not rows:
+        print("no runs")
+    else:
+        print("\n".join(aligned([head, *([printable(cell) for cell in row] for row in rows)], left=3)))
     return 0
 
 
-def _weight(text: str) -> tuple[str, float]:
-    name, equals, weight = text.rpartition("=")
-    try:
-        return name if equals else text, float(weight) if equals else 1.0
-    except ValueError:
-        raise InvalidInput(
-            f"--share {text!r}: {weight!r} is no number; write RUN=WEIGHT, for example alpha=2"
-        ) from None
+def _plane(one: dict[str, Any]) -> str:
+    return f"open: {one['holder']}" if one["is_open"] else "stopped"
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The runs, as lines of text."""
-    if not found:
-        return ["runs are not kept apart here; give the first one a share with --share RUN=WEIGHT"]
-    total = sum(facts["taken_tokens"] for facts in found.values()) or 1
-    rows = [["run", "", "share", "of all tokens", "groups waiting", "bytes"]]
-    for name, facts in found.items():
-        note = "" if facts["evicted"] is None else f"evicted: {facts['evicted']}"
-        rows.append(
-            [
-                printable(name),
-                printable(note),
-                f"{100 * facts['share']:.1f} %",
-                f"{100 * facts['taken_tokens'] / total:.1f} %",
-                f"{facts['held_groups']:,}",
-                size(facts["held_bytes"]),
-            ]
-        )
-    return aligned(rows, left=2)
+def _numbers(one: dict[str, Any]) -> list[str]:
+    return [f"{one['epoch']}", f"{one['groups']:,}", size(one["num_bytes"])]
+
+
+def _sizes(one: dict[str, Any]) -> list[str]:
+    return [f"{one['epoch']}", f"{one['segments']:,}", size(one["num_bytes"])]
+
+
+def _delete(args: argparse.Namespace) -> int:
+    return _delete_in_database(args) if is_postgres(args.where) else _delete_frames(args)
+
+
+def _delete_in_database(args: argparse.Namespace) -> int:
+    """Frames first: a deletion that is interrupted leaves a log that says where the rest is."""
+    require("postgresql://", "psycopg")
+    from penstock.log.postgres_runs import drop_run, runs_in
+    from penstock.storage import erase
+
+    _, name = split_run(args.where)
+    if "#" not in args.where:
+        raise InvalidInput(f"{args.where}: which run? write {args.where}#RUN; `penstock runs list` shows all")
+    found = next((one for one in runs_in(args.where) if one.name == name), None)
+    if found is None:
+        raise InvalidInput(f"run {name!r}: not in that database; `penstock runs list` shows all")
+    if found.is_open:
+        raise InvalidInput(f"run {name!r}: {found.holder} has it open; stop that plane first")
+    frames = bool(found.storage) and not args.keep_frames
+    _ask(args, f"delete the log of {name!r} ({found.groups:,} groups)" + f" and all in {found.storage}" * frames)
+    num_segments = erase(found.storage, found.run_id) if frames else 0
+    drop_run(args.where)
+    kept = "" if frames else f"; its frames are still in {found.storage or 'the folder of its plane'}"
+    _say(args, {"run": name, "segments": num_segments}, f"{name}: deleted, {num_segments} segments of frames{kept}")
+    return 0
+
+
+def _delete_frames(args: argparse.Namespace) -> int:
+    from penstock.storage import address_of, erase, runs_below
+
+    address = address_of(args.where)
+    found = next((one for one in runs_below(address) if one.address == address), None)
+    if found is None:
+        raise InvalidInput(f"{args.where}: no run has its storage exactly there; `penstock runs list` shows all")
+    _ask(
+        args, f"delete {found.segments} segments, {size(found.num_bytes)}, of run {found.marker.run!r}, whose log stays"
+    )
+    num_segments = erase(address, found.marker.run_id)
+    _say(args, {"run": found.marker.run, "segments": num_segments}, f"{address}: deleted, {num_segments} segments")
+    return 0
+
+
+def _ask(args: argparse.Namespace, what: str) -> None:
+    if args.yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidInput(f"to {printable(what)}, give --yes")
+    if input(f"{printable(what)}? [y/N] ").strip().lower() != "y":
+        raise InvalidInput("nothing was deleted")
+
+
+def _say(args: argparse.Namespace, found: dict[str, Any], words: str) -> None:
+    print(json.dumps(found) if args.json else printable(words))

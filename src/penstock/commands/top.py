@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.commands import runs
+from penstock.commands import tenants
 from penstock.commands.tables import ledger_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
@@ -138,7 +138,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     if now.get("retain") == "all":
         lines.append("retain     all: this run frees nothing")
     if now.get("runs"):
-        lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(runs.table(now["runs"]))]
+        lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(tenants.table(now["runs"]))]
     if now["source"] == "plane":
         refused = {name: n for name, n in now["counts"].items() if name not in ("groups", "samples", "tokens")}
         lines.append(f"events     {reasons_line(refused)}")

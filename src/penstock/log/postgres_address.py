@@ -76,3 +76,8 @@ def schema_of(run: str) -> str:
     """
     plain = re.sub(r"[^a-z0-9_]", "_", run.lower())[:_MAX_NAME]
     return f"penstock_{plain}" if plain == run else f"penstock_{plain}_{xxhash.xxh3_64_hexdigest(run.encode())[:8]}"
+
+
+def lock_of(schema: str) -> int:
+    """The number of the advisory lock that a plane holds while it has a run open."""
+    return xxhash.xxh3_64_intdigest(schema.encode()) >> 1

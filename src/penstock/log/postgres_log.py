@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import xxhash
 from psycopg import sql
 
 from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.finding import check_url, note_url
 from penstock.log.log_rows import State
-from penstock.log.postgres_address import redacted, schema_of, split_run, with_run
+from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
 from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables
@@ -206,7 +205,7 @@ class PostgresLog(Log):
     @property
     def _key(self) -> int:
         """Of the lock that tells others that a plane is at work."""
-        return xxhash.xxh3_64_intdigest(self._schema.encode()) >> 1
+        return lock_of(self._schema)
 
     def _try_lock(self, connection: Connection) -> bool:
         row = connection.execute("SELECT pg_try_advisory_lock(%s)", (self._key,)).fetchone()

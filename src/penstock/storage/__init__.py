@@ -15,7 +15,7 @@ from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storag
 from penstock.storage.object_requests import is_object_url
 from penstock.storage.objects import ObjectStorage
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks, read_each
-from penstock.storage.places import KeptStorage, address_of, open_storage
+from penstock.storage.places import KeptStorage, StorageRun, address_of, erase, open_storage, runs_below
 from penstock.storage.writer import Writer
 
 __all__ = [
@@ -32,9 +32,11 @@ __all__ = [
     "Pick",
     "SegmentFile",
     "Storage",
+    "StorageRun",
     "Writer",
     "address_of",
     "check_log",
+    "erase",
     "gather_picks",
     "is_object_url",
     "is_shared",
@@ -42,4 +44,5 @@ __all__ = [
     "parse_location",
     "read_each",
     "read_marker",
+    "runs_below",
 ]

@@ -215,6 +215,11 @@ class FolderStorage:
         finally:
             os.close(descriptor)
 
+    def remove_marker(self) -> None:
+        """Of a run that is deleted."""
+        with _typed(self.folder):
+            (self.folder / "marker").unlink(missing_ok=True)
+
     def close(self) -> None:
         """Nothing is open."""
 

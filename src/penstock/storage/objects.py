@@ -367,6 +367,15 @@ class ObjectStorage:
             return False
         return True
 
+    def marked(self) -> list[str]:
+        """Every prefix below this one that has a marker, this one as an empty text."""
+        found = [meta["path"] for meta in run(self.listed(""))]
+        return sorted(path.removesuffix(_MARKER).rstrip("/") for path in found if path.split("/")[-1] == _MARKER)
+
+    def remove_marker(self) -> None:
+        """Of a run that is deleted."""
+        run(self._remove([_MARKER]))
+
     def close(self) -> None:
         """Connections close by themselves."""
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from penstock.errors import Conflict, InvalidInput
+from penstock.storage.custody import Marker, read_marker
 from penstock.storage.folder import FolderStorage
 from penstock.storage.object_requests import is_object_url, parse_object_url
 from penstock.storage.objects import ObjectStorage
 
 KeptStorage: TypeAlias = FolderStorage | ObjectStorage
 """One that outlives the process, and that others may open by its address."""
+
+_DEPTHS = ("", "*/", "*/*/", "*/*/*/")
+"""Where a folder is searched for runs: runs/demo/plane/storage is the deepest that commands make."""
 
 
 def address_of(text: str | Path) -> str:
@@ -29,3 +36,56 @@ def open_storage(text: str | Path, *, create: bool = True) -> KeptStorage:
     if is_object_url(words):
         return ObjectStorage(words)
     return FolderStorage(words.removeprefix("file://"), create=create)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRun:
+    """A run whose frames are in a storage."""
+
+    address: str
+    marker: Marker
+    segments: int
+    num_bytes: int
+
+
+def runs_below(text: str | Path) -> list[StorageRun]:
+    """The runs that have their storage at or below an address: every place with a marker."""
+    found = []
+    for address in _marked(str(text)):
+        storage = open_storage(address, create=False)
+        marker = read_marker(storage)
+        if marker is not None:
+            sizes = storage.segments()
+            found.append(StorageRun(address=address, marker=marker, segments=len(sizes), num_bytes=sum(sizes.values())))
+        storage.close()
+    return found
+
+
+def erase(address: str, run_id: str) -> int:
+    """Delete all frames of a run, then its marker. Returns how many segments. Raises Conflict if the storage is that of
+    another run."""
+    storage = open_storage(address, create=False)
+    try:
+        marker = read_marker(storage)
+        if marker is None:
+            return 0
+        if marker.run_id != run_id:
+            raise Conflict(f"{address}: holds run {marker.run_id[:12]}, not {run_id[:12]}; nothing was deleted")
+        names = list(storage.segments())
+        storage.delete(names)
+        storage.remove_marker()  # last: what is left of a deletion that was interrupted can still be found
+        return len(names)
+    finally:
+        storage.close()
+
+
+def _marked(text: str) -> list[str]:
+    if is_object_url(text):
+        url = address_of(text)
+        with closing(ObjectStorage(url)) as storage:
+            return [f"{url}/{place}".rstrip("/") for place in storage.marked()]
+    root = Path(text.removeprefix("file://"))
+    if not root.is_dir():
+        raise InvalidInput(f"{root}: no such folder")
+    found = [path.parent for depth in _DEPTHS for path in root.glob(f"{depth}marker")]
+    return sorted(str(path) for path in found if (path / "segments").is_dir())

@@ -83,7 +83,8 @@ class RunTables:
         """Where the groups of a run wait; raises Evicted, UnknownKey or InvalidInput."""
         if run in self.evicted:
             raise Evicted(
-                f"run {run!r}: evicted: {self.evicted[run]}; `penstock runs ADDRESS --share {run}=1` lets it in again"
+                f"run {run!r}: evicted: {self.evicted[run]}; "
+                f"`penstock tenants ADDRESS --share {run}=1` lets it in again"
             )
         if self.members and not run:
             raise InvalidInput(
@@ -93,7 +94,7 @@ class RunTables:
         if self.members and run not in self.members:
             raise UnknownKey(
                 f"run {run!r}: has no share in this plane, which {', '.join(map(repr, sorted(self.members)))} use; "
-                f"give it one with `penstock runs ADDRESS --share {run}=1`, or plane.share({run!r})"
+                f"give it one with `penstock tenants ADDRESS --share {run}=1`, or plane.share({run!r})"
             )
         return run if self.members else ""
 
@@ -314,7 +315,7 @@ class RunTables:
         return {name: _joined(name, all_of) for name in all_of[0]}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """What `penstock runs` shows of each member and each run that was evicted."""
+        """What `penstock tenants` shows of each member and each run that was evicted."""
         found: dict[str, dict[str, Any]] = {}
         for run in sorted(self.members | self.evicted.keys()):
             found[run] = {
