@@ -23,6 +23,11 @@ def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:
     assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 13
 
 
+def test_the_page_for_operators_goes_as_it_says(tmp_path: Path) -> None:
+    """A backup, a log that stepped back, and its recovery."""
+    assert run_page(ROOT / "docs" / "operate.md", tmp_path) >= 10
+
+
 def test_a_page_that_shows_something_else_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text\n```console\n$ echo one\none\n$ echo two\nthree\n```\n")
