@@ -279,7 +279,7 @@ def new_server(folder: Path, wire: Wire) -> Server:
 
 
 def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ...]]]) -> None:
-    """Say all of it, by a stranger and by the rank itself; both leave, then an honest rank joins, gets a step and commits it."""
+    """Say all of it, by a stranger and by the rank itself, who leave. Then an honest rank joins and trains a step."""
     wire = Wire()
     line = Line(new_server(folder, wire), wire)
     engine = line.server.engine
