@@ -25,6 +25,7 @@ import yaml
 import penstock as ps
 from penstock.cli import main
 from penstock.serve.settings import server_settings
+from penstock.testing.postgres_server import PostgresServer
 from tests.serve.processes import wait_until
 from tests.test_docs_claims import options
 
@@ -70,7 +71,8 @@ def test_the_plane_of_the_manifest_has_settings_that_are_taken() -> None:
     assert settings.metrics == f"0.0.0.0:{ports['metrics']}"
     grace = pods()["penstock-plane"]["terminationGracePeriodSeconds"]
     assert grace > settings.watchdog.end_s + settings.watchdog.grace_s
-    assert settings.timeouts.plane_s >= 300  # a volume takes minutes to move to another node
+    assert settings.timeouts.plane_s >= 300  # Kubernetes takes minutes to give a node up
+    assert not settings.folder  # no volume
 
 
 def test_the_files_of_the_secrets_are_those_that_keys_makes(tmp_path: Path) -> None:
@@ -137,31 +139,39 @@ def keys_and_token(folder: Path) -> None:
     (folder / "metrics-token").chmod(0o600)
 
 
-def test_the_plane_of_the_manifest_starts_here(tmp_path: Path) -> None:
-    """The command of the manifest, with folders and ports of this machine in place of the pod's."""
+def test_the_plane_of_the_manifest_starts_here_and_again_on_another_host(tmp_path: Path, s3_bucket: str) -> None:
+    """The command of the manifest, with addresses of this machine in place of the pod's."""
     plane, metrics, keys = free_port(), free_port(), tmp_path / "keys"
     keys_and_token(keys)
     text = next(one["data"]["plane.toml"] for one in documents() if one["kind"] == "ConfigMap")
-    for old, new in {"/keys": str(keys), "/data": str(tmp_path), ":7440": f":{plane}", ":9464": f":{metrics}"}.items():
-        text = text.replace(old, new)
-    (tmp_path / "plane.toml").write_text(text.replace("ranks = 64", "ranks = 1").replace("groups = 256", "groups = 2"))
     args = [word.replace("/config", str(tmp_path)) for word in pods()["penstock-plane"]["containers"][0]["args"]]
-    with running(args):
-        wait_until(lambda: answer(metrics, "/readyz") == 200)
-        assert (answer(metrics, "/healthz"), answer(metrics, "/metrics")) == (200, 401)
-        check_learns(f"tcp://127.0.0.1:{plane}", keys)
+    with PostgresServer() as postgres:
+        ours = {"/keys": str(keys), ":7440": f":{plane}", ":9464": f":{metrics}", "ranks = 64": "ranks = 1"}
+        ours |= {"groups = 256": "groups = 2", "postgresql://penstock@postgres/runs": postgres.url}
+        ours |= {"penstock-runs": s3_bucket}
+        for old, new in ours.items():
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "plane.toml").write_text(text)
+        for number, host in enumerate(("one", "two"), start=1):
+            (tmp_path / host).mkdir()
+            with running(args, cwd=tmp_path / host):
+                wait_until(lambda: answer(metrics, "/readyz") == 200)
+                assert (answer(metrics, "/healthz"), answer(metrics, "/metrics")) == (200, 401)
+                check_learns(f"tcp://127.0.0.1:{plane}", keys, runs=number)
+            assert not list((tmp_path / host).iterdir())  # nothing of the run is on the host
 
 
-def check_learns(url: str, keys: Path) -> None:
-    """Groups put there come out as a step."""
+def check_learns(url: str, keys: Path, runs: int = 1) -> None:
+    """Groups put there come out as a step. `runs` counts the calls for one run."""
     with ps.open(url, keys=keys) as plane, ps.connect(url, rank=0, world=1, keys=keys) as source:
         for name in ("a", "b"):
-            with plane.group(name, timeout=60) as group:
+            with plane.group(f"{name}-{runs}", timeout=60) as group:
                 for reward in (0.0, 1.0):
                     group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))
         source.commit(source.step(timeout=60))
         source.flush()
-        assert plane.ledger.committed == 4
+        assert plane.ledger.committed == 4 * runs
 
 
 SRUN = """#!/bin/bash
