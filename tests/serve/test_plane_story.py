@@ -137,7 +137,8 @@ def test_going_back_and_going_ahead_are_said_and_counted(
         assert source.step(timeout=20).number == 3  # taken, and its commit is lost with the process
     with plane.source(0) as source:
         assert source.step(timeout=20).number == 3
-    assert set(plane.status()["counts"]) & {"resumes_rewound", "resumes_ahead"} == set()
+    counts = plane.status()["counts"]
+    assert (counts["resumes_rewound"], counts["resumes_ahead"]) == (0, 0)
     with plane.source(0, resume_step=4) as source:  # its checkpoint has step 3
         assert source.step(timeout=20).number == 4
     assert "resumed ahead at step 4: steps 3 to 3 count as trained" in caplog.text

@@ -72,7 +72,7 @@ def schema_of(run: str) -> str:
     """The schema that holds a run's tables; names that are not plain words get a part of their hash.
 
     >>> schema_of("exp_7"), schema_of("Exp 7")
-    ('penstock_exp_7', 'penstock_exp_7_c15e14b2')
+    ('penstock_exp_7', 'penstock_exp_7_8b6d410c')
     """
     plain = re.sub(r"[^a-z0-9_]", "_", run.lower())[:_MAX_NAME]
     return f"penstock_{plain}" if plain == run else f"penstock_{plain}_{xxhash.xxh3_64_hexdigest(run.encode())[:8]}"
