@@ -51,6 +51,11 @@ class StorageSimulation(Simulation):
         self._draws = draws = Random(f"storage of {seed}")  # noqa: S311
         self.lies = Random(f"lies of {seed}")  # noqa: S311
         self.storage = SimulatedStorage(lambda: self.clock.now, draws, StorageFaults.drawn(draws))
+        faults = self.storage.faults
+        self._loses_steps = bool(faults.full or faults.damage or faults.power_cut or self.faults.disk_full)
+        self._loses_steps |= self.settings.retain_steps < self.last
+        """Whether a committed step may be freed, or lose a frame. It cannot be served again then, so checkpoints must be
+        as new as the last commit."""
         self.log.sync_fails = self._commit_fails
         self.lied: set[str] = set()
         """Groups that liars vouch for; what becomes of them is no promise."""
@@ -274,7 +279,7 @@ class StorageSimulation(Simulation):
 
     def trained(self, rank: Rank, step: int) -> None:
         super().trained(rank, step)
-        if self.settings.retain_steps < self.last:  # steps are given back: a checkpoint must be as new
+        if self._loses_steps:
             everyone = [self._session_steps.get((rank.rank_session.session, r), 0) for r in range(self.ranks)]
             self.checkpoint = max(self.checkpoint, min(everyone))
 
