@@ -13,11 +13,13 @@ PAGE = ROOT / "docs" / "first-half-hour.md"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> None:
     assert run_page(PAGE, tmp_path) >= 15
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:
     """A trainer and its plane are killed on the way, and go on."""
     assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 13
