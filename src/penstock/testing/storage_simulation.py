@@ -54,8 +54,8 @@ class StorageSimulation(Simulation):
         faults = self.storage.faults
         self._loses_steps = bool(faults.full or faults.damage or faults.power_cut or self.faults.disk_full)
         self._loses_steps |= self.settings.retain_steps < self.last
-        """Whether a committed step may be freed, or lose a frame. It cannot be served again then, so checkpoints must be
-        as new as the last commit."""
+        """Whether a committed step may be freed, or lose a frame. It cannot be served again then, so checkpoints must
+        be as new as the last commit."""
         self.log.sync_fails = self._commit_fails
         self.lied: set[str] = set()
         """Groups that liars vouch for; what becomes of them is no promise."""
