@@ -79,7 +79,7 @@ def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.Log
     assert found["turn"]["counts"][BOUNDS.index(0.5)] == 1
     assert found["commit"]["counts"][-1] == 200 and sum(found["write"]["counts"]) == 1
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "slow: a turn (planning 299 ms) took 300 ms (1 slow ones so far)"
+    assert lines[0] == "slow turn: 300 ms, planning 299 ms (1 so far)"
     assert len([line for line in lines if "commit" in line]) == 11  # ten, and the hundredth
 
 

@@ -86,8 +86,8 @@ class Durations:
             count = self._slow[work]
         if count <= 10 or str(count).rstrip("0") == "1":  # the first ten, then every tenfold: a slow disk is slow often
             said = doing() if callable(doing) else doing
-            what = f"{work} ({said})" if said else work
-            logger.warning("slow: a %s took %.0f ms (%d slow ones so far)", what, seconds * 1000, count)
+            what = f", {said}" if said else ""
+            logger.warning("slow %s: %.0f ms%s (%d so far)", work, seconds * 1000, what, count)
 
     def as_dict(self) -> dict[str, Any]:
         """For `status()`: the bounds of the buckets once, and the counts of each kind of work."""
