@@ -180,7 +180,8 @@ class Plane:
         """`put` for asyncio, from any number of tasks at once.
 
         Up to 64 groups of a run are under way, the other tasks wait for their turn. A task that is cancelled leaves
-        nothing waiting; its group may be at the plane or not, and putting it again says which.
+        nothing waiting; its group may be at the plane or not, and putting it again says which. As with `put`, do not
+        change large arrays before this returns.
         """
         samples = samples_of(group)
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
