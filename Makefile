@@ -24,7 +24,7 @@ test:
 	@bash scripts/setup dev,bench
 	@bash scripts/setup_browser
 	bash scripts/check
-	.venv/bin/pytest -n 3 --dist loadscope --doctest-modules tests src
+	.venv/bin/pytest -n 3 --dist loadscope --no-loadscope-reorder --doctest-modules tests src
 
 test-fast:
 	@bash scripts/setup dev,bench

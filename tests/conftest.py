@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("process")
         if names & DEEP:
             item.add_marker("deep")
+    # Modules that wait for processes, or train a model, start first: last they would leave the other workers idle.
+    heavy = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
+    items.sort(key=lambda item: item.path not in heavy)
     _lane["guarded"] = "not process" in (config.getoption("markexpr") or "")
 
 

@@ -87,7 +87,7 @@ def test_parts_are_built_from_names_and_tables() -> None:
         ("max_held_bytes=4 ZiB", "max_held_bytes: '4 ZiB'; must be a size in bytes"),
         ("max_held_bytes=0", "max_held_bytes: 0; must be a size in bytes from 1 up"),
         ("watchdog.stall_s=-1", "watchdog.stall_s: -1; must be a number above 0, or none"),
-        ("folder=''", "folder: ''; must be"),
+        ("folder=''", "folder: missing; give the run's folder, or both log=postgresql://... and storage=..."),
         ("requires=['logprob']", "requires: 'logprob': unknown column; did you mean 'logprobs'?"),
         ("max_group_tokens=0", "max_group_tokens: 0; must be a whole number from 1 up, or none"),
         ("disk_reserve_bytes=-1", "disk_reserve_bytes: -1; must be a size in bytes from 0 up"),
