@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "run a plane: workers put groups in, ranks take steps out",
     "rollouts": "make rollouts with verifiers' environments, and put them into a plane",
     "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
-    "runs": "the runs in a database, a bucket or a folder: list, delete",
+    "runs": "the runs in a database, a bucket or a folder: list them, delete one",
     "tenants": "who shares a plane: what each has and had, give or take away a share",
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",

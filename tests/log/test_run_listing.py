@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.log.postgres_runs import DatabaseRun, drop_run, runs_in
 from penstock.testing.postgres_server import PostgresServer
 from tests.log.test_no_folder import PLANE, put
 
@@ -43,8 +45,27 @@ def test_runs_of_a_database_and_a_bucket_are_listed_and_deleted(
         assert plane.status()["held_groups"] == 1
     assert main(["runs", "delete", f"{database}#two", "--keep-frames", "--yes"]) == 0
     assert listed(database, capsys) == {} and listed(bucket, capsys).keys() == {"two"}
-    assert main(["runs", "delete", f"{bucket}/two", "--yes"]) == 0
-    assert listed(bucket, capsys) == {}
+    assert main(["runs", "delete", f"{bucket}/two", "--yes"]) == 1
+    assert "give postgresql://USER@HOST/DB#RUN" in capsys.readouterr().err
+    assert listed(bucket, capsys).keys() == {"two"}
+
+
+def test_no_plane_starts_on_a_run_while_it_is_deleted(own_postgres: PostgresServer, tmp_path: Path) -> None:
+    where = f"{own_postgres.url}#busy"
+    with ps.open(where, storage=str(tmp_path), **PLANE) as plane:
+        put(plane, "a")
+    seen = []
+
+    def try_again(_run: DatabaseRun) -> None:
+        with (
+            psycopg.connect(own_postgres.url, options="-c lock_timeout=200") as other,
+            pytest.raises(psycopg.errors.LockNotAvailable),
+        ):
+            other.execute("SELECT epoch FROM penstock_busy.run")  # the first thing a plane asks
+        seen.append(True)
+
+    drop_run(where, try_again)
+    assert seen and runs_in(where) == []
 
 
 def test_frames_of_another_run_are_not_deleted(
@@ -71,4 +92,4 @@ def test_runs_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "storage" in capsys.readouterr().out
     assert main(["runs", "list", str(tmp_path / "nowhere")]) == 1
     assert main(["runs", "delete", str(tmp_path), "--yes"]) == 1
-    assert "no run has its storage exactly there" in capsys.readouterr().err
+    assert "a run with an SQLite log is a folder" in capsys.readouterr().err

@@ -4,10 +4,10 @@
   penstock runs list s3://bucket/experiments            every run with its frames there
   penstock runs list runs                               the same of a folder
   penstock runs delete postgresql://me@db/runs#demo     its log and its frames, after asking
-  penstock runs delete s3://bucket/experiments/demo     frames whose log is gone
 
 A run that a plane has open is not deleted. Frames are deleted only where the storage says that they are that run's. A
-run with an SQLite log is a folder: stop its plane and remove the folder.
+run with an SQLite log is a folder: stop its plane and remove the folder. Storage whose log is gone may still be of use
+to `penstock storage recover`, so no command here deletes it.
 """
 
 from __future__ import annotations
@@ -76,13 +76,11 @@ def _sizes(one: dict[str, Any]) -> list[str]:
 
 
 def _delete(args: argparse.Namespace) -> int:
-    return _delete_in_database(args) if is_postgres(args.where) else _delete_frames(args)
-
-
-def _delete_in_database(args: argparse.Namespace) -> int:
-    """Frames first: a deletion that is interrupted leaves a log that says where the rest is."""
+    """Delete frames first: a deletion that is interrupted leaves a log that says where the rest is."""
+    if not is_postgres(args.where):
+        raise InvalidInput(f"{args.where}: give postgresql://USER@HOST/DB#RUN; a run with an SQLite log is a folder")
     require("postgresql://", "psycopg")
-    from penstock.log.postgres_runs import drop_run, runs_in
+    from penstock.log.postgres_runs import DatabaseRun, drop_run, runs_in
     from penstock.storage import erase
 
     _, name = split_run(args.where)
@@ -95,25 +93,15 @@ def _delete_in_database(args: argparse.Namespace) -> int:
         raise InvalidInput(f"run {name!r}: {found.holder} has it open; stop that plane first")
     frames = bool(found.storage) and not args.keep_frames
     _ask(args, f"delete the log of {name!r} ({found.groups:,} groups)" + f" and all in {found.storage}" * frames)
-    num_segments = erase(found.storage, found.run_id) if frames else 0
-    drop_run(args.where)
+    num_segments = 0
+
+    def delete_frames(locked: DatabaseRun) -> None:
+        nonlocal num_segments
+        num_segments = erase(locked.storage, locked.run_id) if frames else 0
+
+    drop_run(args.where, delete_frames)
     kept = "" if frames else f"; its frames are still in {found.storage or 'the folder of its plane'}"
     _say(args, {"run": name, "segments": num_segments}, f"{name}: deleted, {num_segments} segments of frames{kept}")
-    return 0
-
-
-def _delete_frames(args: argparse.Namespace) -> int:
-    from penstock.storage import address_of, erase, runs_below
-
-    address = address_of(args.where)
-    found = next((one for one in runs_below(address) if one.address == address), None)
-    if found is None:
-        raise InvalidInput(f"{args.where}: no run has its storage exactly there; `penstock runs list` shows all")
-    _ask(
-        args, f"delete {found.segments} segments, {size(found.num_bytes)}, of run {found.marker.run!r}, whose log stays"
-    )
-    num_segments = erase(address, found.marker.run_id)
-    _say(args, {"run": found.marker.run, "segments": num_segments}, f"{address}: deleted, {num_segments} segments")
     return 0
 
 

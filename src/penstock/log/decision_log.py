@@ -156,7 +156,7 @@ class Log(LogReader):
         self._write("UPDATE steps SET state = ? WHERE step BETWEEN ? AND ?", (int(state), first, last))
 
     def forget_frames(self, ops: Sequence[int]) -> None:
-        """Their frames are given back, and their facts; the rows stay: groups are known as long as the run lives."""
+        """Free frames and metadata of groups. Their rows stay, so that a repeated put is recognised."""
         self._write_keyed("UPDATE groups SET location = '' WHERE op", (), ops)
         self._write_keyed("DELETE FROM facts WHERE op", (), ops)
 

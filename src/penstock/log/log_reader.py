@@ -88,7 +88,7 @@ class LogReader(ABC):
         return dict(self._keyed("SELECT op, facts FROM facts WHERE op", ops))
 
     def locations(self) -> list[str]:
-        """Of all frames that were not given back."""
+        """Return where the frames are that are not freed."""
         return [found for (found,) in self.rows("SELECT location FROM groups WHERE location != ''")]
 
     @property
@@ -110,7 +110,7 @@ class LogReader(ABC):
         yield from map(group_row, self._keyed(f"{SELECT_GROUPS} WHERE op", list(ops)))
 
     def with_frames(self) -> set[int]:
-        """The groups whose frames were not given back."""
+        """Return the groups whose frames are not freed."""
         return {op for (op,) in self.rows("SELECT op FROM facts")}
 
     def totals(self) -> dict[tuple[State, str], int]:

@@ -62,7 +62,7 @@ class GroupRow:
     kinds: tuple[tuple[str, str], ...] = ()
     """What all groups of a step must have in common, by column."""
     location: str = ""
-    """Where its frame is kept; empty once that was given back."""
+    """Where its frame is; empty once it is freed."""
 
 
 GROUP_COLUMNS = "op, id, digest, policy_version, samples, tokens, size, state, reason, run, prompt, kinds, location"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,8 +49,11 @@ def runs_in(address: str) -> list[DatabaseRun]:
     return [run for run in found if run is not None]
 
 
-def drop_run(address: str) -> None:
-    """Delete the log of a run; the address ends in `#RUN`. Raises Conflict while a plane has it open."""
+def drop_run(address: str, first: Callable[[DatabaseRun], None] = lambda _run: None) -> None:
+    """Delete the log of a run; the address ends in `#RUN`. Raises Conflict while a plane has it open.
+
+    Calls `first` with the run before that. Its tables are locked meanwhile: a plane that starts waits, and then finds
+    no run."""
     base, run = split_run(address)
     schema = schema_of(run)
     with _connected(base, writes=True) as connection:
@@ -60,7 +63,12 @@ def drop_run(address: str) -> None:
         taken = connection.execute("SELECT pg_try_advisory_lock(%s)", (lock_of(schema),)).fetchone()
         if taken is None or not taken[0]:
             raise Conflict(f"{redacted(address)}: {found.holder} has it open; stop that plane first")
-        connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
+        with connection.transaction():
+            locked = sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.Identifier(schema, "run"))
+            connection.execute(locked)
+            connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")  # `first` may take minutes
+            first(found)
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
 
 
 def _run_in(connection: Connection, schema: str) -> DatabaseRun | None:
