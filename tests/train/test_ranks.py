@@ -27,7 +27,7 @@ from penstock.train import agree, checkpoint
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
-from tests.train.ranks import CONTEXT, free_port, meet_at, run_ranks
+from tests.train.ranks import CONTEXT, meet_at, meeting_port, run_ranks
 from tests.train.test_trainer import recorded_groups
 
 Note = Callable[[Any], Any]
@@ -174,10 +174,10 @@ def test_sharded_ranks_train_resume_and_save_like_whole_ones(tmp_path: Path) -> 
             first.put(group)
             second.put(group)
         runs = [
-            (whole, urls["ddp"], free_port()),
-            (replace(sharded, max_steps=2), urls["fsdp"], free_port()),
-            (replace(sharded, max_steps=4), urls["fsdp"], free_port()),  # from its checkpoint
-            (replace(whole, folder=sharded.folder), urls["fsdp"], free_port()),  # and whole again
+            (whole, urls["ddp"], meeting_port()),
+            (replace(sharded, max_steps=2), urls["fsdp"], meeting_port()),
+            (replace(sharded, max_steps=4), urls["fsdp"], meeting_port()),  # from its checkpoint
+            (replace(whole, folder=sharded.folder), urls["fsdp"], meeting_port()),  # and whole again
         ]
         assert run_ranks(train_in_turn, tmp_path, runs) == ["done", "done"]
         assert first.ledger.balanced and first.ledger.committed == second.ledger.committed == 6 * 2 * 4

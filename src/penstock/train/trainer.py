@@ -7,6 +7,7 @@ step number, which is the data cursor: on resume the plane is asked for the step
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -267,9 +268,16 @@ class Trainer:
         )
 
     def close(self) -> None:
+        """Close files and threads and let go of the process group; call it before `destroy_process_group`.
+
+        DDP's reducer holds the group. If it is the last one to do so, it waits, with the GIL, for gloo's thread, which
+        may wait for the GIL to free the last all-reduce: the process would never end.
+        """
         for part in (self._journal, self._vision, self.observer):
             if part is not None:
                 part.close()
+        self._wrapped = self.model
+        gc.collect()  # DDP refers to itself
 
 
 def _shard(model: Any, ranks: int) -> None:
