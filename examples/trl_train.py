@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 import penstock as ps
-from penstock.integrations.transformers_trainer import last_checkpoint
-from penstock.integrations.trl_worker import PlaneRolloutWorker
+from penstock.integrations.trainers.transformers_trainer import last_checkpoint
+from penstock.integrations.trainers.trl_worker import PlaneRolloutWorker
 from penstock.testing.trl_cpu import NoTransfer, trl_on_cpu
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8

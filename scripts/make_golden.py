@@ -19,8 +19,8 @@ import numpy as np
 
 import penstock as ps
 from penstock.arrays import ImageSpan, teacher_topk
-from penstock.encode.codings import Profile
-from penstock.encode.layout import VERSION
+from penstock.frames.codings import Profile
+from penstock.frames.layout import VERSION
 from penstock.testing.own import OWN_COLUMNS, values_of
 from penstock.testing.reference import record
 

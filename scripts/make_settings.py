@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from penstock.config import docs_table, kinds_table, typed_dict
-from penstock.hold import LIMITERS, SELECTORS, Settings
-from penstock.pack import Packing
-from penstock.serve.settings import ClusterSettings, PlaneSettings, ServerSettings
+from penstock.packing import Packing
+from penstock.plane.settings import ClusterSettings, PlaneSettings, ServerSettings
+from penstock.replay import LIMITERS, SELECTORS, Settings
 from penstock.train.run_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -27,9 +27,9 @@ def modules() -> dict[Path, str]:
     plane = typed_dict("PlaneKeywords", ClusterSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
     packing = typed_dict("PackingKeywords", Packing, f"The keyword arguments of `pack`. {_MADE}", required=True)
     return {
-        package / "pack" / "packing_keywords.py": packing,
-        package / "hold" / "table_keywords.py": table,
-        package / "serve" / "clients" / "plane_keywords.py": plane,
+        package / "packing" / "packing_keywords.py": packing,
+        package / "replay" / "table_keywords.py": table,
+        package / "client" / "plane_keywords.py": plane,
     }
 
 

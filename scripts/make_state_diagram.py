@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from penstock.send.session import TRANSITIONS
+from penstock.protocol.session import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "delivery.md"

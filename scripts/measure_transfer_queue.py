@@ -1,7 +1,7 @@
 """Measure the TransferQueue backend beside TransferQueue's own in-memory one: same rows, same run, in turns.
 
-    bash scripts/setup_doors build/doors
-    unshare -rn bash -c 'ip link set lo up; build/doors/env/bin/python scripts/measure_transfer_queue.py'
+    bash scripts/setup_upstream build/upstream
+    unshare -rn bash -c 'ip link set lo up; build/upstream/env/bin/python scripts/measure_transfer_queue.py'
 
 One Ray node, two storage units each. Every round starts a fresh queue, puts and gets `ROWS` rows a few times and closes
 it. Shown is the fastest and the median of all rounds; what was put with "Penstock" is on disk before the put returns.
@@ -67,7 +67,7 @@ def measure(backend: dict[str, Any]) -> dict[str, list[float]]:
 def main() -> None:
     import ray
 
-    from penstock.integrations.transfer_queue import register
+    from penstock.integrations.transfer_queue.backend import register
 
     folder = Path(tempfile.mkdtemp(prefix="ps-"))
     ray.init(
@@ -77,7 +77,7 @@ def main() -> None:
         object_store_memory=80 << 20,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(folder / "ray"),
-        runtime_env={"worker_process_setup_hook": "penstock.integrations.transfer_queue.register"},
+        runtime_env={"worker_process_setup_hook": "penstock.integrations.transfer_queue.backend.register"},
     )
     register()
     found: dict[str, dict[str, list[float]]] = {}

@@ -15,16 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import WaitTimeout
-from penstock.hold import (
-    Fifo,
-    Freshest,
-    Lifo,
-    MinPriority,
-    Prioritized,
-    SamplesPerInsert,
-    Table,
-    Uniform,
-)
+from penstock.replay import Fifo, Freshest, Lifo, MinPriority, Prioritized, SamplesPerInsert, Table, Uniform
 
 CAPACITY, MADE, TAKEN, STEPS = 256, 32, 16, 400
 OLDEST = 512

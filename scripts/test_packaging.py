@@ -43,15 +43,15 @@ SMOKE = {
     "view": "import penstock.view.web, penstock.view.jsonl",
     "parquet": "import penstock.view.parquet",
     "top": "import penstock.commands.top",
-    "metrics": "from penstock.serve.process.prometheus import expose; expose([], run='x')",
+    "metrics": "from penstock.server.prometheus import expose; expose([], run='x')",
     "tensorboard": "import penstock.train.metrics_sinks",
     "wandb": "import penstock.train.metrics_sinks",
     "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.color",
-    "verifiers": "import penstock.integrations.verifiers_rollouts, penstock.integrations.verifiers_chat",
-    "transformers": "import penstock.integrations.transformers_trainer",
-    "trl": "import penstock.integrations.trl_worker",
+    "verifiers": "from penstock.integrations.environments import verifiers_chat, verifiers_rollouts",
+    "transformers": "import penstock.integrations.trainers.transformers_trainer",
+    "trl": "import penstock.integrations.trainers.trl_worker",
     "testing": "import penstock.testing.strategies",
-    "bench": "import penstock.bench.replay, penstock.bench.pack",
+    "bench": "import benchmarks.replay, benchmarks.pack",
 }
 PAGES = {"docs/integrations/verifiers.md": "verifiers,demo"}
 """Pages whose commands are run where only the wheel with these extras is."""

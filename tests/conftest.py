@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from penstock.testing.object_proxy import ObjectProxy
-from penstock.testing.pace import pace as measured_pace
-from penstock.testing.s3_server import make_bucket, s3_environment, s3_server
 from tests.lanes import DEEP, PROCESS
+from tests.support.object_proxy import ObjectProxy
+from tests.support.pace import pace as measured_pace
+from tests.support.s3_server import make_bucket, s3_environment, s3_server
 
 # Two cores are shared by the test workers; a second thread in each makes torch spin instead of work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,8 +30,10 @@ settings.register_profile(
 settings.load_profile("repeat")
 
 
-# Doors that need an environment of their own; `make test-doors` makes it and runs them.
-collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["doors"]
+pytest_plugins = ["tests.support.planes"]
+
+# Integrations that need an environment of their own; `make test-upstream` makes it and runs them.
+collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["upstream"]
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 _lane = {"guarded": False, "test": ""}
@@ -78,7 +80,7 @@ sys.addaudithook(_guard)
 
 @pytest.fixture
 def pace() -> float:
-    """1.0 on an idle machine, more on a busy one; see `penstock.testing.pace`."""
+    """1.0 on an idle machine, more on a busy one; see `tests.support.pace`."""
     return measured_pace()
 
 

@@ -24,9 +24,9 @@ import yaml
 
 import penstock as ps
 from penstock.cli import main
-from penstock.serve.settings import server_settings
-from penstock.testing.postgres_server import PostgresServer
-from tests.serve.processes import wait_until
+from penstock.plane.settings import server_settings
+from tests.support.plane_processes import wait_until
+from tests.support.postgres_server import PostgresServer
 from tests.test_docs_claims import options
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

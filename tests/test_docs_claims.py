@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.bench import baselines, data
+from benchmarks import baselines, data
 from penstock.cli import COMMANDS, build_parser
 from penstock.extras import EXTRAS
 from scripts.run_doc_blocks import pages
@@ -132,14 +132,14 @@ def test_the_plain_reader_is_as_long_as_the_pages_say() -> None:
 
 
 def test_the_steps_of_the_packer_name_functions_that_exist() -> None:
-    text = ast.get_docstring(ast.parse((ROOT / "src/penstock/pack/rows.py").read_text())) or ""
+    text = ast.get_docstring(ast.parse((ROOT / "src/penstock/packing/rows.py").read_text())) or ""
     named = re.findall(r"`(\w+)\.(\w+)`", text)
     assert len(named) == 3
     for module, function in named:
-        assert f"def {function}(" in (ROOT / f"src/penstock/pack/{module}.py").read_text()
+        assert f"def {function}(" in (ROOT / f"src/penstock/packing/{module}.py").read_text()
 
 
 def test_the_digest_of_a_delivery_is_of_the_plan_and_the_samples_digests() -> None:
-    source = (ROOT / "src/penstock/send/messages.py").read_text()
+    source = (ROOT / "src/penstock/protocol/messages.py").read_text()
     deliver = source[source.index("class Deliver(") : source.index("class Sent(")]
     assert "`arrays.digests.step_digest`" in deliver and "plan and payload" not in deliver

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.extras import DISTRIBUTION, EXTRAS
-from tests.serve.processes import SMALL
+from tests.support.plane_processes import SMALL
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

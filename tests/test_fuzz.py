@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.fuzz import TARGETS, Tried, explore, read_corpus, try_one
+from tests.support.fuzz import TARGETS, Tried, explore, read_corpus, try_one
 
 CORPUS = Path(__file__).parent / "fuzz_corpus"
 INPUTS = {

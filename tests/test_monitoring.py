@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import penstock as ps
-from penstock.serve import PlaneProcess
-from penstock.serve.decisions.counted import COUNTS
-from penstock.serve.decisions.durations import BOUNDS, Durations, Marks
-from tests.serve.processes import SMALL
+from penstock.plane.counted import COUNTS
+from penstock.plane.durations import BOUNDS, Durations, Marks
+from penstock.server import PlaneProcess
+from tests.support.plane_processes import SMALL
 
 ROOT = Path(__file__).parent.parent
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
@@ -53,7 +53,8 @@ def test_every_event_that_is_asked_for_is_counted() -> None:
 
 def test_nothing_else_is_counted() -> None:
     used: set[str] = set()
-    for path in (ROOT / "src/penstock/serve").rglob("*.py"):
+    packages = ("plane", "client", "server", "runs")
+    for path in (path for name in packages for path in (ROOT / "src/penstock" / name).glob("*.py")):
         text = path.read_text()
         for found in re.findall(r"counts\[([^\]]*\"[^\]]*)\]|story\.count\((\"\w+\")", text):
             used |= set(re.findall(r'"(\w+)"', "".join(found)))

@@ -10,10 +10,10 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ConfigError, Conflict
-from penstock.pack import Packing
+from penstock.packing import Packing
+from penstock.plane.settings import ClusterSettings, ServerSettings, Target
 from penstock.ray.placing import absolute, is_movable
 from penstock.ray.served import check_known
-from penstock.serve.settings import ClusterSettings, ServerSettings, Target
 from penstock.storage import is_shared
 
 PLANE = ClusterSettings(packing=Packing(ranks=1, seq_len=16), target=Target(groups=1))

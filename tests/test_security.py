@@ -57,7 +57,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import penstock as ps
-from penstock.encode import read_head
+from penstock.frames import read_head
 from penstock.errors import CorruptFrame
 
 frames = [path.read_bytes() for path in sorted(Path(sys.argv[1]).glob("v*/*.frame"))]

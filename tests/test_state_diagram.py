@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.send.session import TRANSITIONS, Phase
+from penstock.protocol.session import TRANSITIONS, Phase
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "make_state_diagram.py"

@@ -10,19 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-# These two are named like the stages they live in. Imported here, the names mean the functions, for good: Python
-# binds a submodule to its package's name only when it is first imported.
-from penstock.encode import decode, encode
-from penstock.pack import MicroBatch, Step, pack
-
 if TYPE_CHECKING:
     from penstock.arrays import Column, Sample
     from penstock.assets import AssetStore
     from penstock.capture import Trajectory, Turn
+    from penstock.client import Plane, Source, connect, open  # noqa: A004  # noqa: A004
     from penstock.convert import Group, grpo
     from penstock.errors import PenstockError
-    from penstock.hold import Fifo, Lifo, MinSize, Prioritized, SamplesPerInsert, Table, Uniform
-    from penstock.serve import Plane, Source, connect, open  # noqa: A004
+    from penstock.frames import decode, encode
+    from penstock.packing import MicroBatch, Step, pack
+    from penstock.replay import Fifo, Lifo, MinSize, Prioritized, SamplesPerInsert, Table, Uniform
     from penstock.train import to_torch
     from penstock.version import __version__
     from penstock.view import TokenExporter
@@ -30,25 +27,30 @@ if TYPE_CHECKING:
 _HOMES = {
     "AssetStore": "assets",
     "Column": "arrays",
-    "Fifo": "hold",
+    "Fifo": "replay",
     "Group": "convert",
-    "Lifo": "hold",
-    "MinSize": "hold",
+    "Lifo": "replay",
+    "MicroBatch": "packing",
+    "MinSize": "replay",
     "PenstockError": "errors",
-    "Plane": "serve",
-    "Prioritized": "hold",
+    "Plane": "client",
+    "Prioritized": "replay",
     "Sample": "arrays",
-    "SamplesPerInsert": "hold",
-    "Source": "serve",
-    "Table": "hold",
+    "SamplesPerInsert": "replay",
+    "Source": "client",
+    "Step": "packing",
+    "Table": "replay",
     "TokenExporter": "view",
     "Trajectory": "capture",
     "Turn": "capture",
-    "Uniform": "hold",
+    "Uniform": "replay",
     "__version__": "version",
-    "connect": "serve",
+    "connect": "client",
+    "decode": "frames",
+    "encode": "frames",
     "grpo": "convert",
-    "open": "serve",
+    "open": "client",
+    "pack": "packing",
     "to_torch": "train",
 }
 

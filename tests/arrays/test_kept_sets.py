@@ -15,10 +15,10 @@ from penstock.arrays import Ragged, Samples
 from penstock.arrays.kept_sets import ascending, first_bad_set
 from penstock.arrays.list_steps import lists_of, steps_of
 from penstock.convert import to_samples
-from penstock.encode.prefixes import find_prefixes
-from penstock.encode.reading import decode
-from penstock.encode.writing import frame_pieces
 from penstock.errors import CorruptFrame, InvalidInput
+from penstock.frames.prefixes import find_prefixes
+from penstock.frames.reading import decode
+from penstock.frames.writing import frame_pieces
 
 lists = st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=8)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan, Sample, Samples
 from penstock.arrays.ragged import arrays_in
-from penstock.encode import encode
 from penstock.errors import InvalidInput, UnknownKey
+from penstock.frames import encode
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 

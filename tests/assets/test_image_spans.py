@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from penstock.arrays import TOKEN_COLUMNS, ImageSpan, Ragged, Sample, Samples
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, ImageRef, Layout, span
 from penstock.capture import Turn
-from penstock.encode import decode, encode
 from penstock.errors import CorruptFrame, InvalidInput
+from penstock.frames import decode, encode
 
 SPAN = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=2, length=4)
 

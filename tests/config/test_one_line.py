@@ -25,7 +25,7 @@ from penstock.config import (
     typed_dict,
 )
 from penstock.errors import ConfigError
-from penstock.serve.settings import EXAMPLE, ServerSettings
+from penstock.plane.settings import EXAMPLE, ServerSettings
 from scripts import make_settings
 
 

@@ -13,17 +13,17 @@ import pytest
 import penstock as ps
 from penstock.arrays.rollout import Roles, read_rollout
 from penstock.convert.branches import to_samples
-from penstock.encode import encode_group
 from penstock.errors import CorruptFrame, InvalidInput
-from penstock.integrations.file_formats import convert_files
-from penstock.integrations.file_or_stream import Place
-from penstock.integrations.lost import Lost
-from penstock.integrations.responses import to_trajectory
-from penstock.integrations.sample_lines import read_lines, write_lines
-from penstock.integrations.trl_samples import from_trl, rollout_fields
-from penstock.keep.facts import check_group, facts_of_pieces
-from penstock.testing.exports import terms_of
+from penstock.frames import encode_group
+from penstock.frames.metadata import check_group, facts_of_pieces
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.environments.responses import to_trajectory
+from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.sample_lines import read_lines, write_lines
+from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields
 from penstock.view import Export, TokenExporter
+from tests.support.exports import terms_of
 
 KNOWN: dict[str, Any] = {
     "metrics": {"format": 0.5, "tools": 3},

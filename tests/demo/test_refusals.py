@@ -16,7 +16,7 @@ from penstock.demo.launch import Launcher, RunFailed
 from penstock.demo.preflight import check_surroundings
 from penstock.errors import Closed, ConfigError, Conflict
 from penstock.log import SqliteLog
-from penstock.pack import Packing
+from penstock.packing import Packing
 from penstock.train.run_config import ModelConfig, TaskConfig, TrainConfig
 
 TINY = {

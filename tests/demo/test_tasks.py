@@ -21,7 +21,7 @@ from penstock.demo.sampler import sample
 from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import make_task, model_of
 from penstock.demo.worker import life_name
-from penstock.pack import pack
+from penstock.packing import pack
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
 from penstock.train.run_config import PACKED_IMAGES, TaskConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock as ps
-from penstock.integrations.file_formats import convert_files
+from penstock.integrations.formats.file_formats import convert_files
 
 COLUMNS: dict[str, Any] = {
     "loss_mask": [0, 0, 1, 0, 1],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import Conflict, CorruptFile, InvalidInput, StorageError
-from penstock.integrations.call_store import CallStore
+from penstock.integrations.environments.call_store import CallStore
 
 
 def test_a_rollout_is_frozen_as_it_was_put_and_asked_again_it_is_the_same(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from penstock.integrations.call_store import CallStore
+from penstock.integrations.environments.call_store import CallStore
 store = CallStore(sys.argv[1])
 for number in range(100_000):
     store.put("r", str(number), b"x" * 500)

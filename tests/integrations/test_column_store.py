@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, Conflict, CorruptFile, CorruptFrame, InvalidInput, PlaneLost, UnknownKey
-from penstock.integrations.column_store import Block, Cells, ColumnStore
-from penstock.integrations.column_unit import Clear, Get, Line, Load, Put, Save, Unit
+from penstock.integrations.transfer_queue.column_store import Block, Cells, ColumnStore
+from penstock.integrations.transfer_queue.column_unit import Clear, Get, Line, Load, Put, Save, Unit
 
 
 def block(rows: Sequence[int], **columns: list[bytes]) -> Block:
@@ -152,7 +152,7 @@ def test_what_was_freed_and_not_yet_deleted_is_deleted_by_the_next_life(
     store = ColumnStore(tmp_path)
     store.put([block([0], a=[b"x" * 50_000]), block([1], a=[b"y" * 50_000])])
     with monkeypatch.context() as killed:  # before its sweep
-        killed.setattr("penstock.integrations.column_files.ColumnFiles.sweep", lambda _self: None)
+        killed.setattr("penstock.integrations.transfer_queue.column_files.ColumnFiles.sweep", lambda _self: None)
         store.clear([0, 1])
         store.close()
     assert len(list((tmp_path / "columns").iterdir())) == 1
@@ -161,7 +161,7 @@ def test_what_was_freed_and_not_yet_deleted_is_deleted_by_the_next_life(
 
 
 def test_a_folder_has_one_owner_and_keeps_what_was_said_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.integrations.column_store._OWNER_S", 0.2)
+    monkeypatch.setattr("penstock.integrations.transfer_queue.column_store._OWNER_S", 0.2)
     store = ColumnStore(tmp_path, units="2")
     with pytest.raises(Conflict, match="another process has it open"):
         ColumnStore(tmp_path, units="2")
@@ -172,7 +172,7 @@ def test_a_folder_has_one_owner_and_keeps_what_was_said_of_it(tmp_path: Path, mo
 
 
 def test_a_folder_is_free_though_a_forked_child_has_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.integrations.column_store._OWNER_S", 0.05)
+    monkeypatch.setattr("penstock.integrations.transfer_queue.column_store._OWNER_S", 0.05)
     store = ColumnStore(tmp_path)
     child = os.dup(store._owner.fileno())
     store.close()
@@ -223,7 +223,7 @@ def test_a_write_that_fails_leaves_memory_as_the_disk_is(tmp_path: Path) -> None
 
 SERVER = """
 import sys, threading
-from penstock.integrations.column_unit import Unit
+from penstock.integrations.transfer_queue.column_unit import Unit
 unit = Unit(sys.argv[1], host="127.0.0.1")
 print(*unit.where, flush=True)
 threading.Event().wait()

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.file_formats import convert_files
-from penstock.integrations.verl_tensors import from_verl
+from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.verl_tensors import from_verl
 
 torch = pytest.importorskip("torch")
 SLIME = {"tokens": [1, 2], "response_length": 1, "reward": 1.0, "group_index": 0, "index": 0}

@@ -14,9 +14,9 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.integrations.file_formats import FORMATS, Options, convert_files
-from penstock.integrations.file_or_stream import Place
-from penstock.integrations.lost import Lost
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.formats.file_formats import FORMATS, Options, convert_files
+from penstock.integrations.formats.file_or_stream import Place
 from tests.capture.test_junk import JUNK
 
 MORE: list[Any] = [

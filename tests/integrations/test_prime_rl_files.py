@@ -14,8 +14,8 @@ import pytest
 import penstock as ps
 from penstock.arrays import ImageSpan
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.file_formats import convert_files
-from penstock.integrations.prime_rl_batches import (
+from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.prime_rl_batches import (
     PrimeBatch,
     PrimeRlWriter,
     encoded_tensors,

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 import penstock as ps
 from penstock.arrays import Ragged
 from penstock.arrays.columns import COLUMNS
-from penstock.integrations.file_formats import FORMATS, Conversion, Options, convert_files
-from penstock.integrations.responses import one_number
+from penstock.integrations.environments.responses import one_number
+from penstock.integrations.formats.file_formats import FORMATS, Conversion, Options, convert_files
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 
@@ -46,16 +46,16 @@ def convert(folder: Path, source: str, target: str, name: str) -> tuple[str, Con
 
 def put(folder: Path, samples: list[ps.Sample]) -> str:
     with (folder / "in.penstock").open("wb") as file:
-        from penstock.encode import write_frames
+        from penstock.frames import write_frames
 
         write_frames(file, samples)
     return str(folder / "in.penstock")
 
 
 def read(path: str) -> list[ps.Sample]:
-    from penstock.integrations.file_formats import format_to_read
-    from penstock.integrations.file_or_stream import Place
-    from penstock.integrations.lost import Lost
+    from penstock.integrations.environments.lost import Lost
+    from penstock.integrations.formats.file_formats import format_to_read
+    from penstock.integrations.formats.file_or_stream import Place
 
     kind = format_to_read(Place(path))
     assert kind.read is not None

@@ -14,8 +14,8 @@ import torch
 import penstock as ps
 from penstock.convert import make_group
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.file_formats import convert_files
-from penstock.integrations.slime_samples import from_slime, slime_trajectory, to_slime
+from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.slime_samples import from_slime, slime_trajectory, to_slime
 from tests.integrations.foreign_samples import SAMPLE, samples_of
 
 

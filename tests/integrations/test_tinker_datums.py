@@ -17,7 +17,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 import penstock as ps
 from penstock.arrays import ImageSpan
 from penstock.errors import InvalidInput
-from penstock.integrations.tinker_datums import from_datums, sample_ids, to_datums
+from penstock.integrations.formats.tinker_datums import from_datums, sample_ids, to_datums
 from penstock.testing.reference_images import draw_screenshot
 
 

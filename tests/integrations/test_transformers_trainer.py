@@ -15,13 +15,14 @@ from torch import distributed
 from transformers import TrainerCallback, TrainingArguments
 
 import penstock as ps
+from penstock.client import SourceStep
 from penstock.demo.launch import Metrics
 from penstock.demo.reverse import TOKENS
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError
-from penstock.integrations.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
-from penstock.pack import Packing, Step
-from penstock.serve import SourceStep, Target
+from penstock.integrations.trainers.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
+from penstock.packing import Packing, Step
+from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
 from penstock.train.loss import PpoClip
 from penstock.train.model import build_model

@@ -23,11 +23,11 @@ from trl.experimental.async_grpo.packing import TreeRow
 
 import penstock as ps
 from penstock.errors import ConfigError, InvalidInput, StepAborted, WaitTimeout
-from penstock.integrations.transformers_trainer import last_checkpoint
-from penstock.integrations.trl_worker import Handed, PlaneRolloutWorker, Progress, check_carried
-from penstock.testing.groups import named_group
+from penstock.integrations.trainers.transformers_trainer import last_checkpoint
+from penstock.integrations.trainers.trl_worker import Handed, PlaneRolloutWorker, Progress, check_carried
 from penstock.testing.trl_cpu import NoTransfer, path_attention, trl_on_cpu
-from tests.serve.processes import wait_until
+from tests.support.groups import named_group
+from tests.support.plane_processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 PER_STEP = 6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict.tensorclass import NonTensorStack
 
 from penstock.errors import CorruptFrame, InvalidInput
-from penstock.integrations.typed_cells import _DTYPES, _value, cells_of, values_of
+from penstock.integrations.transfer_queue.typed_cells import _DTYPES, _value, cells_of, values_of
 
 
 def back(values: Any, rows: int) -> Any:

@@ -16,8 +16,8 @@ import penstock as ps
 from penstock.capture import from_verifiers
 from penstock.cli import main
 from penstock.errors import InvalidInput
-from penstock.integrations.verifiers_annotations import annotate_trace, index_records
-from penstock.pack import MicroBatch
+from penstock.integrations.environments.verifiers_annotations import annotate_trace, index_records
+from penstock.packing import MicroBatch
 from penstock.train import Dppo, Terms
 from penstock.view import Export
 from tests.capture.test_verifiers import branching_trace, record

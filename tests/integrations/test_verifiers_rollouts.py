@@ -23,16 +23,16 @@ from verifiers.v1.types import SamplingMask
 import penstock as ps
 from penstock.arrays import ImageSpan
 from penstock.capture import from_chat_completions
+from penstock.client import Plane
 from penstock.demo.chat_model import save_model
 from penstock.demo.endpoint import Endpoint, Engine
 from penstock.errors import ConfigError, PeerError
-from penstock.integrations import verifiers_rollouts
-from penstock.integrations.verifiers_rollouts import Environment, Rollouts, Tally
-from penstock.serve import Plane
+from penstock.integrations.environments import verifiers_rollouts
+from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts, Tally
 from penstock.train import kept_of, to_torch, token_logprobs
 from penstock.train.published_weights import Weights
 from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, record, reply, user
-from tests.serve.processes import wait_until
+from tests.support.plane_processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages that are tested with
 TASKSETS = Path(__file__).parent / "tasksets"

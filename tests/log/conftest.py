@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.testing.postgres_server import PostgresServer
+from tests.support.postgres_server import PostgresServer
 
 
 @pytest.fixture(scope="session")

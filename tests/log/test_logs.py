@@ -13,7 +13,7 @@ from penstock.log import Log, SqliteLog
 from penstock.log.postgres_address import schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.testing.log_suite import LogSuite
-from penstock.testing.postgres_server import PostgresServer
+from tests.support.postgres_server import PostgresServer
 
 
 class TestSqlite(LogSuite):

@@ -13,9 +13,9 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import ConfigError, PlaneLost
-from penstock.send.timeouts import Timeouts
-from penstock.serve import PlaneProcess
-from penstock.testing.postgres_server import PostgresServer
+from penstock.protocol.timeouts import Timeouts
+from penstock.server import PlaneProcess
+from tests.support.postgres_server import PostgresServer
 
 SETTINGS = ["--ranks=1", "--seq-len=64", "--groups-per-step=1", "--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0"]
 PLANE: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}

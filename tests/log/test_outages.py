@@ -16,12 +16,12 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.send.timeouts import Timeouts
-from penstock.serve.process.plane_process import PlaneProcess
-from penstock.testing.commit_cutter import CommitCutter
-from penstock.testing.groups import named_group
-from penstock.testing.pace import eventually, pace, stretched
-from penstock.testing.postgres_server import PostgresServer
+from penstock.protocol.timeouts import Timeouts
+from penstock.server.plane_process import PlaneProcess
+from tests.support.commit_cutter import CommitCutter
+from tests.support.groups import named_group
+from tests.support.pace import eventually, pace, stretched
+from tests.support.postgres_server import PostgresServer
 
 TIMEOUTS = stretched(Timeouts(heartbeat_s=0.25, peer_s=1.5, plane_s=2.0, delivery_s=10.0, resend_s=0.2), pace())
 SMALL: dict[str, Any] = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}

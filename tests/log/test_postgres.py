@@ -16,15 +16,15 @@ from penstock.errors import ConfigError, Conflict, CorruptFile, Fenced, LogAway
 from penstock.log import GroupRow
 from penstock.log.postgres_address import redacted, schema_of
 from penstock.log.postgres_log import PostgresLog
-from penstock.serve.decisions.read_log import read_run
-from penstock.serve.decisions.recorded_run import RecordedRun
-from penstock.serve.decisions.run_copy import RunCopy
-from penstock.serve.decisions.storage_check import check
-from penstock.serve.settings import server_settings
-from penstock.testing.commit_cutter import CommitCutter
-from penstock.testing.groups import named_group
-from penstock.testing.postgres_server import PostgresServer
+from penstock.plane.settings import server_settings
+from penstock.runs.read_log import read_run
+from penstock.runs.recorded_run import RecordedRun
+from penstock.runs.run_copy import RunCopy
+from penstock.runs.storage_check import check
 from tests.log.pooler import Pooler
+from tests.support.commit_cutter import CommitCutter
+from tests.support.groups import named_group
+from tests.support.postgres_server import PostgresServer
 
 SMALL: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}
 
@@ -220,8 +220,8 @@ def test_a_password_of_the_environment_appears_nowhere(tmp_path: Path) -> None:
         address = f"postgresql://worker@127.0.0.1:{server.port}/runs"
         program = (
             "import json, sys, pathlib, penstock as ps\n"
-            "from penstock.serve.decisions.read_log import read_run\n"
-            "from penstock.testing.groups import named_group\n"
+            "from penstock.runs.read_log import read_run\n"
+            "from tests.support.groups import named_group\n"
             "with ps.open(sys.argv[1], ranks=1, seq_len=64, groups_per_step=1, log=sys.argv[2],"
             " untrained_groups='accept') as plane:\n"
             "    plane.put(named_group('a'))\n"

@@ -12,8 +12,8 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.log.postgres_runs import DatabaseRun, drop_run, runs_in
-from penstock.testing.postgres_server import PostgresServer
 from tests.log.test_no_folder import PLANE, put
+from tests.support.postgres_server import PostgresServer
 
 
 def listed(where: str, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.ray import LocalCluster
-from penstock.testing.ray_run import RayRun
+from tests.support.ray_run import RayRun
 
 _numbers = itertools.count(1)
 

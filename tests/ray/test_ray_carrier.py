@@ -11,10 +11,10 @@ import zmq
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of
 from penstock.ray.opening import client
-from penstock.send.keys import PlaneKeys
-from penstock.send.sockets import SocketPlane
-from penstock.testing.carriers import Ends, RestartableSuite
-from penstock.testing.ray_run import AddressActor
+from penstock.testing.transport_suite import Ends, RestartableSuite
+from penstock.transport.keys import PlaneKeys
+from penstock.transport.sockets import SocketPlane
+from tests.support.ray_run import AddressActor
 
 _numbers = itertools.count(1)
 

@@ -14,8 +14,8 @@ import pytest
 
 from penstock.ray import calls
 from penstock.ray.calls import actor_of
-from penstock.testing.groups import named_group
-from penstock.testing.ray_run import RayRun
+from tests.support.groups import named_group
+from tests.support.ray_run import RayRun
 
 NewRun = Callable[..., RayRun]
 

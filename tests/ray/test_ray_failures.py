@@ -14,7 +14,7 @@ import pytest
 
 from penstock.ray import LocalCluster
 from penstock.ray.local_cluster import kill
-from penstock.testing.ray_run import RayRun, undisturbed, wait_until_gone
+from tests.support.ray_run import RayRun, undisturbed, wait_until_gone
 
 NewRun = Callable[..., RayRun]
 
@@ -90,7 +90,7 @@ def test_a_producer_dies_while_it_puts(new_run: NewRun) -> None:
 
     def put_and_die(address: str) -> None:
         import penstock as ps
-        from penstock.testing.ray_run import group_of
+        from tests.support.ray_run import group_of
 
         plane = ps.open(address)
         plane.put(group_of(0))

@@ -13,14 +13,14 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ConfigError, PlaneLost
+from penstock.protocol.timeouts import Timeouts
 from penstock.ray import LocalCluster, calls, end_ray
 from penstock.ray.calls import actor_of
 from penstock.ray.local_cluster import kill
 from penstock.ray.plane_actor import record_of
-from penstock.send.timeouts import Timeouts
-from penstock.testing.pace import eventually
-from penstock.testing.postgres_server import PostgresServer
-from penstock.testing.ray_run import RANKS, RayRun, undisturbed
+from tests.support.pace import eventually
+from tests.support.postgres_server import PostgresServer
+from tests.support.ray_run import RANKS, RayRun, undisturbed
 
 NewRun = Callable[..., RayRun]
 _OTHER = "127.0.0.2"

@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.errors import ConfigError, InvalidInput
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of
-from penstock.testing.ray_run import RayRun, undisturbed, wait_until_gone
+from tests.support.ray_run import RayRun, undisturbed, wait_until_gone
 
 NewRun = Callable[..., RayRun]
 

@@ -16,19 +16,19 @@ import pytest
 
 import penstock as ps
 from penstock.arrays import Sample
-from penstock.encode import encode
+from penstock.client.direct import DirectWriter
+from penstock.client.source import Source, SourceStep
+from penstock.client.storage_reader import StorageReader
 from penstock.errors import DiskFull, InvalidInput, StepAborted
-from penstock.send.keys import make_keys
-from penstock.serve.clients.direct import DirectWriter
-from penstock.serve.clients.source import Source, SourceStep
-from penstock.serve.clients.storage_reader import StorageReader
-from penstock.serve.process.plane_process import PlaneProcess
-from penstock.serve.process.server import Server
+from penstock.frames import encode
+from penstock.plane.loop import Server
+from penstock.server.plane_process import PlaneProcess
 from penstock.storage import FolderStorage, parse_location
-from penstock.testing.disks import files_at_most
-from penstock.testing.groups import named_group
-from tests.serve.conftest import FAST
-from tests.serve.processes import wait_until
+from penstock.transport.keys import make_keys
+from tests.support.disks import files_at_most
+from tests.support.groups import named_group
+from tests.support.plane_processes import wait_until
+from tests.support.planes import FAST
 
 SETTINGS = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "timeouts": FAST}
 OpenPlane = Callable[..., ps.Plane]
@@ -421,15 +421,15 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
     }
     assert places == {
         "commands/top.py",  # shows who cannot read it
-        "send/messages.py",  # what is said about it
-        "send/admission.py",  # who may write
-        "send/rank_session.py",  # a rank says whether it reads
-        "send/members.py",  # which ranks are sent their samples
-        "send/coordinator.py",
-        "send/steps.py",  # a step with samples, or without
-        "serve/clients/reachable.py",  # the question
-        "serve/clients/direct.py",  # put
-        "serve/clients/storage_reader.py",  # read
-        "serve/process/plane_sessions.py",  # the setting
-        "serve/process/server.py",  # passes on what the others say
+        "protocol/messages.py",  # what is said about it
+        "protocol/admission.py",  # who may write
+        "protocol/rank_session.py",  # a rank says whether it reads
+        "protocol/members.py",  # which ranks are sent their samples
+        "protocol/coordinator.py",
+        "protocol/steps.py",  # a step with samples, or without
+        "client/reachable.py",  # the question
+        "client/direct.py",  # put
+        "client/storage_reader.py",  # read
+        "plane/plane_sessions.py",  # the setting
+        "plane/loop.py",  # passes on what the others say
     }

@@ -14,14 +14,9 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
+from penstock.client.source import Source, SourceStep
 from penstock.errors import Away, ConfigError, StorageError
-from penstock.serve.clients.source import Source, SourceStep
 from penstock.storage import ObjectStorage, parse_location
-from penstock.testing.groups import named_group
-from penstock.testing.object_proxy import Fault, ObjectProxy
-from penstock.testing.pace import eventually
-from penstock.testing.s3_server import ACCESS_KEY, SECRET_KEY
-from tests.serve.conftest import FAST
 from tests.storage.test_direct import (
     SETTINGS,
     digests_of,
@@ -31,6 +26,11 @@ from tests.storage.test_direct import (
     train,
     writer_of,
 )
+from tests.support.groups import named_group
+from tests.support.object_proxy import Fault, ObjectProxy
+from tests.support.pace import eventually
+from tests.support.planes import FAST
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 
 __all__ = ["open_plane"]
 OpenPlane = Callable[..., ps.Plane]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.encode.layout import Buffer
 from penstock.errors import CorruptFrame, DiskFull, StorageError
+from penstock.frames.layout import Buffer
 from penstock.storage import Away, FolderStorage, Gone, MemoryStorage, Storage, Writer
 from penstock.storage.in_memory import MemorySegment
 from penstock.storage.interface import Pieces, Range, SegmentFile, new_segment_name
-from penstock.testing.disks import files_at_most
 from penstock.testing.storage_suite import StorageSuite, stored_frame
+from tests.support.disks import files_at_most
 
 
 class TestMemoryStorage(StorageSuite):

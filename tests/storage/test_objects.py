@@ -14,9 +14,9 @@ from penstock.storage import Gone, ObjectStorage, Storage, Writer, parse_locatio
 from penstock.storage.interface import new_segment_name
 from penstock.storage.object_ranges import OBJECT_BYTES
 from penstock.storage.object_requests import parse_object_url
-from penstock.testing.object_proxy import Fault, ObjectProxy
-from penstock.testing.s3_server import SECRET_KEY
 from penstock.testing.storage_suite import StorageSuite, stored_frame
+from tests.support.object_proxy import Fault, ObjectProxy
+from tests.support.s3_server import SECRET_KEY
 
 
 class TestObjectStorage(StorageSuite):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.testing.object_torture import torture_objects
+from tests.support.object_torture import torture_objects
 
 
 def test_a_run_on_an_object_store_survives_kills(tmp_path: Path) -> None:

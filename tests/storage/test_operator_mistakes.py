@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.encode import decode, encode
 from penstock.errors import Conflict, CorruptFile, PenstockError, StorageError
+from penstock.frames import decode, encode
 from penstock.log import State
-from penstock.pack import Packing
-from penstock.serve.decisions.open_log import open_log
-from penstock.serve.settings import PlaneSettings, Target
+from penstock.packing import Packing
+from penstock.plane.open_log import open_log
+from penstock.plane.settings import PlaneSettings, Target
 from penstock.storage import FolderStorage
-from penstock.testing.engines import DirectEngine
-from penstock.testing.groups import named_group
+from tests.support.engines import DirectEngine
+from tests.support.groups import named_group
 
 SETTINGS = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), disk_reserve_bytes=8 << 20)
 

@@ -19,17 +19,17 @@ import pytest
 
 from penstock.errors import InvalidInput
 from penstock.log import Log
-from penstock.send.messages import Put
-from penstock.serve.decisions import engine as engine_module
-from penstock.serve.decisions.acceptance import Acceptance
-from penstock.serve.decisions.segments import Sealed, Segments, _overlaps, _Segment
-from penstock.serve.process.pipeline import Pipeline
-from penstock.serve.process.server import Server
+from penstock.plane import engine as engine_module
+from penstock.plane.acceptance import Acceptance
+from penstock.plane.loop import Server
+from penstock.plane.pipeline import Pipeline
+from penstock.plane.segments import Sealed, Segments, _overlaps, _Segment
+from penstock.protocol.messages import Put
 from penstock.storage import Writer, parse_location
 from penstock.storage.interface import Pieces
-from penstock.testing import storage_simulation
-from penstock.testing.oracle import Violated
-from penstock.testing.storage_simulation import StorageSimulation
+from tests.support import storage_simulation
+from tests.support.oracle import Violated
+from tests.support.storage_simulation import StorageSimulation
 
 Broken = Callable[[pytest.MonkeyPatch], None]
 RULES: dict[str, Broken] = {}

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from penstock.encode import encode
 from penstock.errors import Conflict, InvalidInput
-from penstock.keep import check_group
+from penstock.frames import check_group, encode
 from penstock.log import SqliteLog
-from penstock.pack import Packing
-from penstock.send.messages import Put
-from penstock.serve.decisions.open_log import open_log
-from penstock.serve.decisions.segments import Outside, Sealed
-from penstock.serve.process.workers import Inline, Job, Then
-from penstock.serve.settings import PlaneSettings, Target
+from penstock.packing import Packing
+from penstock.plane.open_log import open_log
+from penstock.plane.segments import Outside, Sealed
+from penstock.plane.settings import PlaneSettings, Target
+from penstock.plane.workers import Inline, Job, Then
+from penstock.protocol.messages import Put
 from penstock.storage import FolderStorage, MemoryStorage
-from penstock.testing.engines import DirectEngine
-from penstock.testing.groups import named_group
+from tests.support.engines import DirectEngine
+from tests.support.groups import named_group
 
 SETTINGS = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=1), disk_reserve_bytes=8 << 20)
 

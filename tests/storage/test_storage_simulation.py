@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.testing.storage_simulation import StorageSimulation, main
+from tests.support.storage_simulation import StorageSimulation, main
 
 SEEDS, PARTS = 400, 8
 

@@ -20,7 +20,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "penstock.train.trainer",
-        "penstock.integrations.transformers_trainer",
+        "penstock.integrations.trainers.transformers_trainer",
         "penstock.demo.color",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.qwen3_vl.modeling_qwen3_vl",

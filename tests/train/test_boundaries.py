@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.pack.denominators import Denominators
+from penstock.packing.denominators import Denominators
 from penstock.train.boundaries import checked_lengths
 from penstock.train.materialize import mask_segments
 from penstock.train.mrope import mrope_positions

@@ -7,12 +7,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 import penstock as ps
+from penstock.client import SourceStep
 from penstock.errors import InvalidInput
-from penstock.serve import SourceStep
-from penstock.testing.groups import named_group
 from penstock.train import step_loader
 from penstock.train.loader import Steps
-from tests.serve.conftest import OpenPlane, open_plane
+from tests.support.groups import named_group
+from tests.support.planes import OpenPlane, open_plane
 
 __all__ = ["open_plane"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import Sample
-from penstock.pack import MicroBatch, Step, pack
+from penstock.packing import MicroBatch, Step, pack
 from penstock.train import to_torch
 
 torch = pytest.importorskip("torch")

@@ -15,14 +15,15 @@ import torch
 from torch import distributed
 
 from penstock.capture import Trajectory, Turn
+from penstock.client import Plane, connect
+from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.color import ColorTask
 from penstock.demo.launch import Metrics
 from penstock.demo.tasks import model_of
 from penstock.errors import MissingAsset, StepAborted
-from penstock.pack import Packing
-from penstock.serve import Plane, Target, connect
-from penstock.serve import open as open_plane
+from penstock.packing import Packing
+from penstock.plane import Target
 from penstock.train import agree, checkpoint
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import OptimizerConfig, TrainConfig

@@ -12,9 +12,9 @@ from penstock.cli import main
 from penstock.config import build
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError
-from penstock.hold import MinPriority, Prioritized, Replay
-from penstock.serve import Target
-from penstock.serve.settings import PlaneSettings
+from penstock.plane import Target
+from penstock.plane.settings import PlaneSettings
+from penstock.replay import MinPriority, Prioritized, Replay
 from penstock.train.run_config import FakeConfig, TaskConfig, TrainConfig, load, template
 
 

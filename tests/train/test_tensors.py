@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.arrays import Ragged, Sample
-from penstock.pack import Packing, pack, pack_with
+from penstock.packing import Packing, pack, pack_with
 from penstock.testing.own import OWN_COLUMNS
 from penstock.testing.packing import packable
 from penstock.train import to_torch

@@ -13,12 +13,13 @@ import torch
 
 import penstock as ps
 from penstock.capture import Trajectory, Turn
+from penstock.client import SourceStep
+from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.pack import MicroBatch, Packing
-from penstock.serve import SourceStep, Target
-from penstock.serve import open as open_plane
+from penstock.packing import MicroBatch, Packing
+from penstock.plane import Target
 from penstock.train import checkpoint
 from penstock.train.model import check_vocabulary
 from penstock.train.published_weights import Weights

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.client import SourceStep
 from penstock.errors import InvalidInput
-from penstock.serve import SourceStep
 from penstock.testing.trainer import BUGS, check, each_rank
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip, Sft
 from penstock.train.modes import ByMode

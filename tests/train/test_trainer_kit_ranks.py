@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from penstock.client import SourceStep
 from penstock.demo.reverse import TOKENS
 from penstock.demo.tasks import model_of
-from penstock.pack import Packing, Step
-from penstock.serve import SourceStep
+from penstock.packing import Packing, Step
 from penstock.testing.trainer import BUGS, check
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer

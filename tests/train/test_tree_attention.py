@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, InvalidInput
-from penstock.pack.forest import Forest, grow
+from penstock.packing.forest import Forest, grow
 from penstock.train import tree_attention as fast
 from penstock.train.attention import packed_attention
 from penstock.train.check_trees import check_trees

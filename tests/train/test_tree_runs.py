@@ -12,13 +12,13 @@ import torch
 
 import penstock as ps
 from penstock.capture import Trajectory, Turn
+from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.launch import Metrics
 from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import ConfigError
-from penstock.pack import Packing
-from penstock.serve import Target
-from penstock.serve import open as open_plane
+from penstock.packing import Packing
+from penstock.plane import Target
 from penstock.train.loss import Sft
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import OptimizerConfig, TaskConfig, TrainConfig

@@ -19,7 +19,7 @@ from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
 from penstock.demo.color import ColorTask
 from penstock.demo.tasks import model_of
-from penstock.pack import MicroBatch, Step, pack
+from penstock.packing import MicroBatch, Step, pack
 from penstock.train import ByMode, TeacherKl, kept_of, reverse_kl, to_torch, token_logprobs, topk_kl
 from penstock.train.model import build_model, forward
 from penstock.train.predictions import predictions_of

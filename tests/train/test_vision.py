@@ -16,8 +16,8 @@ from penstock.convert import make_group
 from penstock.demo.color import MODEL
 from penstock.demo.tasks import model_of
 from penstock.errors import IncompatibleAsset, InvalidInput, MissingAsset
-from penstock.pack import MicroBatch, Packing, pack
-from penstock.pack.forest import grow
+from penstock.packing import MicroBatch, Packing, pack
+from penstock.packing.forest import grow
 from penstock.testing.reference_images import draw_screenshot
 from penstock.train.run_config import ImagesConfig, TrainConfig
 from penstock.train.trainer import Trainer

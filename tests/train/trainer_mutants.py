@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from penstock.pack import MicroBatch
-from penstock.serve import SourceStep
+from penstock.client import SourceStep
+from penstock.packing import MicroBatch
 from penstock.train import to_torch, token_logprobs
 from penstock.train.loss import Loss, PpoClip
 

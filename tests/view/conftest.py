@@ -11,14 +11,14 @@ import pytest
 import penstock as ps
 from penstock.arrays import Sample
 from penstock.assets import AssetStore
-from penstock.testing.browser import browsing, find_chromium
-from penstock.testing.exports import make_export
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.run_state import at_work
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
+from tests.support.browser import browsing, find_chromium
+from tests.support.exports import make_export
 from tests.view.caller import Caller
 from tests.view.run_pages import STEPS, ledger, metrics, write_lines
 

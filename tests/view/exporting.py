@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.arrays import Sample
-from penstock.pack import MicroBatch, pack
+from penstock.packing import MicroBatch, pack
 from penstock.train.terms import Terms
 from penstock.view import TokenExporter
 

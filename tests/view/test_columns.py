@@ -19,8 +19,7 @@ from penstock.arrays import Ragged, Sample
 from penstock.arrays.columns import TABLE as GIVEN
 from penstock.arrays.columns import Cells, Column
 from penstock.errors import ConfigError
-from penstock.pack import MicroBatch, pack
-from penstock.testing.exports import terms_of
+from penstock.packing import MicroBatch, pack
 from penstock.train.terms import Terms
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
@@ -29,6 +28,7 @@ from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
 from penstock.view.record import COLUMNS, FACTS, OF_SAMPLE, TABLE, ExportColumn
 from penstock.view.step_files import Format
+from tests.support.exports import terms_of
 
 LENGTH = 6
 FORMATS: list[Format] = [Jsonl, ParquetFile]
@@ -148,9 +148,9 @@ import json, sys
 import numpy as np
 from pathlib import Path
 from penstock.arrays import Sample, Samples
-from penstock.encode import decode, encode
-from penstock.pack import pack
-from penstock.testing.exports import terms_of
+from penstock.frames import decode, encode
+from penstock.packing import pack
+from tests.support.exports import terms_of
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.parquet import ParquetFile

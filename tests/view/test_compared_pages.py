@@ -9,13 +9,13 @@ from typing import Any
 
 import penstock as ps
 from penstock.commands.diff import place
-from penstock.testing.browser import keep_pictures, wait_until
 from penstock.view import Export
 from penstock.view.diff import compare
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
+from tests.support.browser import keep_pictures, wait_until
 from tests.view.demo_page import ARTIFACTS, cell, keep, records
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.errors import InvalidInput
-from penstock.testing.exports import make_export
 from penstock.view import Export
 from penstock.view.diff import compare
 from penstock.view.record import TABLE
+from tests.support.exports import make_export
 
 # Every required column but those that the invented run does not have apart from others.
 CHANGED = [column.name for column in TABLE if column.required]

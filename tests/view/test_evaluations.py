@@ -12,11 +12,11 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.testing.exports import make_export
 from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.library import Library
 from penstock.view.reader import Export
 from penstock.view.skipped import Skipped
+from tests.support.exports import make_export
 
 
 def rollout(reward: float | None, *, error: str | None = None) -> ps.Trajectory:

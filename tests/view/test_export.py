@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.errors import InvalidInput
-from penstock.pack import pack
+from penstock.packing import pack
 from penstock.view import Record, TokenExporter
 from penstock.view.folders import read_done
 from penstock.view.jsonl import encode_line, parse_line

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import Closed, InvalidInput, StorageError
-from penstock.testing.exports import make_export, terms_of
 from penstock.train.terms import Terms
 from penstock.view import EveryKth, Export, First, Keep, NoExport, TokenExporter, Worst
 from penstock.view.folders import read_done
+from tests.support.exports import make_export, terms_of
 from tests.view.exporting import batch_of, export, lines_of, sample, terms_for
 
 

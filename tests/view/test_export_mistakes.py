@@ -16,15 +16,15 @@ from penstock.arrays.images import ImageSpan
 from penstock.assets import AssetStore
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput
-from penstock.integrations.file_or_stream import Place
-from penstock.integrations.lost import Lost
-from penstock.integrations.token_exports import read_export
-from penstock.testing.exports import make_export
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.token_exports import read_export
 from penstock.train import mask_segments
 from penstock.train.loss import Dppo, Sft
 from penstock.train.modes import ByMode
 from penstock.view import Export, TokenExporter
 from penstock.view.parquet import records_to_parquet
+from tests.support.exports import make_export
 
 SPAN = ImageSpan(hash="ab" * 32, grid=(1, 4, 6), offset=1, length=6, media_type="image/png", width=96, height=64)
 

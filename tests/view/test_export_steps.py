@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.pack import pack
+from penstock.packing import pack
 from penstock.view import Export, TokenExporter
 from penstock.view.folders import read_done
 from tests.view.exporting import batch_of, export, sample, terms_for

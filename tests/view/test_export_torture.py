@@ -24,8 +24,8 @@ from penstock.view.skipped import Skipped
 SCRIPT = '''
 import os, pathlib, shutil, signal, sys
 import numpy as np
-from penstock.pack import pack
-from penstock.testing.exports import Words, samples_of_step, terms_of
+from penstock.packing import pack
+from tests.support.exports import Words, samples_of_step, terms_of
 from penstock.view import Export, TokenExporter
 from penstock.view.step_files import HashedFile
 
@@ -134,7 +134,7 @@ def test_death_at_any_call_leaves_the_step_before_or_the_step_after(tmp_path: Pa
 LOOP = """
 import pathlib, sys
 import numpy as np
-from penstock.testing.exports import make_export
+from tests.support.exports import make_export
 print("ready", flush=True)
 make_export(pathlib.Path(sys.argv[1]), steps=100000, ranks=2, groups=3, size=3, seed=int(sys.argv[2]))
 """

@@ -9,13 +9,13 @@ import numpy as np
 
 from penstock.arrays import Sample
 from penstock.demo.words import write_tokenizer
-from penstock.pack import pack
-from penstock.testing.browser import keep_pictures, wait_until
-from penstock.testing.exports import terms_of
+from penstock.packing import pack
 from penstock.view import Export, TokenExporter, masking_rules
 from penstock.view.library import Library
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
+from tests.support.browser import keep_pictures, wait_until
+from tests.support.exports import terms_of
 from tests.view.run_pages import ARTIFACTS, records
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import CorruptFile
-from penstock.testing.exports import make_export
 from penstock.view import Export
 from penstock.view.index import StepIndex
 from penstock.view.library import run_point, step_grid
+from tests.support.exports import make_export
 
 
 @pytest.fixture

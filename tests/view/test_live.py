@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.testing.exports import make_export
 from penstock.view import Export
 from penstock.view.access import cookie_name
 from penstock.view.library import Library, is_run_folder, runs_of
@@ -20,6 +19,7 @@ from penstock.view.live import Watch, parse_read
 from penstock.view.run_metrics import as_columns, rows_since
 from penstock.view.run_state import RunState, at_work, state_of
 from penstock.view.web import serving
+from tests.support.exports import make_export
 
 
 def add(folder: Path, name: str, *rows: dict[str, Any]) -> None:

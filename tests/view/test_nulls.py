@@ -12,13 +12,13 @@ import pytest
 
 from penstock.arrays import Sample
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.pack import MicroBatch, pack
-from penstock.testing.exports import make_export, terms_of
+from penstock.packing import MicroBatch, pack
 from penstock.train.terms import Terms
 from penstock.view import Export, TokenExporter
 from penstock.view.folders import Done, read_done, write_done
 from penstock.view.library import Library, run_point
 from penstock.view.parquet import ParquetFile
+from tests.support.exports import make_export, terms_of
 
 OF_SAMPLER = ("inference_logprobs", "mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta")
 

@@ -15,11 +15,10 @@ import penstock as ps
 from penstock.arrays import COLUMNS as TABLE
 from penstock.arrays import Ragged, Samples
 from penstock.arrays.own_columns import RESERVED
-from penstock.encode.codings import Profile
+from penstock.client import Source
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
-from penstock.pack import MicroBatch, Packing, pack_with
-from penstock.serve import Source
-from penstock.testing.exports import terms_of
+from penstock.frames.codings import Profile
+from penstock.packing import MicroBatch, Packing, pack_with
 from penstock.testing.own import OWN_COLUMNS, values_of
 from penstock.testing.packing import packable
 from penstock.view import Export, TokenExporter
@@ -29,6 +28,7 @@ from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
 from penstock.view.record import COLUMNS, FACTS
 from penstock.view.step_files import Format
+from tests.support.exports import terms_of
 
 FORMATS: list[Format] = [Jsonl, ParquetFile]
 MINE = [
@@ -263,7 +263,7 @@ def test_samples_that_say_different_things_of_a_column_do_not_go_together() -> N
 
 
 def test_a_frame_that_describes_a_column_that_cannot_be_is_corrupt() -> None:
-    from tests.encode.frames import forged, parts
+    from tests.frames.frames import forged, parts
 
     header, head, body = parts(ps.encode([ps.Sample(id="a", token_ids=[1, 2], columns={"x": [1.5, 2.5]})]))
     column = header[8][-1]

@@ -11,15 +11,15 @@ import numpy as np
 import penstock as ps
 from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
-from penstock.pack import pack
-from penstock.testing.browser import wait_until
-from penstock.testing.exports import Words, terms_of
+from penstock.packing import pack
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, TokenExporter
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import Pieces
 from penstock.view.web import serving
+from tests.support.browser import wait_until
+from tests.support.exports import Words, terms_of
 from tests.view.demo_page import cell, keep
 
 

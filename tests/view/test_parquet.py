@@ -11,13 +11,13 @@ import pytest
 
 from penstock.assets import AssetStore
 from penstock.errors import CorruptFile, StorageError
-from penstock.pack import pack
-from penstock.testing.exports import Words, make_export, samples_of_step, terms_of
+from penstock.packing import pack
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter
 from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet
 from penstock.view.record import FACTS
 from penstock.view.upload import upload_records
+from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
 pq = pytest.importorskip("pyarrow.parquet")
 

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.testing.exports import make_export
 from penstock.view import Export, reader
 from penstock.view.skipped import Skipped
 from penstock.view.tally import tally
+from tests.support.exports import make_export
 
 
 def plain_line(**changes: Any) -> bytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.testing.browser import wait_until
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.web import serving
+from tests.support.browser import wait_until
 from tests.view.exporting import batch_of, export, sample
 
 KNOWN = {

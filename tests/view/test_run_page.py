@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.browser import keep_pictures, wait_until
+from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, STEPS, keys, metrics
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import InvalidInput
-from penstock.pack import pack
-from penstock.testing.exports import Words, make_export, samples_of_step, terms_of
+from penstock.packing import pack
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.library import Library, run_point
 from penstock.view.static_page import make_page
+from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.testing.browser import wait_until
 from penstock.view import masking_rules
+from tests.support.browser import wait_until
 from tests.view.demo_page import cell, current, keep, names, records
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from penstock.testing.browser import keep_pictures, wait_until
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary
+from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, records
 
 PAGES = {"samples": "#counts table", "step": "#step-counts table", "run": ".chart", "groups": "#groups"}

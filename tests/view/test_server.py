@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.testing.exports import make_export
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.web import serving
+from tests.support.exports import make_export
 from tests.view.caller import STEP, Caller
 
 

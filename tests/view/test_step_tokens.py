@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.testing.exports import make_export
 from penstock.view import Export, Record
 from penstock.view.group_tree import branches
 from penstock.view.library import Library
@@ -19,6 +18,7 @@ from penstock.view.masking_rules import RULES, judge
 from penstock.view.step_tokens import StepTokens
 from penstock.view.token_search import find
 from penstock.view.vocabulary import open_vocabulary
+from tests.support.exports import make_export
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def test_a_rule_or_threshold_that_is_none_is_refused_by_name(library: Library) -
 
 def test_a_group_whose_advantages_are_all_zero_trains_nothing(tmp_path: Path) -> None:
     from penstock.arrays import Sample
-    from penstock.pack import pack
-    from penstock.testing.exports import terms_of
+    from penstock.packing import pack
     from penstock.view import TokenExporter
+    from tests.support.exports import terms_of
 
     def sample(name: str, advantage: float, mode: str = "rl") -> Sample:
         return Sample(

@@ -13,12 +13,12 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import CorruptFile
-from penstock.testing.exports import make_export
 from penstock.view import Export, web
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary, piece_text
 from penstock.view.web import SCRIPTS, static_files
+from tests.support.exports import make_export
 from tests.view.caller import Caller
 
 

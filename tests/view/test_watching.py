@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from penstock.arrays import Sample
-from penstock.pack import pack
-from penstock.testing.browser import keep_pictures, wait_until
-from penstock.testing.exports import make_export, terms_of
+from penstock.packing import pack
 from penstock.view import Export, TokenExporter
 from penstock.view.access import new_token
 from penstock.view.library import Library
 from penstock.view.run_state import at_work
 from penstock.view.web import listening, make_app, make_server, serving, static_files
+from tests.support.browser import keep_pictures, wait_until
+from tests.support.exports import make_export, terms_of
 
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "pages"
 

@@ -14,9 +14,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import ImageSpan, Samples
 from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
+from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import Own
+from penstock.arrays.samples import Samples
 from penstock.arrays.shared_prefixes import SharedPrefixes
 
 MODALITIES = ("text", "image")

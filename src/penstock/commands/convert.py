@@ -21,8 +21,8 @@ from pathlib import Path
 
 from penstock.commands.tables import aligned, printable, size
 from penstock.errors import InvalidInput
-from penstock.integrations.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
-from penstock.integrations.file_or_stream import STANDARD
+from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
+from penstock.integrations.formats.file_or_stream import STANDARD
 
 _EVERY_S = 0.2
 _HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out"}

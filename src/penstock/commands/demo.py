@@ -33,15 +33,15 @@ from penstock.demo.screen import killed, screen
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
 from penstock.extras import EXTRAS, install
-from penstock.hold import MinPriority, Prioritized, Replay
-from penstock.pack import Packing
-from penstock.serve import Target
+from penstock.packing import Packing
+from penstock.plane import Target
+from penstock.replay import MinPriority, Prioritized, Replay
 from penstock.train.run_config import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
 _FAST_STEPS = 5
 _PREAMBLE = 32
-"""Prompts shorter than that are not worth sharing: see `penstock.encode.prefixes.MIN_SHARED`."""
+"""Prompts shorter than that are not worth sharing: see `penstock.frames.prefixes.MIN_SHARED`."""
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
 _CONFIG_NEXT = "  penstock demo --write-config my.toml && penstock train my.toml"
 

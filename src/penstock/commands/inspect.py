@@ -19,11 +19,11 @@ from typing import Any
 from penstock.arrays.versions import known
 from penstock.commands.tables import aligned, printable
 from penstock.commands.which_run import RUN_HELP, plane_folder
-from penstock.encode.codings import NAMES
-from penstock.encode.head import Head
-from penstock.encode.layout import PREFIX_SIZE, Block, frame_size
-from penstock.encode.reading import describe
 from penstock.errors import InvalidInput
+from penstock.frames.codings import NAMES
+from penstock.frames.head import Head
+from penstock.frames.layout import PREFIX_SIZE, Block, frame_size
+from penstock.frames.reading import describe
 
 _SHOWN = 20
 _NUMBERS = ("tokens", "loss_tokens", "policy_version")

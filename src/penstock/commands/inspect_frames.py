@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.tables import aligned, printable
-from penstock.encode.frame_files import raw_frames
-from penstock.encode.reading import decode
 from penstock.errors import CorruptFrame
+from penstock.frames.frame_files import raw_frames
+from penstock.frames.reading import decode
 
 _SHOWN = 20
 _COUNTS = ("samples", "tokens", "loss_tokens", "bytes")

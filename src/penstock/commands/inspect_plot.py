@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.encode import decode
 from penstock.errors import InvalidInput
-from penstock.pack import Cost, Packing, RankPlan, pack_with
-from penstock.serve.decisions.read_log import planned_step
+from penstock.frames import decode
+from penstock.packing import Cost, Packing, RankPlan, pack_with
+from penstock.runs.read_log import planned_step
 from penstock.view.plot_step import draw, timing_of
 
 

@@ -24,13 +24,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.client.api import open as open_plane
+from penstock.client.feed import Fed, feed
 from penstock.commands.tables import size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.serve.clients.api import open as open_plane
-from penstock.serve.clients.feed import Fed, feed
-from penstock.serve.decisions.recorded_run import GroupEntry, RecordedRun
-from penstock.serve.process.rerun import rerun
+from penstock.runs.recorded_run import GroupEntry, RecordedRun
+from penstock.runs.rerun import rerun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

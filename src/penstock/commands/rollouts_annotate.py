@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.integrations.verifiers_annotations import annotate_file
-    from penstock.integrations.verifiers_rollouts import TRACES_FILE
+    from penstock.integrations.environments.verifiers_annotations import annotate_file
+    from penstock.integrations.environments.verifiers_rollouts import TRACES_FILE
 
     export = Export(export_folder(args.of, args.keys))
     steps = [step for name in export.runs for step in export.steps(name)]

@@ -28,7 +28,7 @@ from penstock.errors import InvalidInput, PenstockError
 
 if TYPE_CHECKING:
     from penstock.capture.verifiers import ImageLookup
-    from penstock.integrations.verifiers_rollouts import Rollouts, Tally
+    from penstock.integrations.environments.verifiers_rollouts import Rollouts, Tally
 
 _EVERY_S = {True: 0.5, False: 10.0}
 """Between two lines of progress: on a terminal, and in a log."""
@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.integrations.verifiers_rollouts import Tally
-    from penstock.serve.clients.api import open as open_plane
+    from penstock.client.api import open as open_plane
+    from penstock.integrations.environments.verifiers_rollouts import Tally
 
     if "://" not in args.plane:
         raise InvalidInput(
@@ -110,7 +110,7 @@ def _say(args: argparse.Namespace, tally: Tally) -> None:
 
 
 def _rollouts(args: argparse.Namespace) -> Rollouts:
-    from penstock.integrations.verifiers_rollouts import Environment, Rollouts
+    from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
 
     settings = Given()
     for text in args.set:

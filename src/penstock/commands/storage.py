@@ -31,8 +31,8 @@ from penstock.errors import InvalidInput
 from penstock.log.postgres_address import is_postgres
 
 if TYPE_CHECKING:
-    from penstock.serve.decisions.recover import Plan
-    from penstock.serve.decisions.storage_check import Report
+    from penstock.runs.recover import Plan
+    from penstock.runs.storage_check import Report
 
 _SHOWN = 20
 """Lines of each kind that are printed for people; `--json` has all of them."""
@@ -98,7 +98,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from penstock.serve.decisions.storage_check import check
+    from penstock.runs.storage_check import check
 
     if args.into or args.step is not None or args.policy_version is not None:
         raise InvalidInput("check: --into, --step and --policy-version are for recover")
@@ -175,8 +175,8 @@ def _advice(report: Report) -> list[str]:
 
 
 def _recover(args: argparse.Namespace) -> int:
-    from penstock.serve.decisions.recover import owning, plan_copy, plan_recovery
-    from penstock.serve.decisions.recovered_log import Choices, recover, recover_into
+    from penstock.runs.recover import owning, plan_copy, plan_recovery
+    from penstock.runs.recovered_log import Choices, recover, recover_into
 
     _check_choices(args)
     if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
@@ -304,7 +304,7 @@ def _warning(plan: Plan) -> list[str]:
 
 def _forget(args: argparse.Namespace) -> int:
     from penstock.commands.which_run import plane_folder
-    from penstock.serve.decisions.forgetting import forget, forgettable
+    from penstock.runs.forgetting import forget, forgettable
 
     folder = plane_folder(args.where)
     found = forgettable(folder)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.errors import ConfigError
-from penstock.send.sockets import MAX_PORT
+from penstock.transport.sockets import MAX_PORT
 from penstock.view.access import new_token
 from penstock.view.library import Library, is_run_folder
 from penstock.view.reader import Export

@@ -64,8 +64,8 @@ def _folder(where: str, keys: Path | None) -> Path:
 def _folder_of_plane(url: str, keys: Path | None) -> Path:
     """Where the plane at an address keeps its run, if that can be read from here: on its host, on a filesystem that
     both hosts see, or in a database."""
-    from penstock.send.timeouts import Timeouts
-    from penstock.serve.clients.api import open as open_plane
+    from penstock.client.api import open as open_plane
+    from penstock.protocol.timeouts import Timeouts
 
     with open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S)) as plane:
         status = plane.status()

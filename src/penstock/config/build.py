@@ -18,7 +18,7 @@ T = TypeVar("T")
 def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "settings") -> T:
     """The record that tables describe.
 
-    >>> from penstock.send.timeouts import Timeouts
+    >>> from penstock.protocol.timeouts import Timeouts
     >>> build(Timeouts, {"peer_s": 5}).peer_s
     5.0
     """

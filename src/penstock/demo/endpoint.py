@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.extras import require
-from penstock.serve.process.http_server import server_config
+from penstock.server.http_server import server_config
 
 if TYPE_CHECKING:
     from starlette.requests import Request

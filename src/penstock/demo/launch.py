@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.client import open as open_plane
 from penstock.demo.nursery import Child, Nursery, last_words
 from penstock.demo.plane_lines import PlaneLines
 from penstock.demo.planes import address
@@ -27,8 +28,7 @@ from penstock.demo.preflight import check_surroundings
 from penstock.demo.role import ABORTED, REFUSED
 from penstock.demo.words import write_tokenizer
 from penstock.errors import PenstockError
-from penstock.send.timeouts import Timeouts
-from penstock.serve import open as open_plane
+from penstock.protocol.timeouts import Timeouts
 from penstock.train.run_config import TrainConfig, template
 from penstock.view.run_state import at_work
 

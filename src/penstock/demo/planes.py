@@ -7,9 +7,9 @@ import signal
 import tempfile
 from pathlib import Path
 
-from penstock.serve import Server
-from penstock.serve.clients.api import plane_carrier
-from penstock.serve.decisions.open_log import open_log
+from penstock.client.api import plane_carrier
+from penstock.plane import Server
+from penstock.plane.open_log import open_log
 from penstock.train.run_config import TrainConfig
 
 _LONGEST = 100

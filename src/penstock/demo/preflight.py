@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, Conflict
 from penstock.extras import require
-from penstock.serve.process.bearer import parse_address
-from penstock.serve.process.metrics_page import metrics_token
+from penstock.server.bearer import parse_address
+from penstock.server.metrics_page import metrics_token
 from penstock.train.metrics_sinks import check_installed
 from penstock.train.run_config import TrainConfig, image_processor, is_vision
 

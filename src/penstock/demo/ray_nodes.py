@@ -16,8 +16,8 @@ from pathlib import Path
 
 from penstock.config import Given, template
 from penstock.demo.launch import Chaos, Launcher
+from penstock.plane.settings import ClusterSettings, PlaneSettings
 from penstock.ray import LocalCluster, open_given
-from penstock.serve.settings import ClusterSettings, PlaneSettings
 from penstock.train.run_config import TrainConfig
 
 NODES = 3

@@ -19,7 +19,7 @@ from penstock.convert import make_group
 from penstock.demo.sampler import sample
 from penstock.demo.tasks import Task, make_task, model_of
 from penstock.demo.worker import said
-from penstock.pack import Step, pack
+from penstock.packing import Step, pack
 from penstock.train.kept_ids import kept_of
 from penstock.train.logits import token_logprobs
 from penstock.train.loss import measure_gap

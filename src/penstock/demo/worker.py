@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from penstock.capture import Trajectory, Turn
+from penstock.client import Plane
+from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
 from penstock.errors import PlaneLost
-from penstock.serve import Plane
-from penstock.serve import open as open_plane
 from penstock.train.model import build_model
 from penstock.train.published_weights import Weights
 from penstock.train.run_config import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config.setting import settings_of
 from penstock.errors import ConfigError
-from penstock.serve.settings import ClusterSettings
+from penstock.plane.settings import ClusterSettings
 from penstock.storage import address_of, is_object_url, is_shared
 
 _SESSION = re.compile(r"/session_\d[^/]*/")
@@ -33,8 +33,8 @@ def absolute(address: str, settings: ClusterSettings) -> ClusterSettings:
 def is_movable(settings: ClusterSettings) -> bool:
     """Whether the plane may be started on another host: both its log and its storage are seen from there.
 
-    >>> from penstock.pack import Packing
-    >>> from penstock.serve.settings import Target
+    >>> from penstock.packing import Packing
+    >>> from penstock.plane.settings import Target
     >>> plane = ClusterSettings(packing=Packing(ranks=1, seq_len=16), target=Target(groups=1), storage="/tmp/frames")
     >>> is_movable(plane), is_movable(replace(plane, log="postgresql://db/runs", movable=True))
     (False, True)

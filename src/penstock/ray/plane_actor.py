@@ -29,12 +29,12 @@ import msgspec
 
 from penstock.config import build, template
 from penstock.errors import PenstockError
+from penstock.plane.settings import ClusterSettings
 from penstock.ray import calls
 from penstock.ray.served import Order, write_keys
-from penstock.send.keys import ClientKeys, make_keys
-from penstock.serve.process.daemon import Exit
-from penstock.serve.process.log_format import log_lines
-from penstock.serve.settings import ClusterSettings
+from penstock.server.daemon import Exit
+from penstock.server.log_format import log_lines
+from penstock.transport.keys import ClientKeys, make_keys
 
 logger = logging.getLogger("penstock.plane")
 _AGAIN_S = (0.1, 1.0, 5.0)

@@ -31,8 +31,8 @@ from penstock.errors import Conflict, PenstockError
 from penstock.log import is_run, reading
 from penstock.log.postgres_address import with_run
 from penstock.log.volume import take_over
-from penstock.serve.process.daemon import Exit, Ready, run_plane
-from penstock.serve.settings import ClusterSettings
+from penstock.plane.settings import ClusterSettings
+from penstock.server.daemon import Exit, Ready, run_plane
 
 _LOOK_S = 0.5
 _TAKE_OVER_S = 5.0

@@ -24,8 +24,8 @@ from itertools import groupby
 from pathlib import Path
 
 from penstock.atomic import REMEDIES, replacing, sync
-from penstock.encode.layout import Buffer
 from penstock.errors import Conflict, DiskFull, StorageError
+from penstock.frames.layout import Buffer
 from penstock.storage.filesystem import is_shared
 from penstock.storage.interface import (
     Away,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from penstock.encode.layout import Buffer
 from penstock.errors import Conflict
+from penstock.frames.layout import Buffer
 from penstock.storage.interface import Gone, Pieces, Range, Wanted, check_wanted, is_segment_name, parse_location
 
 

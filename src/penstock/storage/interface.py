@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from penstock.encode.layout import Buffer
 from penstock.errors import Away as Away
 from penstock.errors import CorruptFrame
+from penstock.frames.layout import Buffer
 
 Pieces: TypeAlias = Sequence[Buffer]
 """The buffers that make up one frame, end to end."""

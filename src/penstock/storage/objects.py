@@ -26,8 +26,8 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 
-from penstock.encode.layout import Buffer
 from penstock.errors import Away, Conflict, StorageError
+from penstock.frames.layout import Buffer
 from penstock.storage.interface import (
     Gone,
     Location,

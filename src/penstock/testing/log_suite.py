@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.encode import encode
 from penstock.errors import CorruptFile, Fenced, StorageError
+from penstock.frames import encode
 from penstock.log import FORMAT, GroupRow, Log, LogReader, SegmentRow, State, reading
 from penstock.log.decision_records import Advance, Discard
-from penstock.pack import Packing
-from penstock.send.steps import Staged
-from penstock.serve.settings import PlaneSettings, Target
-from penstock.testing.engines import DirectEngine
-from penstock.testing.groups import named_group
+from penstock.packing import Packing
+from penstock.plane.settings import PlaneSettings, Target
+from penstock.protocol.steps import Staged
+from tests.support.engines import DirectEngine
+from tests.support.groups import named_group
 
 _TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
 _WRITE = """

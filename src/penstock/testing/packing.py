@@ -16,7 +16,7 @@ except ImportError as error:
     raise missing("penstock.testing.packing", error) from None
 
 from penstock.arrays import ImageSpan, Sample
-from penstock.pack import Cost, PackedImages, Packing
+from penstock.packing import Cost, PackedImages, Packing
 from penstock.testing.own import OWN_COLUMNS, values_of
 
 

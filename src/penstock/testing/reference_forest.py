@@ -1,4 +1,4 @@
-"""Forests in plain Python, token by token: what `penstock.pack.forest` must agree with, and trees of samples to try."""
+"""Forests in plain Python, token by token: what `penstock.packing.forest` must match, and trees of samples to try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing in plain Python, slow and short enough to check by eye: what `penstock.pack` must agree with."""
+"""Packing in plain Python, slow and short enough to check by eye: what `penstock.packing` must agree with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.pack import RankPlan, Step
+from penstock.packing import RankPlan, Step
 
 WEIGHTS = {
     "rl": {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0},

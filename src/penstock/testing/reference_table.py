@@ -1,4 +1,4 @@
-"""A replay table as a plain list, short enough to check by eye: what `penstock.hold.Table` must agree with.
+"""A replay table as a plain list, short enough to check by eye: what `penstock.replay.Table` must agree with.
 
 The model makes no choices. It is told what the table chose (which keys were sampled, which were evicted) and
 says whether that was allowed, then does the same to its list. Where a selector leaves nothing to chance,
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.hold import (
+from penstock.replay import (
     Fifo,
     Freshest,
     Key,

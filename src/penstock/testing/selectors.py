@@ -13,14 +13,14 @@ from typing import get_args
 
 import numpy as np
 
-from penstock.hold import Draw, Index, Selector
-from penstock.hold.selector import Role
+from penstock.replay import Draw, Index, Selector
+from penstock.replay.selector import Role
 
 _CAPACITIES = (1, 2, 7, 33)
 
 
 def check_selector(selector: Selector, *, seed: int = 0, num_operations: int = 300) -> None:
-    """Raise AssertionError unless the selector keeps every promise of `penstock.hold.selector`."""
+    """Raise AssertionError unless the selector keeps every promise of `penstock.replay.selector`."""
     assert isinstance(selector, Selector), f"{selector!r} has no method build(capacity, role)"
     roles: tuple[Role, ...] = get_args(Role)
     for role in roles:

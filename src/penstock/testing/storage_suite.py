@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.arrays import Sample, Samples
-from penstock.encode import decode, encode
 from penstock.errors import Conflict, CorruptFrame
+from penstock.frames import decode, encode
 from penstock.storage import DamagedFrame, Gone, Pick, Storage, gather_picks, parse_location
 from penstock.storage.interface import Wanted, new_segment_name
 

@@ -24,9 +24,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.client import SourceStep
 from penstock.errors import InvalidInput
-from penstock.pack import Step
-from penstock.serve import SourceStep
+from penstock.packing import Step
 from penstock.testing.trainer_probes import PROBES, Trained, Trial
 
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]

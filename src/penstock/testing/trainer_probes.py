@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
-from penstock.pack import Step, pack
+from penstock.packing import Step, pack
 
 _LONGEST = 64
 _LOST = 0.05

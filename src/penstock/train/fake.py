@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 
 from penstock.arrays import Sample
-from penstock.pack import RankPlan, fill, pack
-from penstock.serve import SourceStep
+from penstock.client import SourceStep
+from penstock.packing import RankPlan, fill, pack
 from penstock.train.run_config import TrainConfig
 
 

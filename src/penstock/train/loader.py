@@ -19,7 +19,7 @@ except ImportError as error:
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.serve import Source, SourceStep
+    from penstock.client import Source, SourceStep
 
 T = TypeVar("T")
 

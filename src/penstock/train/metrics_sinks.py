@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from penstock.errors import MissingExtra
 from penstock.extras import install
-from penstock.serve.process.metrics_page import MetricsPage
-from penstock.serve.process.prometheus import expose
+from penstock.server.metrics_page import MetricsPage
+from penstock.server.prometheus import expose
 
 
 class Sink(Protocol):

@@ -20,7 +20,7 @@ except ImportError as error:
 from penstock.arrays.columns import TOPK
 from penstock.arrays.ragged import Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
-from penstock.pack import MicroBatch
+from penstock.packing import MicroBatch
 from penstock.train.attention import buckets_of, register_attention, without_masks
 from penstock.train.kept_ids import kept_of
 from penstock.train.logits import token_logprobs

@@ -17,18 +17,11 @@ from msgspec import Meta
 from penstock import config
 from penstock.config import Checked, Given
 from penstock.errors import ConfigError
-from penstock.hold import Replay
-from penstock.pack import PackedImages, Packing
-from penstock.send.sockets import check_url
-from penstock.send.timeouts import Timeouts
-from penstock.serve.settings import (
-    PackingSection,
-    PlaneSettings,
-    ReplaySection,
-    StepTarget,
-    Target,
-    TimeoutsSection,
-)
+from penstock.packing import PackedImages, Packing
+from penstock.plane.settings import PackingSection, PlaneSettings, ReplaySection, StepTarget, Target, TimeoutsSection
+from penstock.protocol.timeouts import Timeouts
+from penstock.replay import Replay
+from penstock.transport.sockets import check_url
 
 _HINT = "write one with `penstock demo --write-config FILE`"
 _TITLE = """\

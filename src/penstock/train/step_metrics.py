@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from penstock.errors import InvalidInput
-from penstock.pack import Accounting, MicroBatch
+from penstock.packing import Accounting, MicroBatch
 from penstock.train.terms import Terms
 
 _SUMMED = (

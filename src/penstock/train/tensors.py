@@ -37,8 +37,8 @@ import numpy as np
 from penstock.arrays.columns import Array, Cells
 from penstock.arrays.ragged import Ragged
 from penstock.extras import require
-from penstock.pack import MicroBatch
-from penstock.pack.forest import Forest
+from penstock.packing import MicroBatch
+from penstock.packing.forest import Forest
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def to_torch(
     overwritten.
 
     >>> from penstock import Sample
-    >>> from penstock.pack import pack
+    >>> from penstock.packing import pack
     >>> step = pack([Sample(token_ids=[4, 5, 6], loss_mask=[0, 1, 1])], ranks=1, seq_len=8)
     >>> tensors = to_torch(step.ranks[0][0])
     >>> tensors["token_ids"].tolist(), tensors["position_ids"].shape

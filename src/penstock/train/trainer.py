@@ -25,10 +25,10 @@ except ImportError as error:
     raise missing("penstock.train.trainer", error) from None
 
 from penstock.assets import AssetStore
+from penstock.client import Source, SourceStep, connect
 from penstock.errors import ConfigError
-from penstock.hold import Prioritized
-from penstock.pack import MicroBatch
-from penstock.serve import Source, SourceStep, connect
+from penstock.packing import MicroBatch
+from penstock.replay import Prioritized
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.check_trees import check_trees

@@ -20,7 +20,7 @@ from penstock.arrays.columns import COLUMNS as GIVEN
 from penstock.arrays.ragged import copied
 from penstock.arrays.versions import known
 from penstock.errors import InvalidInput
-from penstock.pack import MicroBatch
+from penstock.packing import MicroBatch
 from penstock.view.record import COLUMNS, OF_SAMPLE, TABLE, ExportColumn, Record, finite, form_of, without_empty
 
 if TYPE_CHECKING:

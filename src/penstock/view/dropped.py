@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.encode import decode
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.serve.decisions.read_log import read_run, read_stored, unused_groups
+from penstock.frames import decode
+from penstock.runs.read_log import read_run, read_stored, unused_groups
 from penstock.view.evaluation_runs import plane_of, record_of
 from penstock.view.record import Record
 

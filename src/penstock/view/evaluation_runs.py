@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.encode import decode
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
+from penstock.frames import decode
 from penstock.log import is_run
-from penstock.pack import pack
-from penstock.serve.decisions.read_log import EvaluationGroup, evaluations_of, read_stored
+from penstock.packing import pack
+from penstock.runs.read_log import EvaluationGroup, evaluations_of, read_stored
 from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
-from penstock.pack import MicroBatch
-from penstock.pack.denominators import Totals
+from penstock.packing import MicroBatch
+from penstock.packing.denominators import Totals
 from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl

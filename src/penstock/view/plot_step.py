@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.pack import Cost, RankPlan
-from penstock.pack.forest import grow
+from penstock.packing import Cost, RankPlan
+from penstock.packing.forest import grow
 
 BARS = ("#3b6ea5", "#6c9bd1")
 SHARED = "#1d3d63"

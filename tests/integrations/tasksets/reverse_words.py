@@ -8,7 +8,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from penstock.integrations.verifiers_chat import ChatHarness
+from penstock.integrations.environments.verifiers_chat import ChatHarness
 
 __all__ = ["ChatHarness", "ReverseWords"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from penstock.integrations.verifiers_chat import ChatHarness
+from penstock.integrations.environments.verifiers_chat import ChatHarness
 from tests.integrations.tasksets.reverse_words import Reverse
 from tests.integrations.tasksets.reverse_words import ReverseWords as Words
 

@@ -1,0 +1,203 @@
+"""The decision log: commits of accepted groups, and the restart of a plane that holds many, in SQLite and PostgreSQL.
+
+Logs take turns on one disk, with the rows and metadata that a plane writes. The PostgreSQL server is one of its own, on
+this host, with its defaults. For a restart one process fills a log through the engine and is killed; another opens it
+and rebuilds its memory. As a program, `python -m benchmarks.log fill|restart ...`, this module is either of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import ROOT
+from benchmarks.facts_only import make_facts
+from benchmarks.programs.plane import SEQ_LEN
+from benchmarks.report import Row, skipped
+from penstock.errors import PenstockError
+from penstock.frames import GroupFacts
+from penstock.log import GroupRow, Log
+from penstock.packing import Packing
+from penstock.plane.engine import Drawn, Engine
+from penstock.plane.open_log import open_log, storage_of
+from penstock.plane.settings import PlaneSettings, Replay, Target
+from penstock.plane.step_builder import StepBuilder
+
+_PER_COMMIT = 8
+_HELD, _STEPS, _FULL_STEPS = 100_000, 200, 10_000
+_BYTES = 100_000
+"""Of a frame."""
+_P99_MS, _RESTART_S = 10.0, {"SQLite": 4.0, "PostgreSQL": 6.0}
+Progress = Callable[[str], None]
+
+
+def run(
+    *,
+    full: bool = False,
+    progress: Progress = lambda _: None,
+    commits: int | None = None,
+    held: int = _HELD,
+    steps: int | None = None,
+) -> list[Row]:
+    """`commits`, `held` and `steps` are for tests."""
+    commits, steps = commits or (2000 if full else 500), steps or (_FULL_STEPS if full else _STEPS)
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-")))
+        addresses: dict[str, str | None] = {"SQLite": None}
+        missing = ""
+        progress("starting PostgreSQL")
+        try:
+            from tests.support.postgres_server import PostgresServer
+
+            addresses["PostgreSQL"] = opened.enter_context(PostgresServer()).url
+        except (ImportError, PenstockError) as error:
+            missing = f"no PostgreSQL: {error}"
+        rows = _commits(folder, addresses, commits, progress)
+        for name, address in addresses.items():
+            rows.append(_restart(folder / f"restart-{name}", name, address, held, steps, progress))
+    return rows if not missing else [*rows, skipped("PostgreSQL, commit of 8 groups, p99", missing)]
+
+
+def settings_of(address: str | None, run: str) -> PlaneSettings:
+    return PlaneSettings(
+        packing=Packing(ranks=1, seq_len=SEQ_LEN),
+        target=Target(groups=4),
+        max_held_bytes=1 << 50,
+        replay=Replay(capacity=1 << 20),
+        log=address,
+        run=run,
+    )
+
+
+# ------------------------------------------------------------------ commits
+
+
+def _commits(folder: Path, addresses: dict[str, str | None], count: int, progress: Progress) -> list[Row]:
+    """Both logs take turns, commit by commit."""
+    rows = []
+    facts = make_facts(_PER_COMMIT)[0].to_bytes()
+    with ExitStack() as opened:
+        logs = {
+            name: opened.enter_context(_opened(folder / name, settings_of(address, "commits")))
+            for name, address in addresses.items()
+        }
+        taken: dict[str, list[float]] = {name: [] for name in logs}
+        for number in range(count):
+            if number % 100 == 0:
+                progress(f"commit {number} of {count}")
+            for name, log in logs.items():
+                taken[name].append(_commit(log, number * _PER_COMMIT + 1, facts))
+    for name, seconds in taken.items():
+        ms: NDArray[np.float64] = np.array(seconds[count // 10 :]) * 1e3
+        p50, p99 = np.percentile(ms, [50, 99])
+        rate = _PER_COMMIT / float(np.mean(ms)) * 1e3
+        target = _P99_MS if name == "PostgreSQL" else None
+        title = f"{name}, commit of 8 groups"
+        rows.append(Row(name=f"{title}, p50", ours=float(p50), unit="ms"))
+        rows.append(Row(name=f"{title}, p99", ours=float(p99), unit="ms", target=target, bound="max"))
+        rows.append(Row(name=f"{name}, groups per second, 8 a commit", ours=rate, unit="groups/s"))
+    return rows
+
+
+def _commit(log: Log, op: int, facts: bytes) -> float:
+    rows = []
+    for n in range(op, op + _PER_COMMIT):
+        place, digest = f"{'0' * 16}:{n}:{_BYTES}", n.to_bytes(16, "big")
+        rows.append((GroupRow(n, f"group-{n}", digest, 3, 16, 65_536, _BYTES, location=place), facts))
+    begin = time.perf_counter()
+    with log.transaction():
+        log.add_groups(rows)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _opened(folder: Path, settings: PlaneSettings) -> Iterator[Log]:
+    log = open_log(folder, settings)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+# ------------------------------------------------------------------ restarts
+
+
+def _restart(folder: Path, name: str, address: str | None, held: int, steps: int, progress: Progress) -> Row:
+    progress(f"filling {name}")
+    words = [str(folder), address or "", str(held), str(steps)]
+    done = _program("fill", *words)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    progress(f"starting again on {name}")
+    found = json.loads(_program("restart", *words).stdout)
+    assert found["held"] == held, found
+    title = f"{name}, restart after kill -9, {held:,} held groups"
+    note = f"{steps:,} committed steps; from opening the log to an engine that could serve"
+    return Row(name=title, ours=found["seconds"], unit="s", target=_RESTART_S[name], bound="max", note=note)
+
+
+def _program(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.log", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
+    """Accept groups and train steps as a plane does, and be killed in the middle of it."""
+    log = open_log(folder, settings)
+    engine = Engine(settings, log, storage_of(settings, folder))
+    builder = StepBuilder(settings.packing, engine.storage)
+    made = make_facts(8)
+    (segment,) = engine.segments.register("bench")
+    count = 0
+
+    def accept(groups: int) -> None:
+        nonlocal count
+        for _ in range(groups):
+            ids = tuple(f"g{count}/{i}" for i in range(16))
+            one = msgspec.structs.replace(made[count % 8], group=f"g{count}", ids=ids)
+            location = f"{segment}:{count * _BYTES}:{_BYTES}"
+            engine.segments.expect(location, "bench")
+            assert engine.acceptance.offer(count, one.group, one.digests[0], _BYTES) is True
+            engine.acceptance.arrive(one.group, one, location)
+            count += 1
+        assert all(outcome.error is None for outcome in engine.acceptance.flush())
+
+    for step in range(1, steps + 1):
+        accept(4)
+        drawn = engine.draw_step(step)
+        assert isinstance(drawn, Drawn), drawn
+        engine.record(drawn, builder.plan([GroupFacts.from_bytes(data) for data in drawn.facts]))
+        engine.received(step)
+        engine.commit(step, None)
+    for at in range(0, held, 500):
+        accept(min(500, held - at))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restart(folder: Path, settings: PlaneSettings) -> dict[str, float]:
+    """Seconds until a plane could serve."""
+    begin = time.perf_counter()
+    log = open_log(folder, settings)
+    engine = Engine(settings, log, storage_of(settings, folder))
+    found = {"seconds": time.perf_counter() - begin, "held": len(engine.run_tables)}
+    log.close()
+    return found
+
+
+if __name__ == "__main__":
+    where, plane = Path(sys.argv[2]), settings_of(sys.argv[3] or None, "restart")
+    if sys.argv[1] == "fill":
+        fill(where, plane, int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        print(json.dumps(restart(where, plane)))

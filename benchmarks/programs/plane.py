@@ -1,0 +1,219 @@
+"""Penstock: a served plane on a folder, producers that put durably, ranks that take packed steps.
+
+Runs with the Penstock of its interpreter, this version or an older one, so it uses what both have: `penstock serve`,
+`open`, `connect`, `Sample`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .inputs import CASES, TOKENS, Array, Group, add, make_groups, read_all, sums_of
+from .serving import PATIENCE_S, Crew, Meter, Request, Round, check, obey, serve
+
+PRODUCERS = 2
+SEQ_LEN = 4 * TOKENS
+"""Of a micro-batch: four of the longest samples."""
+
+
+def main() -> None:
+    import penstock
+
+    with tempfile.TemporaryDirectory(prefix="penstock-path-", dir=sys.argv[1]) as folder:
+        way = _Way(Path(folder))
+        try:
+            serve(["plane"], {"penstock": penstock.__version__}, way.run)
+        finally:
+            way.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A running plane that every process of the way has joined."""
+
+    name: str
+    ranks: int
+    process: subprocess.Popen[bytes]
+
+
+class _Way:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._producers, self._ranks = Crew(producer, PRODUCERS), Crew(rank, int(sys.argv[2]))
+        self._planes: dict[str, _Served] = {}
+
+    def run(self, request: Request) -> Round:
+        """One step, from arrays to tensors."""
+        ranks, case = int(request["ranks"]), CASES[request["case"]]
+        plane = self._plane(ranks, str(request["carrier"]), case.groups)
+        name = f"{case.name}-{ranks}-{request['round']}"
+        sent = self._producers.ask({"do": "prepare", "case": case.name, "name": name})
+        meter = Meter()
+        self._ranks.tell({"do": "take", "plane": plane.name}, ranks)
+        self._producers.tell({"do": "put", "plane": plane.name})
+        got = self._ranks.answers(ranks)
+        used = meter.read(ranks=self._ranks.pids(ranks), producers=self._producers.pids(), plane=[plane.process.pid])
+        self._producers.answers()
+        done = self._ranks.ask({"do": "commit", "plane": plane.name}, ranks)
+        check(sent, got)
+        return replace(
+            used,
+            read_bytes=sum(one["read"] for one in done),
+            needed_bytes=sum(one["needed"] for one in done),
+        )
+
+    def _plane(self, ranks: int, carrier: str, groups: int) -> _Served:
+        """The plane for that many ranks, running; those for another number of ranks end."""
+        name = f"{carrier}-{ranks}-{groups}"
+        if name not in self._planes:
+            self.close([served for served in self._planes.values() if served.ranks != ranks])
+            self._planes[name] = self._start(name, ranks, carrier, groups)
+        return self._planes[name]
+
+    def _start(self, name: str, ranks: int, carrier: str, groups: int) -> _Served:
+        home = self._folder / name
+        words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
+        words += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
+        keys = _writer_keys(self._folder / f"{name}-keys") if carrier == "direct" else None
+        if keys is not None:
+            words.append(f"--keys={keys}")
+        elif _knows_direct():
+            words.append("--set=direct=false")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli", "serve", str(home), *words], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"penstock serve ended with code {process.wait()}")
+        url = json.loads(line)["urls"][0]
+        self._ranks.ask({"do": "join", "plane": name, "url": url, "world": ranks, "keys": keys}, ranks)
+        self._producers.ask({"do": "join", "plane": name, "url": url, "keys": keys})
+        return _Served(name, ranks, process)
+
+    def close(self, planes: Sequence[_Served] | None = None) -> None:
+        """End planes, all by default, after everybody has left them; their folders go too."""
+        for plane in list(self._planes.values()) if planes is None else planes:
+            self._producers.ask({"do": "leave", "plane": plane.name})
+            self._ranks.ask({"do": "leave", "plane": plane.name}, plane.ranks)
+            plane.process.terminate()
+            plane.process.wait(PATIENCE_S)
+            shutil.rmtree(self._folder / plane.name)
+            del self._planes[plane.name]
+
+
+def _writer_keys(folder: Path) -> str:
+    """A key folder whose client may write to storage."""
+    from penstock.transport.keys import make_keys
+
+    make_keys(folder, ("other",), writers=("client",))
+    return str(folder)
+
+
+def _knows_direct() -> bool:
+    """Whether this version's clients go straight to storage unless told otherwise."""
+    return importlib.util.find_spec("penstock.client") is not None  # 462be9a has none
+
+
+def producer(number: int, pipe: Connection) -> None:
+    import penstock as ps
+
+    planes: dict[str, ps.Plane] = {}
+    groups: list[Group] = []
+
+    def handle(request: Request) -> dict[str, Any]:
+        match request["do"]:
+            case "join":
+                planes[request["plane"]] = ps.open(request["url"], keys=request.get("keys"))
+            case "prepare":
+                case = CASES[request["case"]]
+                groups[:] = make_groups(case, range(number, case.groups, PRODUCERS), request["name"])
+                return sums_of(groups)
+            case "put":
+                for group in groups:
+                    planes[request["plane"]].put(samples_of(group))
+                groups.clear()
+            case "leave":
+                planes.pop(request["plane"]).close()
+        return {}
+
+    obey(pipe, handle)
+
+
+def samples_of(group: Group) -> list[Any]:
+    from penstock import Sample
+
+    names = [{"id": f"{group.id}/{i}", "group": group.id} for i in range(len(group.samples))]
+    given: list[dict[str, Any]] = [name | row for name, row in zip(names, group.samples, strict=True)]
+    return [Sample(**one) for one in given]
+
+
+def rank(number: int, pipe: Connection) -> None:
+    import torch
+
+    import penstock as ps
+
+    torch.set_num_threads(1)
+    sources: dict[str, ps.Source] = {}
+    steps: dict[str, Any] = {}
+
+    def handle(request: Request) -> dict[str, Any]:
+        plane = request["plane"]
+        match request["do"]:
+            case "join":
+                sources[plane] = ps.connect(
+                    request["url"], rank=number, world=request["world"], keys=request.get("keys")
+                )
+            case "take":
+                steps[plane] = sources[plane].step(timeout=PATIENCE_S)
+                tensors = [_tensors(batch) for batch in steps[plane]]
+                return add([read_all({name: tensor.numpy() for name, tensor in one.items()}) for one in tensors])
+            case "commit":
+                sources[plane].commit(steps.pop(plane))
+                sources[plane].flush()
+                return _bytes_read(sources[plane])
+            case "leave":
+                sources.pop(plane).close()
+        return {}
+
+    obey(pipe, handle)
+
+
+def _bytes_read(source: Any) -> dict[str, int]:
+    """What a source read from storage for its last step, and what the samples of that step take there."""
+    reach = getattr(source, "_reach", None)  # not in 462be9a
+    if reach is None or reach.reader is None:
+        return {"read": 0, "needed": 0}
+    from penstock.frames import ANY_SIZE, RangedFrame
+
+    read = needed = 0
+    for group in reach.reader.picks.groups:
+        frame = RangedFrame(group.front, limits=ANY_SIZE)
+        read += sum(b - a for a, b in frame.plan(group.rows))
+        needed += sum(b - a for a, b in frame.ranges(group.rows, gap=0))
+    return {"read": read, "needed": needed}
+
+
+def _tensors(batch: Any) -> dict[str, Any]:
+    """int64 ids; masks, log-probabilities and experts as they are."""
+    import numpy as np
+    import torch
+
+    columns: dict[str, Array] = dict(batch.columns)
+    columns["token_ids"] = columns["token_ids"].astype(np.int64)
+    return {name: torch.from_numpy(values) for name, values in columns.items()}
+
+
+if __name__ == "__main__":
+    main()

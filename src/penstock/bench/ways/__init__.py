@@ -1,6 +1,0 @@
-"""The ways that benchmarks of the plane compare, each a program of its own: `python -m ways.NAME`.
-
-They run in other interpreters too: where only the rivals are installed, or an older Penstock. So nothing here imports
-`penstock.bench`, and only `plane` imports Penstock. A way reads one JSON object per line and answers with one:
-see `serving`.
-"""

@@ -1,0 +1,124 @@
+"""A client's thread: it alone touches the carrier, so that heartbeats go on while the program computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from penstock.errors import Closed, CorruptFrame, PenstockError, PlaneLost
+from penstock.protocol.message_header import pack_message, read_from_plane
+from penstock.protocol.messages import Frames, FromClient, FromPlane
+from penstock.transport.interface import ClientCarrier, Envelope
+
+OnMessage = Callable[[FromPlane, Frames, float], None]
+OnTick = Callable[[float], None]
+
+
+class ClientLoop:
+    """Sends what it is given, hands over what arrives, and calls `on_tick` at least every `tick_s` seconds.
+
+    `on_message` and `on_tick` run in the client loop's thread. If one of them raises, or the carrier does, the
+    client loop ends and calls `on_end` with the error.
+    """
+
+    def __init__(
+        self,
+        carrier: ClientCarrier,
+        *,
+        on_message: OnMessage,
+        on_tick: OnTick,
+        on_end: Callable[[BaseException], None],
+        tick_s: float,
+        name: str,
+    ) -> None:
+        self._carrier, self._on_message, self._on_tick, self._on_end = carrier, on_message, on_tick, on_end
+        self._tick_s, self._pid = tick_s, os.getpid()
+        self._outbox: deque[tuple[bytes, Frames]] = deque()
+        self._stopping = False
+        self._closing, self._closed = threading.Lock(), False
+        self._thread = threading.Thread(target=self._work, name=f"penstock-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check_process(self) -> None:
+        """Threads, locks and connections do not survive a fork: say so at once, before anything is waited for."""
+        if not self.is_mine:
+            raise Closed(
+                f"opened in another process ({self._pid}), this one ({os.getpid()}) was forked from it; open the "
+                "plane, or connect the source, in the process that uses it"
+            )
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process started it."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def send(self, message: FromClient, frames: Frames, run_id: bytes) -> None:
+        """From any thread."""
+        self._outbox.append((pack_message(message, run_id), frames))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._closing:
+            if not self._closed and threading.current_thread() is not self._thread:
+                self._carrier.wake()
+
+    def explained(self, error: PenstockError) -> PenstockError:
+        """An error, with the reason why the plane cannot be found if the carrier knows one."""
+        reason = getattr(self._carrier, "reason", "")
+        return PlaneLost(f"{error}; {reason}") if reason and type(error) is PlaneLost else error
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Send what is still to be sent, then end."""
+        self._stopping = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        try:
+            while not (self._stopping and not self._outbox):
+                self._turn()
+        except (PenstockError, OSError) as error:
+            self._read_last_words()
+            self._on_end(error)
+        except BaseException as error:
+            self._on_end(error)
+            raise
+        finally:
+            with self._closing:  # nobody may wake a carrier that is being closed
+                self._closed = True
+                self._carrier.close()
+
+    def _turn(self) -> None:
+        while self._outbox:
+            header, frames = self._outbox.popleft()
+            self._carrier.send(header, frames)
+        got = None if self._stopping else self._carrier.receive(self._tick_s)
+        now = time.monotonic()
+        if got is not None:
+            self._hear(got, now)
+        self._on_tick(now)
+
+    def _hear(self, got: Envelope, now: float) -> None:
+        try:
+            message = read_from_plane(got[0])
+        except CorruptFrame:
+            return  # as if it had been lost: it will be asked for again
+        self._on_message(message, got[1], now)
+
+    def _read_last_words(self) -> None:
+        """A plane that ends says why before it is gone: that is what everybody must raise, not that it is gone."""
+        try:
+            while (got := self._carrier.receive(0)) is not None:
+                self._hear(got, time.monotonic())
+        except (PenstockError, OSError):
+            return

@@ -1,0 +1,140 @@
+"""A group ready to be put: its frame in pieces, and the metadata of a frame that goes to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from penstock.arrays import Sample
+from penstock.arrays.own_columns import Own
+from penstock.client.producer_line import Question
+from penstock.convert import Group
+from penstock.errors import InvalidInput, PenstockError
+from penstock.frames import FramePieces, Limits, check_group, encode_group, facts_of_pieces, read_head
+from penstock.frames.layout import Buffer, join
+from penstock.plane.evaluations import EvalFacts
+from penstock.plane.intake import UNCUT, facts_for_evaluation
+from penstock.plane.priorities import check_priority
+from penstock.protocol.producer import ProducerSession
+
+_LARGE_BYTES = 1 << 20
+_ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
+"""The plane has limits of its own and says what is beyond them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedGroup:
+    name: str
+    pieces: Sequence[Buffer]
+    """The buffers that make its frame. Large ones are views of the samples' arrays."""
+    size: int
+    run: Callable[[], str]
+    """Of its samples; looked up when it matters."""
+    evaluation: bool
+    made: FramePieces | None = None
+    """What was encoded here; None for a frame that came encoded."""
+    priority: float = 1.0
+    group: Group | None = None
+    """What it was made of, where that is known."""
+
+    @staticmethod
+    def of(
+        group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own], priority: float = 1.0
+    ) -> EncodedGroup:
+        """`columns` says which ones the plane was told of; it is asked only for samples that have such."""
+        samples = samples_of(group)
+        if not samples:
+            raise InvalidInput("put: no samples; a group has at least one")
+        if any(sample.own for sample in samples):
+            samples = [sample.conformed(columns()) for sample in samples]
+        run, known = samples[0].run, group if isinstance(group, Group) else None
+        name, made = samples[0].group if known is None else known.id, encode_group(samples)
+        return EncodedGroup(
+            name=name,
+            pieces=made.pieces,
+            size=made.size,
+            run=lambda: run,
+            evaluation=evaluation,
+            priority=priority,
+            made=made,
+            group=known,
+        )
+
+    @staticmethod
+    def of_frame(name: str, frame: Buffer, *, evaluation: bool, priority: float = 1.0) -> EncodedGroup:
+        return EncodedGroup(
+            name=name,
+            pieces=[frame],
+            size=len(frame),
+            run=partial(_run_of, frame),
+            evaluation=evaluation,
+            priority=priority,
+        )
+
+    def frame(self) -> Buffer:
+        """All of it, to be sent."""
+        if len(self.pieces) == 1:
+            return self.pieces[0]
+        return b"".join(self.pieces) if self.size < _LARGE_BYTES else join(self.pieces)
+
+    def metadata(self, seq_len: int, *, drop: bool) -> tuple[bytes, bytes]:
+        """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded.
+        `drop`: samples longer than `seq_len` are dropped, not truncated."""
+        if self.made is None and self.evaluation:
+            facts, shown = facts_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
+            return facts.to_bytes(), shown.to_bytes()
+        if self.made is None:
+            facts = check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE, drop=drop)
+            return facts.to_bytes(), b""
+        length = UNCUT if self.evaluation else seq_len
+        facts = facts_of_pieces(self.made, group=self.name, seq_len=length, drop=drop and not self.evaluation)
+        return facts.to_bytes(), EvalFacts.of(self.made.samples).to_bytes() if self.evaluation else b""
+
+    def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
+        """Asks the plane to take it. `direct`: its frame is written to storage once there is room for it."""
+        check_priority(self.name, self.priority)
+        waits = timeout is None or timeout > 0
+        frame = None if direct else self.frame()
+        digest = self._digest() if frame is None else xxhash.xxh3_128_digest(frame)
+        return lambda now: session.put(
+            self.name,
+            frame,
+            digest,
+            now,
+            size=self.size,
+            run=self.run,
+            waits=waits,
+            evaluation=self.evaluation,
+            priority=self.priority,
+        )
+
+    def _digest(self) -> bytes:
+        state = xxhash.xxh3_128()
+        for piece in self.pieces:
+            state.update(piece)
+        return state.digest()
+
+
+def samples_of(group: object) -> Sequence[Sample]:
+    """Return the samples of what is put; raise InvalidInput for anything else."""
+    if isinstance(group, Group):
+        return group.samples
+    if not isinstance(group, Sequence) or isinstance(group, (str, bytes)):
+        raise InvalidInput(f"put: a {type(group).__name__}; put a group's samples as a list: plane.put([sample, ...])")
+    for i, sample in enumerate(group):
+        if not isinstance(sample, Sample):
+            raise InvalidInput(
+                f"put: samples[{i}] is a {type(sample).__name__}; put samples, or trajectories with plane.group(...)"
+            )
+    return group
+
+
+def _run_of(frame: Buffer) -> str:
+    """The run a group's samples belong to, as its frame says."""
+    try:
+        return read_head(frame).text.get("run", ("",))[0]
+    except PenstockError:
+        return ""  # the plane will say what is wrong with it

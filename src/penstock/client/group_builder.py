@@ -1,0 +1,139 @@
+"""The rollouts of one prompt on their way to a plane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.arrays.own_columns import NO_COLUMNS
+from penstock.capture import Trajectory
+from penstock.convert import Group, make_group, unique_id
+from penstock.convert.advantages import Advantage
+from penstock.convert.filters import Filter
+from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.client.plane import Plane
+
+FAILED = "rollout failed"
+"""Reason under which the rollouts of a group are counted when each of them ended with an error."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CollectedRollouts:
+    """The rollouts of one prompt: all of them become the group, or none."""
+
+    plane: Plane
+    prompt: str
+    id: str
+    """The group's own."""
+    policy_version: int | None
+    advantage: Advantage | None
+    filters: tuple[Filter, ...]
+    timeout: float | None
+    evaluation: bool
+    priority: float = 1.0
+    rollouts: list[Trajectory] = field(default_factory=list)
+
+    def add(self, trajectory: Trajectory) -> None:
+        if not isinstance(trajectory, Trajectory):
+            raise InvalidInput(
+                f"group of {self.prompt!r}: add({type(trajectory).__name__}); add a Trajectory, or put samples with "
+                "plane.put([sample, ...])"
+            )
+        self.rollouts.append(trajectory)
+
+    def make(self) -> Group:
+        """The group, without putting it."""
+        return make_group(
+            self.rollouts,
+            id=self.id,
+            prompt=self.prompt,
+            policy_version=self.policy_version,
+            advantage=self.advantage,
+            filters=self.filters,
+            columns=self.plane.columns if any(t.own for r in self.rollouts for t in r.turns) else NO_COLUMNS,
+        )
+
+    def discards(self, group: Group) -> list[tuple[str, int, str]]:
+        """(reason, samples, key) of what filters dropped; counted once by its key, however often a put is tried."""
+        found = dict(group.dropped)
+        if self.has_failed(group):
+            found[FAILED] = found.get(FAILED, 0) + len(set(group.origins.tolist()))
+        return [(reason, count, f"{self.id}: {reason}") for reason, count in found.items()]
+
+    def has_failed(self, group: Group) -> bool:
+        """Whether every rollout that filters left ended with an error: nothing of the group could be trained."""
+        return not self.evaluation and len(group) > 0 and bool(group.rollouts.errored[group.origins].all())
+
+
+class GroupBuilder(CollectedRollouts):
+    """Collects the rollouts of one prompt in a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.put()
+
+    def put(self) -> Group:
+        """Make the group and hand it over; what filters dropped is counted at the plane."""
+        group = self.make()
+        for reason, count, key in self.discards(group):
+            self.plane.discard(reason, count, key=key)
+        if len(group) and not self.has_failed(group):
+            self.plane.put(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
+        return group
+
+
+class AsyncGroupBuilder(CollectedRollouts):
+    """Collects the rollouts of one prompt in an `async with` block; tasks may add to it as they finish."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.put()
+
+    async def put(self) -> Group:
+        """Make the group and hand it over; what filters dropped is counted at the plane."""
+        group = await self.plane.acompute(self.make)
+        for reason, count, key in self.discards(group):
+            await self.plane.adiscard(reason, count, key=key)
+        if len(group) and not self.has_failed(group):
+            await self.plane.aput(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
+        return group
+
+
+def builder_fields(
+    plane: Plane,
+    prompt: str,
+    given: str | None,
+    policy_version: int | None,
+    advantage: Advantage | None,
+    filters: tuple[Filter, ...],
+    evaluation: bool,
+    priority: float,
+    timeout: float | None,
+) -> dict[str, Any]:
+    """What a builder is made of."""
+    if evaluation and filters:
+        raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
+    return {
+        "plane": plane,
+        "prompt": prompt,
+        "id": unique_id(prompt) if given is None else given,
+        "policy_version": policy_version,
+        "advantage": None if evaluation else advantage,
+        "filters": filters,
+        "evaluation": evaluation,
+        "priority": priority,
+        "timeout": timeout,
+    }

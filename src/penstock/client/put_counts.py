@@ -1,0 +1,87 @@
+"""What a producer should know of the groups it put: counted, and logged at the first, second, fourth, ... time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+
+from penstock.convert import Group
+from penstock.convert.forks import RETOKENIZED
+from penstock.plane.ledger import OVER_LENGTH
+
+logger = logging.getLogger("penstock.producer")
+
+
+class PutCounts:
+    """Counts of one producer; safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.stale = 0
+        """Groups that were dropped at once, because they were too old for `max_staleness`."""
+        self.forks: Counter[str] = Counter()
+        """How often rollouts branched, by cause: see `penstock.convert.forks`."""
+        self.unrouted = 0
+        """Samples without routed experts although the server reported some."""
+        self.over_length: Counter[str] = Counter()
+        """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
+        dropped_samples, dropped_tokens."""
+
+    def on_stale(self, group: str, version: int | None) -> None:
+        with self._lock:
+            self.stale += 1
+            count = self.stale
+        if _is_said(count - 1, count):
+            logger.warning(
+                "group %r was too old for max_staleness and dropped, as %d put here so far; published is version %s: "
+                "generate with newer weights (plane.policy_version), or raise max_staleness",
+                group,
+                count,
+                version,
+            )
+
+    def on_over_length(self, group: str, counts: tuple[int, int, int, int]) -> None:
+        with self._lock:
+            before = self._num_shortened()
+            self.over_length.update(dict(zip(OVER_LENGTH, counts, strict=True)))
+            after = self._num_shortened()
+        if _is_said(before, after):
+            logger.warning(
+                "group %r has samples longer than the plane's seq_len; put here so far: %s; generate fewer tokens, or "
+                "raise seq_len",
+                group,
+                ", ".join(f"{self.over_length[name]} {name.replace('_', ' ')}" for name in OVER_LENGTH),
+            )
+
+    def _num_shortened(self) -> int:
+        return self.over_length["truncated_samples"] + self.over_length["dropped_samples"]
+
+    def on_put(self, group: Group) -> None:
+        """Note what became of the rollouts on their way to samples."""
+        if not group.forks and not group.unrouted:
+            return
+        with self._lock:
+            before = self.forks[RETOKENIZED], self.unrouted
+            self.forks.update(group.forks)
+            self.unrouted += group.unrouted
+            after = self.forks[RETOKENIZED], self.unrouted
+        if _is_said(before[0], after[0]):
+            logger.warning(
+                "group %r: what the model said came back as other tokens, %d times so far; each time the rollout "
+                "branches and its history is stored and computed again: send token ids to the server, not text",
+                group.id,
+                after[0],
+            )
+        if _is_said(before[1], after[1]):
+            logger.warning(
+                "group %r: routed experts left out of samples because rows were missing, %d samples so far; ask the "
+                "server for the rows of every call",
+                group.id,
+                after[1],
+            )
+
+
+def _is_said(before: int, after: int) -> bool:
+    """Whether a count passed a power of two."""
+    return after.bit_length() > before.bit_length()

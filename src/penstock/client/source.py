@@ -1,0 +1,398 @@
+"""A rank's source of steps: asks for them ahead of time, checks them, fills them while the last one trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from penstock.arrays import Samples
+from penstock.arrays.digests import sample_digests, step_digest
+from penstock.arrays.versions import MAX_VERSION
+from penstock.client.client_loop import ClientLoop
+from penstock.client.handles import Handle, nowhere
+from penstock.client.source_settings import SourceSettings
+from penstock.client.source_step import SourceStep as SourceStep
+from penstock.client.storage_reader import Reach, Unreadable
+from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
+from penstock.frames import ANY_SIZE, decode
+from penstock.packing import BlockPool, RankPlan, fill
+from penstock.protocol.messages import Frames, FromPlane
+from penstock.protocol.picks import StepPicks
+from penstock.protocol.rank_session import Arrived, Event, Ready, Released, StepDone
+from penstock.protocol.retry import Failed, Out
+from penstock.transport.interface import ClientCarrier
+
+logger = logging.getLogger("penstock.source")
+_LOOK_S = 1.0
+"""How often a call that waits looks whether anybody still listens."""
+UNCOMMITTED = 8
+"""Steps taken and not committed, beyond which a source warns."""
+_FRESH_S = 0.25
+"""How old the plane's words may be when a wait ends."""
+AWAY_S = 60.0
+"""How long a rank asks storage that does not answer before it asks the plane."""
+_AGAIN_S = 0.5
+_LEAVE_S = 2.0
+"""How long a rank that failed at once waits for the plane to hear of it."""
+
+
+class Source:
+    """The steps of one rank, in order. Use it from one thread; a second one works behind it.
+
+    Any failure, here or on another rank, is raised by the next call, as `StepAborted` with the same words on every
+    rank.
+    """
+
+    def __init__(self, carrier: ClientCarrier, settings: SourceSettings, *, handle: Handle | None = None) -> None:
+        """`handle` is how another process reaches the plane."""
+        self.settings, self._handle_of_plane = settings, handle
+        self.plane: object = None
+        """The plane in this process that it takes steps from: open as long as this source is."""
+        self.rank, self.timeouts = settings.rank, settings.timeouts
+        self._next = settings.resume_step or 0
+        """The step to give out next; 0 until the plane has said where it is."""
+        self._first = self._next
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._reach, self._pool = Reach(), BlockPool()
+        self._session = settings.new_session(self._reach.find)
+        self._arrived: dict[int, SourceStep] = {}
+        self._released: set[int] = set()
+        self._asked = self._committed = self._next - 1
+        self._error: BaseException | None = None
+        self._received: SimpleQueue[Arrived | None] = SimpleQueue()
+        """Steps that wait to be checked and filled."""
+        self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
+        self._filler.start()
+        self._loop = ClientLoop(
+            carrier,
+            on_message=self._on_message,
+            on_tick=self._on_tick,
+            on_end=self._on_end,
+            tick_s=settings.tick_s,
+            name=f"source-{self.rank}",
+        )
+        with self._lock:
+            self._handle(self._session.start(time.monotonic()))
+            if self._next:
+                self._ask_ahead(self._next)
+        self._loop.start()
+
+    def __reduce__(self) -> tuple[Callable[[], Source], tuple[()]]:
+        """For frameworks that ship objects between processes: it arrives as a source of the same rank, which goes on
+        after the last step committed here. A rank is one process; close this one."""
+        if self._handle_of_plane is None:
+            raise nowhere("source")
+        resume, had = self._committed + 1 if self._next else None, self.settings
+        of_rank = {"rank": had.rank, "world": had.world, "replica": had.replica, "replicas": had.replicas}
+        return partial(self._handle_of_plane.source, **of_rank, prefetch=had.prefetch, resume_step=resume), ()
+
+    # -------------------------------------------------------------- the rank's side
+
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
+        """The next step (or step `number`, which must be the next one).
+
+        It is given out when every rank has it and found it whole. Waits for generation as long as the plane lives;
+        raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank
+        or the plane has failed, or a rank has left.
+        """
+        self._loop.check_process()
+        with self._lock:
+            if number is not None and self._next and number != self._next:
+                raise InvalidInput(f"step {number}: the next one is {self._next}; steps come in order")
+            self._raise_error()
+            if self._next:
+                self._ask(self._next)
+            self._await_step(timeout)
+            want = self._next
+            if number is not None and number != want:
+                raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
+            self._next = want + 1
+            self._released.discard(want)
+            got = self._arrived.pop(want)
+            if want - self._committed == UNCOMMITTED + 1:  # once: each further step is one more
+                logger.warning(
+                    "rank %d: steps %d to %d were taken and none of them committed; call source.commit(step) after "
+                    "each optimizer step, or a restart serves all of them again",
+                    *(self.rank, self._committed + 1, want - 1),
+                )
+            self._ask_ahead(want + 1)
+            return got
+
+    def _await_step(self, timeout: float | None) -> None:
+        """Until the next step is released; raises what ended the wait otherwise."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        fresh = _FRESH_S if timeout is None else min(_FRESH_S, timeout / 2)
+        while not self._is_over and (deadline is None or time.monotonic() < deadline - fresh):
+            self._changed.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline - fresh - time.monotonic()))
+            self._check_loop()
+        if not self._is_over and timeout is not None and deadline is not None:
+            self._handle(self._session.beat_now(time.monotonic()))  # so that the words are of now
+            self._changed.wait_for(lambda: self._is_over, max(deadline - time.monotonic(), 0.0))
+        self._raise_error()
+        if self._next in self._released:
+            return
+        if self._is_alone:
+            rank = self._session.left
+            raise StepAborted(f"step {self._next}: rank {rank}: left before this step", self._next, rank)
+        step = f"step {self._next}" if self._next else "the first step"
+        raise WaitTimeout(
+            f"rank {self.rank}: {step}: not here after {timeout:g} s; waited for: {self._session.waiting_for}"
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return self._error is not None or self._next in self._released or self._is_alone
+
+    def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
+        """All steps from here on. Commit each one after its optimizer step."""
+        while True:
+            yield self.step(timeout=timeout)
+
+    def commit(self, step: SourceStep | int, *, policy_version: int | None = None) -> None:
+        """The step is trained. `policy_version` publishes the version of the weights that came out of it.
+
+        Does not wait: what is lost on the way is sent again. A checkpoint that carries the step number is the last
+        word: resume with `resume_step` one above it.
+        """
+        number = _number_of(step, "commit")
+        if policy_version is not None and not 0 <= policy_version <= MAX_VERSION:
+            raise InvalidInput(f"policy_version: {policy_version}; must be a whole number from 0 to 2**53")
+        self._loop.check_process()
+        with self._lock:
+            self._raise_error()
+            if number != self._committed + 1 or number >= self._next:
+                raise InvalidInput(
+                    f"commit of step {number}: the last one committed is {self._committed}, the last one taken is "
+                    f"{self._next - 1}; commit each step once, in order, after training it"
+                )
+            self._committed = number
+            self._handle(self._session.commit(number, policy_version, time.monotonic()))
+
+    def report(
+        self,
+        step: SourceStep | int,
+        *,
+        priorities: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
+        number = _number_of(step, "report")
+        self._loop.check_process()
+        with self._lock:
+            self._raise_error()
+            now = time.monotonic()
+            self._handle(self._session.report(number, dict(priorities or {}), dict(metrics or {}), now))
+
+    def fail(self, reason: str) -> None:
+        """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
+        self._loop.check_process()
+        with self._lock:
+            step = max(self._next - 1, self._first, 1)  # the one being trained; the first, if none was taken yet
+            self._handle(self._session.fail(step, reason, time.monotonic()))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the plane waits for, in its own words."""
+        return self._session.waiting_for
+
+    def flush(self, timeout: float = 30.0) -> None:
+        """Wait until the plane has confirmed every commit; needs all ranks to have committed."""
+        self._loop.check_process()
+        with self._lock:
+            done = self._changed.wait_for(lambda: not self._session.uncommitted or self._error is not None, timeout)
+            self._raise_error()
+            if not done:
+                raise WaitTimeout(
+                    f"rank {self.rank}: commits of steps {self._session.uncommitted}: not confirmed after "
+                    f"{timeout:g} s; waited for: the other ranks to commit them too"
+                )
+
+    def close(self) -> None:
+        """Leave. What was committed is sent on first; steps taken and not committed will be served again."""
+        if not self._loop.is_mine:
+            return  # in a forked process there is nothing to close
+        with self._lock:
+            self._handle(self._session.leave())
+            self._changed.wait_for(lambda: self._session.has_left or self._error is not None, _LEAVE_S)
+            if self._error is None:
+                self._error = Closed("this source was closed")
+            self._changed.notify_all()
+        self._received.put(None)
+        self._loop.stop()
+        self._filler.join(_LEAVE_S)  # it refers to this source, and through it to a plane in this process
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and error is not self._error:
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # -------------------------------------------------------------- the client loop's side
+
+    def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
+        with self._lock:
+            events = self._session.on_message(message, frames, now)
+            if self._is_alone or self._session.has_left:
+                self._changed.notify_all()
+        for event in events:
+            if isinstance(event, Arrived):
+                self._received.put(event)
+            else:
+                with self._lock:
+                    self._handle([event])
+
+    def _on_tick(self, now: float) -> None:
+        with self._lock:
+            self._handle(self._session.on_tick(now))
+
+    def _on_end(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Check and fill what arrives, on a thread of its own: heartbeats go on however long that takes."""
+        while (arrived := self._received.get()) is not None:
+            self._receive(arrived)
+            del arrived  # its payload must not live until the next one comes
+
+    def _receive(self, arrived: Arrived) -> None:
+        """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
+        message = arrived.deliver
+        try:
+            samples, digests = self._read(arrived)
+            is_whole = step_digest(message.plan, digests) == message.digest
+        except Unreadable as error:
+            self._damaged(message.step, error)
+            return
+        except CorruptFrame:
+            is_whole = False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            self._fail(message.step, f"{type(error).__name__}: {error}")
+            return
+        if not is_whole:
+            logger.warning("step %d: not what was sent; asking again", message.step)
+            with self._lock:
+                self._handle(self._session.altered(message.step, time.monotonic()))
+            return
+        try:
+            rank_plan = RankPlan.from_bytes(message.plan)
+            batches = fill(samples, rank_plan, pool=self._pool)
+            step = SourceStep(message.step, message.digest, rank_plan, batches, message.numbers)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._fail(message.step, f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._arrived[message.step] = step
+            self._handle(self._session.received(message.step, step.digest, time.monotonic()))
+
+    def _read(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
+        """`_samples`, again and again while storage does not answer this process. Heartbeats go on meanwhile, and say
+        that the step is being filled. After a while the plane is asked to look at it."""
+        until = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return self._samples(arrived)
+            except Away as error:
+                if time.monotonic() > until or self._error is not None:
+                    group = StepPicks.from_bytes(arrived.deliver.picks).groups[0].group
+                    raise Unreadable(group, str(error)) from None
+                logger.warning("step %d: %s; reading it again", arrived.deliver.step, error)
+            time.sleep(_AGAIN_S)
+
+    def _samples(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
+        """The samples of a step and their digests: its payload, or what storage holds. Raises Unreadable."""
+        reader = self._reach.reader
+        if reader is None or any(len(frame) for frame in arrived.frames):
+            samples = _samples(arrived.frames)
+            return samples, sample_digests(samples)
+        picks = StepPicks.from_bytes(arrived.deliver.picks)
+        samples = reader.samples(picks)
+        digests = sample_digests(samples)
+        for k, (found, wanted) in enumerate(zip(digests, picks.digests, strict=True)):
+            if found != wanted:
+                raise Unreadable(picks.group_of(k), "the bytes in storage are not those that were put")
+        return samples, digests
+
+    def _damaged(self, step: int, error: Unreadable) -> None:
+        """Tell the plane, which looks at the group itself and then sends the samples, or plans without the group."""
+        logger.warning("step %d: %s", step, error)
+        with self._lock:
+            self._handle(self._session.damaged(step, error.group, error.reason, time.monotonic()))
+
+    def _fail(self, step: int, reason: str) -> None:
+        with self._lock:
+            self._handle(self._session.fail(step, reason, time.monotonic()))
+
+    def _ask_ahead(self, step: int) -> None:
+        for ahead in range(step, step + self.settings.prefetch):
+            self._ask(ahead)
+
+    def _begin_at(self, step: int) -> None:
+        """The plane says where it is."""
+        if self._next == 0:
+            self._first = self._next = step
+            self._asked = self._committed = step - 1
+            self._ask_ahead(step)
+            self._ask(step)  # somebody waits for it, or will
+            self._changed.notify_all()
+
+    def _ask(self, step: int) -> None:
+        if step > self._asked:
+            self._asked = step
+            self._handle(self._session.request(step, time.monotonic()))
+
+    def _handle(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Out):
+                self._loop.send(event.message, event.frames, self._session.run_id)
+            elif isinstance(event, Ready):
+                self._begin_at(event.step)
+            elif isinstance(event, Failed):
+                self._error = self._error or self._loop.explained(event.error)
+                self._changed.notify_all()
+            elif isinstance(event, Released):
+                self._released.add(event.step)
+                self._changed.notify_all()
+            elif isinstance(event, StepDone):
+                self._changed.notify_all()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._session.left >= 0
+
+    def _check_loop(self) -> None:
+        if not self._loop.is_alive and self._error is None:
+            self._error = Closed(f"rank {self.rank}: nobody listens for the plane any more")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _number_of(step: object, what: str) -> int:
+    if isinstance(step, SourceStep):
+        return step.number
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise InvalidInput(
+            f"{what}: {type(step).__name__} {str(step)[:40]!r}; pass the step that source.step() returned"
+        )
+    return step
+
+
+def _samples(frames: Frames) -> Samples:
+    """The samples of a payload, which travels in one piece unless it is very large."""
+    data = frames[0] if len(frames) == 1 else b"".join(frames)
+    return decode(data, limits=ANY_SIZE) if len(data) else Samples.of([])

@@ -1,0 +1,77 @@
+"""What a rank's source is told: which process of the trainer it is, where it begins and how far it looks ahead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import InvalidInput
+from penstock.log.pids import pid_space
+from penstock.protocol.messages import MAX_NAME, Attached
+from penstock.protocol.rank_session import RankSession
+from penstock.protocol.timeouts import Timeouts
+
+_MAX_STEP = 2**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """The settings of one source, checked."""
+
+    rank: int
+    world: int
+    """Ranks that take part; the plane must have as many."""
+    replica: int = 0
+    """Which process of the rank this is."""
+    replicas: int = 1
+    """Processes per rank; each gets the rank's data."""
+    resume_step: int | None = None
+    """One above the last step of the checkpoint that is loaded; None goes on at the first step that is not
+    committed."""
+    prefetch: int = 1
+    """Steps that are asked for ahead of time."""
+    run: str = ""
+    """The run that the plane must have; empty: any."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if self.prefetch not in (0, 1, 2):
+            raise InvalidInput(f"prefetch: {self.prefetch}; must be 0, 1 or 2 steps ahead")
+        _check_place("rank", self.rank, "world", self.world)
+        _check_place("replica", self.replica, "replicas", self.replicas)
+        if self.resume_step is not None and not 1 <= self.resume_step <= _MAX_STEP:
+            raise InvalidInput(
+                f"resume_step: {self.resume_step}; must be one above the last step of your checkpoint, counted from 1, "
+                "or None for the first step that is not committed"
+            )
+
+    @property
+    def tick_s(self) -> float:
+        """How often a source looks at the clock."""
+        return min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5)
+
+    def new_session(self, can_read: Callable[[Attached], bool]) -> RankSession:
+        """What a process says that has just started."""
+        return RankSession(
+            run=self.run,
+            rank=self.rank,
+            world=self.world,
+            step=self.resume_step,
+            incarnation=uuid.uuid4().hex,
+            replica=self.replica,
+            replicas=self.replicas,
+            timeouts=self.timeouts,
+            can_read=can_read,
+            process=f"pid {os.getpid()} on {socket.gethostname()}"[:MAX_NAME],
+            pid=os.getpid(),
+            pid_space=pid_space()[:MAX_NAME],
+        )
+
+
+def _check_place(name: str, value: Any, of: str, most: Any) -> None:
+    if isinstance(value, str) or isinstance(most, str) or not 0 <= value < most:
+        raise InvalidInput(f"{name}: {value!r}, and {of} is {most!r}; must be from 0 to {of} - 1")

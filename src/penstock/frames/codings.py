@@ -1,0 +1,358 @@
+"""Lossless codings of one array, and the choice of the cheapest for its content.
+
+    0 raw       the bytes as they are
+    1 constant  one value
+    2 runs      lengths and values of runs of equal bits (a mask needs no values: they alternate)
+    3 narrow    unsigned integers in as many bits as the largest needs (arrays/bits.py)
+    4 sparse    only the values on trained tokens; all others are zero bits
+    5 planes    byte planes, each compressed or left alone (arrays/byte_planes.py)
+    6 packed    `narrow`, each plane compressed or left alone
+    7 deltas    lists that ascend: the first value of each list, then by how much each is larger than the one before
+    8 flat      rows of a column with trailing dimensions, end to end as one array in a coding of its own
+
+The `fast` profile uses 0-4 and 8, which run at memory speed; `small` adds 5 to 7. Every writer here has its
+reader beside it; readers check sizes against counts before they allocate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
+from penstock.arrays.byte_planes import join_bytes, split_bytes
+from penstock.arrays.columns import Array
+from penstock.arrays.list_steps import lists_of, steps_of
+from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
+from penstock.errors import CorruptFrame
+from penstock.frames.compress import compress, decompress
+from penstock.frames.layout import ALIGN, Block, Buffer
+
+Profile: TypeAlias = Literal["fast", "small"]
+RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
+FEW = 64
+"""Numbers that are coded without numpy."""
+NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
+_OCTETS = (RAW, CONSTANT, PLANES)
+"""Codings whose bytes become values as they are: bools among them are read as bytes first."""
+
+
+class Writer:
+    """Collects a section's pieces in the order in which a `Reader` will meet them."""
+
+    def __init__(self, profile: Profile, *, align: bool) -> None:
+        self.pieces: list[Buffer] = []
+        self.small = profile == "small"
+        self.align = align
+
+    def add(self, *buffers: Array | bytes) -> tuple[int, ...]:
+        """Append buffers; returns their sizes, which only compressed ones need to record."""
+        views = [b if isinstance(b, bytes) else _octets(b) for b in buffers]
+        for view in views:
+            self.pieces.append(view)
+            self._pad(len(view))
+        return tuple(len(view) for view in views)
+
+    def _pad(self, size: int) -> None:
+        if self.align and size % ALIGN:
+            self.pieces.append(bytes(-size % ALIGN))
+
+    def plain(self, coding: int, arg: int, *arrays: Array | bytes) -> Block:
+        """A block whose buffer sizes follow from its coding and count."""
+        self.add(*arrays)
+        return Block(coding, arg)
+
+    def write(self, values: Array, trained: MaskRuns | None = None) -> Block:
+        """Write a one-dimensional array in its cheapest coding; `trained` is the mask aligned with it."""
+        if len(values) == 0:
+            return self.plain(RAW, 0, values)
+        if len(values) <= FEW and values.dtype.kind in "ui" and values.itemsize > 1:
+            found = self._few(values)
+            if found is not None:
+                return found
+        if values.dtype.kind == "f" and trained is not None and trained.has_off and trained.is_zero_off(values):
+            return Block(SPARSE, trained.count(), (), (self._write_trained(values, trained),))
+        if len(values) > 1 and has_few_runs(values):
+            block = self._runs_if_cheaper(values)
+            if block is not None:
+                return block
+        if values.dtype == np.bool_:
+            return self._narrow(values.astype(np.uint32))
+        if values.dtype.kind == "f" or values.dtype.itemsize == 1:
+            return self._raw(values)
+        return self._integers(values)
+
+    def _few(self, values: Array) -> Block | None:
+        """`write` for the few whole numbers of a head, one per sample: the same bytes without a dozen calls of numpy
+        each. None where runs, or numbers beyond 32 bits, are to be looked at."""
+        flat: list[int] = values.tolist()
+        count, largest = len(flat), max(flat)
+        if count > 1 and flat.count(flat[0]) == count:
+            return self.plain(CONSTANT, 0, values[:1])
+        runs = 1 + sum(a != b for a, b in pairwise(flat))
+        bits = min(values.itemsize, 2) * 8
+        if largest >= 2**32 or min(flat) < 0 or runs * (16 + 8 * values.itemsize) < count * bits:
+            return None
+        width = width_of(largest)
+        low, high = planes_of(width)
+        packed = 0
+        for i, value in enumerate(flat if high else ()):
+            packed |= (value >> low) << (i * high)
+        low_plane = values.astype(f"<u{low // 8}").tobytes() if low else b""
+        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-count * high // 8), "little"))
+
+    def write_number(self, value: int) -> Block:
+        """`write` for one number below 2**32, without arrays."""
+        width = width_of(value)
+        low, high = planes_of(width)
+        self.add((value % (1 << low)).to_bytes(low // 8, "little"), (value >> low).to_bytes(-(-high // 8), "little"))
+        return Block(NARROW, width)
+
+    def _write_trained(self, values: Array, trained: MaskRuns) -> Block:
+        first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
+        if self.small or trained.is_choppy or has_few_runs(first):
+            return self.write(trained.take(values))
+        # Log-probabilities come here: the pieces go into the frame as they lie, without a copy in between.
+        self.pieces.extend(_octets(values[a:b]) for a, b in trained.on)
+        self._pad(trained.count() * values.dtype.itemsize)
+        return Block(RAW)
+
+    def _runs_if_cheaper(self, values: Array) -> Block | None:
+        starts = run_starts(values)
+        if len(starts) == 1:
+            return self.plain(CONSTANT, 0, values[:1])
+        alternating = values.dtype == np.bool_
+        bits_per_run = 16 + (0 if alternating else 8 * values.dtype.itemsize)
+        if len(starts) * bits_per_run >= len(values) * (1 if alternating else 8 * min(values.dtype.itemsize, 2)):
+            return None
+        run_values, run_lengths = encode_runs(values, starts)
+        kept = run_values[:1] if alternating else run_values
+        self.add(kept)
+        return Block(RUNS, len(run_lengths), (), (self._narrow(run_lengths),))
+
+    def _integers(self, values: Array) -> Block:
+        largest = int(values.max())
+        if largest >= 2**32 or (values.dtype.kind == "i" and int(values.min()) < 0):
+            return self._raw(values)
+        return self._narrow(values.astype(np.uint32, copy=False), largest)
+
+    def _narrow(self, values: NDArray[np.uint32], largest: int | None = None) -> Block:
+        width = width_of(int(values.max()) if largest is None else largest)
+        planes = pack_uints(values, width)
+        if self.small and len(values) > 64:
+            return Block(PACKED, width, self.add(*(compress(plane, level=3) for plane in planes)))
+        return self.plain(NARROW, width, *planes)
+
+    def _raw(self, values: Array) -> Block:
+        if self.small and len(values) > 64:
+            # Level 1, not 3: on mantissa bytes the higher level's match search only finds noise.
+            return Block(PLANES, 0, self.add(*(compress(plane, level=1) for plane in split_bytes(values))))
+        return self.plain(RAW, 0, values)
+
+    def write_pieces(self, pieces: Sequence[Array]) -> Block:
+        """Write the rows of several arrays as one raw array, without joining them first."""
+        size = 0
+        for piece in pieces:
+            self.pieces.append(_octets(piece))
+            size += piece.nbytes
+        self._pad(size)
+        return Block(RAW)
+
+    def write_row_pieces(self, pieces: Sequence[Array]) -> Block:
+        """`write_rows` of the pieces end to end, without joining them, where rows are not wide and not compressed."""
+        bits = [bit_view(piece) for piece in pieces]
+        if not any(one[:1].any() or one.any() for one in bits):  # the first row nearly always tells
+            first = next((piece for piece in pieces if piece.size), None)
+            if first is not None:
+                return self.plain(CONSTANT, 0, first.reshape(-1)[:1])
+        return self.write_pieces(pieces)
+
+    def write_lists(self, lists: Ragged, trained: MaskRuns | None = None) -> tuple[Block, Block]:
+        """Write one list per token: how many values each has, then the values; `trained` as for `write`."""
+        counts = lists.lengths.astype(np.uint32)
+        if len(counts) and trained is not None and trained.has_off and trained.is_zero_off(counts):
+            first = Block(SPARSE, trained.count(), (), (self.write(trained.take(counts)),))
+        else:
+            first = self.write(counts)
+        if self.small and lists.dtype.kind == "u" and len(lists.values) > 64:
+            steps = steps_of(lists)
+            if steps is not None:
+                return first, Block(DELTAS, 0, (), (self.write(steps),))
+        return first, self.write(lists.values)
+
+    def write_rows(self, values: Array, trained: MaskRuns | None = None) -> Block:
+        """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`; `trained` as for
+        `write`."""
+        flat = values.reshape(len(values), math.prod(values.shape[1:]))
+        if flat.size and not bit_view(flat.reshape(-1)).any():
+            return self.plain(CONSTANT, 0, flat[0, :1])
+        if is_wide(values.dtype):
+            if trained is not None and trained.has_off and trained.is_zero_off(flat):
+                return Block(SPARSE, trained.count(), (), (self.write_rows(trained.take(flat)),))
+            return Block(FLAT, 0, (), (self.write(flat.reshape(-1)),))
+        if self.small and flat.size > 64:
+            return Block(PLANES, 0, self.add(compress(np.ascontiguousarray(flat.T), level=1)))
+        return self.plain(RAW, 0, values)
+
+
+class Reader:
+    """Walks a section's buffers in the order they were written, checking every size."""
+
+    def __init__(self, section: memoryview, *, align: bool) -> None:
+        self.section = section
+        self.at = 0
+        self.align = align
+        self.used: Counter[str] = Counter()
+        """Bytes taken so far, by what they were for."""
+
+    def bytes(self, size: int, what: str) -> memoryview:
+        end = self.at + size
+        if size < 0 or end > len(self.section):
+            raise CorruptFrame(f"{what}: {size} bytes at {self.at} of a section of {len(self.section)}")
+        view = self.section[self.at : end]
+        self.used[what] += size
+        self.at = -(-end // ALIGN) * ALIGN if self.align else end
+        return view
+
+    def finish(self, what: str) -> None:
+        """The section must be used up, but for the padding that aligns what follows."""
+        if len(self.section) - self.at >= ALIGN or any(self.section[self.at :]):
+            raise CorruptFrame(f"{what}: {len(self.section) - self.at} bytes left over")
+
+    def read(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns | None = None) -> Array:
+        """The one-dimensional array of `count` values that was written as `block`."""
+        if dtype == np.bool_ and block.coding in _OCTETS:
+            octets = self.read(block, np.dtype("|u1"), count, what)
+            return octets.astype(np.bool_)  # a bool made of any other byte than 0 and 1 is undefined
+        if block.coding == RAW:
+            return np.frombuffer(self.bytes(count * dtype.itemsize, what), dtype)
+        if block.coding == CONSTANT:
+            value = np.frombuffer(self.bytes(dtype.itemsize, what), dtype)
+            return np.full(count, value[0], dtype)
+        if block.coding == RUNS:
+            return self._read_runs(block, dtype, count, what)
+        if block.coding == SPARSE and trained is not None:
+            return self._read_sparse(block, dtype, count, what, trained)
+        if block.coding in (NARROW, PACKED):
+            return self._read_narrow(block, dtype, count, what)
+        if block.coding == PLANES:
+            return join_bytes(self._planes(block, [count] * dtype.itemsize, what), dtype)
+        raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
+
+    def read_number(self, block: Block, what: str) -> int:
+        """`read` for one number below 2**32."""
+        if block.coding != NARROW or block.arg not in WIDTHS:
+            return int(self.read(block, np.dtype("<u4"), 1, what)[0])
+        low, high = planes_of(block.arg)
+        value = int.from_bytes(self.bytes(low // 8, what), "little")
+        return value | (int.from_bytes(self.bytes(-(-high // 8), what), "little") % (1 << high)) << low
+
+    def read_rows(
+        self,
+        block: Block,
+        dtype: np.dtype[Any],
+        count: int,
+        shape: tuple[int, ...],
+        what: str,
+        trained: MaskRuns | None = None,
+    ) -> Array:
+        """The [count, *shape] array that `write_rows` wrote."""
+        if dtype == np.bool_ and block.coding in _OCTETS:
+            return self.read_rows(block, np.dtype("|u1"), count, shape, what).astype(np.bool_)
+        size = math.prod(shape)
+        if block.coding == SPARSE and trained is not None:
+            _check_sparse(block, count, what, trained)
+            return trained.put(self.read_rows(block.parts[0], dtype, block.arg, shape, what))
+        if block.coding == FLAT and len(block.parts) == 1:
+            return self.read(block.parts[0], dtype, count * size, what).reshape(count, *shape)
+        total = count * size * dtype.itemsize
+        if block.coding == RAW:
+            return np.frombuffer(self.bytes(total, what), dtype).reshape(count, *shape)
+        if block.coding == CONSTANT:
+            value = np.frombuffer(self.bytes(dtype.itemsize, what), dtype)
+            return np.full((count, *shape), value[0], dtype)
+        if block.coding == PLANES and len(block.sizes) == 1:
+            flat = np.frombuffer(decompress(self.bytes(block.sizes[0], what), total, what), dtype)
+            return np.ascontiguousarray(flat.reshape(size, count).T).reshape(count, *shape)
+        raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
+
+    def read_lists(self, block: Block, dtype: np.dtype[Any], counts: NDArray[np.uint32], what: str) -> Ragged:
+        """The lists of these lengths whose values were written as `block`; the caller has bounded their sum."""
+        offsets = offsets_of(counts)
+        total = int(offsets[-1])
+        if block.coding != DELTAS:
+            return Ragged(self.read(block, dtype, total, what), offsets)
+        if len(block.parts) != 1 or dtype.kind != "u":
+            raise CorruptFrame(f"{what}: {len(block.parts)} parts of {dtype} in lists that ascend")
+        return lists_of(self.read(block.parts[0], dtype, total, what), offsets)
+
+    def _read_runs(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> Array:
+        runs = block.arg
+        if not 0 < runs <= count or len(block.parts) != 1:
+            raise CorruptFrame(f"{what}: {runs} runs for {count} values")
+        alternating = dtype == np.bool_
+        values = np.frombuffer(self.bytes((1 if alternating else runs) * dtype.itemsize, what), dtype)
+        if block.parts[0].coding not in (NARROW, PACKED):
+            raise CorruptFrame(f"{what}: run lengths in coding {block.parts[0].coding}")
+        lengths = self.read(block.parts[0], np.dtype("<u4"), runs, what)
+        if int(lengths.sum(dtype=np.int64)) != count:
+            raise CorruptFrame(f"{what}: runs add up to {int(lengths.sum(dtype=np.int64))} of {count} values")
+        if alternating:
+            first = bit_view(values)[0]
+            values = ((np.arange(runs) + (first != 0)) % 2).astype(np.bool_)
+        return decode_runs(values, lengths)
+
+    def _read_sparse(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns) -> Array:
+        _check_sparse(block, count, what, trained)
+        return trained.put(self.read(block.parts[0], dtype, block.arg, what))
+
+    def _read_narrow(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> Array:
+        if block.arg not in WIDTHS or dtype.kind == "f":
+            raise CorruptFrame(f"{what}: {dtype} in {block.arg} bits")
+        expected = plane_bytes(block.arg, count)
+        if block.coding == NARROW:
+            low, high = (np.frombuffer(self.bytes(size, what), np.uint8) for size in expected)
+        else:
+            low, high = self._planes_of_sizes(block, expected, what)
+        return from_uints(unpack_uints(low, high, block.arg, count), dtype, what)
+
+    def _planes_of_sizes(self, block: Block, expected: Sequence[int], what: str) -> list[NDArray[np.uint8]]:
+        if len(block.sizes) != len(expected):
+            raise CorruptFrame(f"{what}: {len(block.sizes)} planes where {len(expected)} are needed")
+        return [
+            np.frombuffer(decompress(self.bytes(size, what), need, what), np.uint8)
+            for size, need in zip(block.sizes, expected, strict=True)
+        ]
+
+    def _planes(self, block: Block, expected: Sequence[int], what: str) -> NDArray[np.uint8]:
+        return np.stack(self._planes_of_sizes(block, expected, what))
+
+
+def from_uints(values: NDArray[np.uint32], dtype: np.dtype[Any], what: str) -> Array:
+    """Unpacked values in the dtype of their column."""
+    if dtype == np.bool_:
+        return values.astype(np.bool_)
+    if dtype.itemsize < 4 and len(values) and int(values.max()) > np.iinfo(dtype).max:
+        raise CorruptFrame(f"{what}: a value does not fit {dtype}")
+    return values.view(dtype) if dtype.itemsize == 4 else values.astype(dtype)
+
+
+def is_wide(dtype: np.dtype[Any]) -> bool:
+    """Whether rows are numbers to be coded; those of one or two bytes (routed experts) are copied as they lie."""
+    return dtype.itemsize >= 4
+
+
+def _check_sparse(block: Block, count: int, what: str, trained: MaskRuns) -> None:
+    if len(trained.mask) != count or block.arg != trained.count() or len(block.parts) != 1:
+        raise CorruptFrame(f"{what}: {block.arg} values for {trained.count()} trained tokens")
+
+
+def _octets(array: Array) -> Buffer:
+    return np.ascontiguousarray(array).data.cast("B") if array.size else b""  # an empty view cannot be cast

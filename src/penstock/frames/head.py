@@ -1,0 +1,343 @@
+"""A frame's head: lengths, ids, groups, versions and whatever else was given once per sample.
+
+Nothing in it is believed: counts are compared with the reader's limits before anything is allocated, sizes
+before they are used, values after they are read. What a planner needs is all here, in front of the body.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.coerce import MAX_EXTENT, MAX_TEXT, check_text
+from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import Own, check_name, table_with
+from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.versions import MAX_VERSION
+from penstock.errors import ConfigError, CorruptFrame, InvalidInput
+from penstock.frames.codings import CONSTANT, Reader
+from penstock.frames.layout import TEXTS, Block, Buffer, ColumnBlock, Header, Sections, TextBlock, parse_header, split
+from penstock.frames.prefixes import Prefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a decoder is willing to unfold; a frame that says more is refused before anything is allocated."""
+
+    max_samples: int = 1 << 20
+    max_tokens: int = 1 << 28
+    max_bytes: int = 4 << 30
+    """Bytes of all decoded columns together."""
+
+
+DEFAULT_LIMITS = Limits()
+ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
+"""For a step: the plane made it as large as it was told to, and each of its groups was checked."""
+_U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a frame says before its body: enough to plan, account and look up."""
+
+    header: Header
+    lengths: NDArray[np.int64]
+    """[n] tokens of each sample."""
+    loss_tokens: NDArray[np.int64]
+    """[n] trained tokens of each sample."""
+    policy_versions: NDArray[np.int64]
+    """[n] -1 = not known."""
+    text: dict[str, tuple[str, ...]]
+    columns: dict[str, Ragged]
+    """Columns given once per sample."""
+    images: tuple[tuple[ImageSpan, ...], ...] | None
+    row_kinds: dict[str, NDArray[np.uint32]]
+    """For body columns that not all samples have per token: 0 absent, 1 one number, 2 per token."""
+    prefixes: Prefixes | None
+    own: Own
+    """What the header says of columns that are not of the table."""
+    table: Mapping[str, Column]
+    """The columns along tokens that there may be, in order."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.text["id"]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
+    """Lengths, ids and accounting of a frame, without its body.
+
+    >>> import penstock as ps
+    >>> head = read_head(ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1])]))
+    >>> head.ids, head.lengths.tolist(), head.loss_tokens.tolist()
+    (('a',), [3], [2])
+    """
+    sections = split(data, whole=False)
+    return parse_head(sections, limits)[0]
+
+
+def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
+    """The head of a frame that was split, and how many bytes each part of it takes."""
+    header = parse_header(sections.header)
+    _check_limits(header, limits)
+    _check_names(header)
+    own = _own_columns(header)
+    table = table_with(own)
+    reader = Reader(sections.head, align=False)
+    lengths, loss_tokens, versions = _read_counts(reader, header)
+    text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
+    _check_text(text)
+    for name in TEXT_COLUMNS.keys() - text.keys():
+        text[name] = ("",) * len(lengths)
+    head = Head(  # the reads stand in the order of the file
+        header=header,
+        lengths=lengths,
+        loss_tokens=loss_tokens,
+        policy_versions=versions,
+        text=text,
+        prefixes=_read_prefixes(reader, header, lengths),
+        columns={spec.name: _read_per_sample(reader, spec, table, len(lengths)) for spec in header.head_columns},
+        row_kinds=_read_row_kinds(reader, header, table),
+        images=_check_images(header),
+        own=own,
+        table=table,
+    )
+    reader.finish("frame head")
+    return head, reader.used
+
+
+def _check_limits(header: Header, limits: Limits) -> None:
+    """Refuse before allocating: counts within limits, and all columns together within the byte limit."""
+    if not 0 <= header.num_samples <= limits.max_samples or not 0 <= header.num_tokens <= limits.max_tokens:
+        raise CorruptFrame(
+            f"frame: says {header.num_samples} samples, {header.num_tokens} tokens; "
+            f"this reader takes {limits.max_samples} and {limits.max_tokens}"
+        )
+    if header.num_samples > header.num_tokens:
+        raise CorruptFrame(f"frame: {header.num_samples} samples in {header.num_tokens} tokens; none may be empty")
+    total = header.num_samples * 32
+    for spec in (*header.head_columns, *header.body_columns):
+        if len(spec.trailing) > 2 or any(not 0 < size < MAX_EXTENT for size in spec.trailing):
+            raise CorruptFrame(f"{spec.name}: trailing shape {spec.trailing[:4]}")
+        size = 8
+        for extent in spec.trailing:
+            size *= extent
+        total += size * (header.num_tokens if spec.rows is None else spec.num_values) + 8 * max(spec.num_items, 0)
+        if spec.num_values < 0 or spec.num_values > header.num_tokens:
+            raise CorruptFrame(f"{spec.name}: {spec.num_values} values for {header.num_tokens} tokens")
+        if spec.num_items < 0 or (spec.num_items and spec.counts is None):
+            raise CorruptFrame(f"{spec.name}: {spec.num_items} values in lists of no length")
+        _check_items(spec, header.num_samples)
+    for text in header.text:
+        total += max(text.num_distinct, 0) * 4 + max(text.num_bytes, 0)
+    if total > limits.max_bytes:
+        raise CorruptFrame(f"frame: would unfold to {total} bytes; this reader takes {limits.max_bytes}")
+
+
+def _check_items(spec: ColumnBlock, num_samples: int) -> None:
+    """Items per sample, where the frame has them, add up to the items of the column."""
+    if spec.items is None:
+        return
+    if spec.counts is None or len(spec.items) != num_samples or min(spec.items, default=0) < 0:
+        raise CorruptFrame(f"{spec.name}: items of {len(spec.items)} samples in a frame of {num_samples}")
+    if sum(spec.items) != spec.num_items:
+        raise CorruptFrame(f"{spec.name}: samples have {sum(spec.items)} of {spec.num_items} values in lists")
+
+
+def _check_names(header: Header) -> None:
+    """Every name once: a column given twice would be read twice and kept once."""
+    columns = (*header.head_columns, *header.body_columns)
+    for specs in (columns, header.text):
+        for name, times in Counter(spec.name for spec in specs).most_common(1):
+            if times > 1:
+                raise CorruptFrame(f"frame: column {name[:40]!r} is given {times} times")
+
+
+def _own_columns(header: Header) -> Own:
+    """The columns that this reader does not know, as the header describes them."""
+    own: dict[str, Column] = {}
+    for spec in (*header.head_columns, *header.body_columns):
+        if spec.name in TOKEN_COLUMNS:
+            continue
+        if spec.form is None:
+            raise CorruptFrame(f"frame: column {spec.name[:40]!r} is not one this reader knows; upgrade it")
+        per, fill, pad = spec.form
+        ragged = spec.counts is not None
+        try:
+            found = Column.of(check_name(spec.name), (spec.dtype, per, len(spec.trailing), ragged, fill, pad))
+        except ConfigError as error:
+            raise CorruptFrame(f"frame: {error}") from None
+        own[spec.name] = found
+    return {name: own[name] for name in sorted(own)}
+
+
+def _check_spec(spec: ColumnBlock, table: Mapping[str, Column]) -> Column:
+    column = table[spec.name]
+    if spec.dtype not in column.dtypes or len(spec.trailing) != column.trailing:
+        raise CorruptFrame(f"{spec.name}: {spec.dtype[:8]} with {len(spec.trailing)} trailing dimensions")
+    if (spec.counts is not None) != column.ragged or (column.ragged and spec.shares_prefixes):
+        raise CorruptFrame(f"{spec.name}: {'lists that share prefixes' if column.ragged else 'lists'}")
+    return column
+
+
+def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(tokens, trained tokens, policy version) of each sample."""
+    n, num_tokens = header.num_samples, header.num_tokens
+    lengths = _counts(reader, header.lengths, n, "lengths")
+    # Each one is bounded before they are added: a sum of int64 can wrap around to anything.
+    if n and not 1 <= int(lengths.min()) <= int(lengths.max()) <= num_tokens:
+        raise CorruptFrame(f"frame: samples of {lengths.min()} to {lengths.max()} tokens in {num_tokens}")
+    if int(lengths.sum()) != num_tokens:
+        raise CorruptFrame(f"frame: lengths add up to {int(lengths.sum())} of {num_tokens} tokens")
+    loss_tokens = _counts(reader, header.loss_tokens, n, "loss_tokens")
+    if (loss_tokens >= lengths).any():
+        raise CorruptFrame("frame: a sample says all its tokens are trained; the first never is")
+    return lengths, loss_tokens, _read_versions(reader, header.policy_versions, n)
+
+
+def _counts(reader: Reader, block: Block, n: int, what: str) -> NDArray[np.int64]:
+    counts = reader.read(block, _I8, n, what)
+    if n and int(counts.min()) < 0:
+        raise CorruptFrame(f"{what}: {int(counts.min())}")
+    return counts
+
+
+def _read_versions(reader: Reader, block: Block, n: int) -> NDArray[np.int64]:
+    versions = reader.read(block, _I8, n, "policy_version")
+    low, high = (int(versions.min()), int(versions.max())) if n else (0, 0)
+    if low < NO_VERSION or high > MAX_VERSION:
+        bad = low if low < NO_VERSION else high
+        raise CorruptFrame(f"policy_version: {bad}; must be from 0 to 2**53, or {NO_VERSION} where it is not known")
+    return versions
+
+
+def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
+    if spec.name not in TEXT_COLUMNS or not 0 <= spec.num_distinct <= n:
+        raise CorruptFrame(f"text {spec.name[:40]!r}: {spec.num_distinct} strings for {n} samples")
+    if spec.num_distinct == 1 and spec.codes.coding == CONSTANT:
+        return _read_same_text(reader, spec, n)
+    lengths = reader.read(spec.lengths, _U4, spec.num_distinct, spec.name).astype(np.int64)
+    blob = bytes(reader.bytes(spec.num_bytes, spec.name))
+    codes = reader.read(spec.codes, _U4, n, spec.name)
+    if int(lengths.sum()) != len(blob) or (n and int(codes.max()) >= spec.num_distinct):
+        raise CorruptFrame(f"{spec.name}: {int(lengths.sum())} of {len(blob)} bytes, {spec.num_distinct} strings")
+    try:
+        distinct = [blob[a:b].decode() for a, b in pairwise(offsets_of(lengths).tolist())]
+    except UnicodeDecodeError as error:
+        raise CorruptFrame(f"{spec.name}: {error}") from None
+    return tuple([distinct[code] for code in codes.tolist()])
+
+
+def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
+    """`_read_text` where all samples have the same, as nearly always."""
+    length = reader.read_number(spec.lengths, spec.name)
+    blob = bytes(reader.bytes(spec.num_bytes, spec.name))
+    if length != len(blob) or any(reader.bytes(4, spec.name)):
+        raise CorruptFrame(f"{spec.name}: {length} of {len(blob)} bytes, 1 string")
+    try:
+        return (blob.decode(),) * n
+    except UnicodeDecodeError as error:
+        raise CorruptFrame(f"{spec.name}: {error}") from None
+
+
+def _check_text(text: dict[str, tuple[str, ...]]) -> None:
+    missing = set(TEXTS) - text.keys()
+    if missing:
+        raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
+    try:
+        for name, values in text.items():
+            distinct = dict.fromkeys(values)
+            if (
+                name not in ("mode", "rollout")
+                and _is_plain("".join(distinct))
+                and all(0 < len(value) <= MAX_TEXT for value in distinct)
+            ):
+                continue  # as nearly always: one look at all of them instead of one at each
+            for value in distinct:
+                check_text({"mode": "rl", name: value}, "frame")
+    except InvalidInput as error:
+        raise CorruptFrame(str(error)) from None
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -> Prefixes | None:
+    if header.parents is None or header.shared is None:
+        if header.num_shared or header.parents is not header.shared:
+            raise CorruptFrame(f"frame: {header.num_shared} shared tokens without saying where")
+        return None
+    n = header.num_samples
+    back, shared = _counts(reader, header.parents, n, "parents"), _counts(reader, header.shared, n, "shared")
+    parents = np.arange(n) - back
+    found = shared > 0
+    bad = (
+        (back > np.arange(n)) | (found & (back == 0)) | (shared > lengths) | (shared > lengths[np.maximum(parents, 0)])
+    )
+    if bad.any() or int(shared.sum()) != header.num_shared:
+        raise CorruptFrame("frame: a shared prefix points outside the samples before it")
+    return Prefixes(np.where(found, parents, -1), shared)
+
+
+def _read_per_sample(reader: Reader, spec: ColumnBlock, table: Mapping[str, Column], n: int) -> Ragged:
+    """A column of at most one number per sample."""
+    column = _check_spec(spec, table)
+    if column.per == "token":
+        raise CorruptFrame(f"{spec.name}: in the head, where only columns of one number per sample belong")
+    kinds = _read_kinds(reader, spec, column, n, most=1)
+    values = reader.read(spec.values, np.dtype(spec.dtype), spec.num_values, spec.name)
+    check_floats(column, values)
+    return ragged(spec, values, kinds.astype(np.int64))
+
+
+def _read_row_kinds(reader: Reader, header: Header, table: Mapping[str, Column]) -> dict[str, NDArray[np.uint32]]:
+    """For every body column that not all samples have per token, what each sample has."""
+    kinds: dict[str, NDArray[np.uint32]] = {}
+    for spec in header.body_columns:
+        column = _check_spec(spec, table)
+        if column.per == "sample":
+            raise CorruptFrame(f"{spec.name}: in the body, and it is given once per sample")
+        if spec.rows is None:
+            continue
+        if spec.name in ("token_ids", "loss_mask"):
+            raise CorruptFrame(f"{spec.name}: not given for every token; a sample cannot be without it")
+        kinds[spec.name] = _read_kinds(reader, spec, column, header.num_samples, most=2)
+    return kinds
+
+
+def _read_kinds(reader: Reader, spec: ColumnBlock, column: Column, n: int, *, most: int) -> NDArray[np.uint32]:
+    if spec.rows is None:
+        raise CorruptFrame(f"{spec.name}: a column of the head must say which samples have it")
+    kinds = reader.read(spec.rows, _U4, n, spec.name)
+    if int(kinds.max(initial=0)) > most or (column.per == "token" and (kinds == 1).any()):
+        raise CorruptFrame(f"{spec.name}: row kind {int(kinds.max(initial=0))}")
+    return kinds
+
+
+def ragged(spec: ColumnBlock, values: Cells, lengths: NDArray[np.int64]) -> Ragged:
+    if int(lengths.sum()) != len(values):
+        raise CorruptFrame(f"{spec.name}: rows add up to {int(lengths.sum())} of {len(values)} values")
+    return Ragged(values, offsets_of(lengths))
+
+
+def check_floats(column: Column, values: Array) -> None:
+    """Raise for a value that the column table does not allow."""
+    bad = first_bad(column, values)
+    if bad is not None:
+        raise CorruptFrame(f"{column.name}: value {bad[0]} {bad[1]}")
+
+
+def _check_images(header: Header) -> tuple[tuple[ImageSpan, ...], ...] | None:
+    if header.images is not None and len(header.images) != header.num_samples:
+        raise CorruptFrame(f"frame: images for {len(header.images)} of {header.num_samples} samples")
+    return header.images

@@ -1,0 +1,382 @@
+"""Metadata of a group: what the plane must know of it. Made once, from the samples or from the frame they came in.
+
+Decisions need metadata, only ranks need bytes. Two kilobytes say which samples a group has, how long they are, what is
+trained in them, which columns they carry, what they share, a digest of each, and where their values lie in the frame.
+A step is planned by joining the metadata of its groups: no frame is opened for that. It is sent and logged deflated.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays import Samples
+from penstock.arrays.columns import ALL_OR_NONE, Description
+from penstock.arrays.digests import sample_digests
+from penstock.arrays.own_columns import Own, own_of, table_with
+from penstock.arrays.rollout import RolloutInfo, read_rollout
+from penstock.arrays.sample_facts import SampleFacts, Shape
+from penstock.arrays.shared_prefixes import SharedPrefixes
+from penstock.errors import CorruptFrame, InvalidInput
+from penstock.frames.front import front_of
+from penstock.frames.head import Limits
+from penstock.frames.layout import Buffer
+from penstock.frames.node_prefixes import node_prefixes
+from penstock.frames.prefixes import Prefixes
+from penstock.frames.reading import describe
+from penstock.frames.writing import FramePieces
+
+FORMAT = 4
+_MAX_BYTES = 1 << 26
+"""Of facts as msgpack: those of 65,536 samples, the most that a plane takes in a group, are about 15 MB."""
+WITH, WITHOUT = "with", "without"
+_ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
+"""Numbers per sample, as int64."""
+MAX_METRICS, MAX_METRIC_NAME = 32, 64
+
+
+class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One group. Arrays are little-endian bytes, one entry per sample, so that those of many groups join by joining
+    bytes."""
+
+    format: int = FORMAT
+    group: str
+    prompt: str
+    run: str
+    seq_len: int
+    """What samples are cut to; `kept` and what follows from it were made for this."""
+    num_tokens: int
+    policy_version: int | None
+    """Of its oldest sample; None where no sample says."""
+    kinds: dict[str, str]
+    """What all groups of a step must have in common, by column: whether its trained samples have the column, or in
+    which dtype and shape. Absent where the group has no say."""
+    columns: tuple[str, ...]
+    """Present in any sample."""
+    ids: tuple[str, ...]
+    modes: tuple[str, ...]
+    """One per sample, or one for all."""
+    lengths: bytes
+    kept: bytes
+    loss_tokens: bytes
+    kept_loss_tokens: bytes
+    patches: bytes
+    stub: bytes
+    stub_patches: bytes
+    term_tokens: bytes
+    """int64 [n, 3]."""
+    modality: bytes
+    """uint8."""
+    has: bytes
+    """bool [n, columns]."""
+    parents: tuple[int, ...]
+    """Per sample the earlier one whose first tokens it repeats, or -1; empty when there is none."""
+    shared: tuple[int, ...]
+    """Per sample how many first tokens agree there in all that a model computes from: ids, columns per node, images."""
+    versions: tuple[tuple[tuple[int, int], ...], ...]
+    """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
+    digests: tuple[bytes, ...]
+    """Per sample 16 bytes, as `penstock.arrays.digests` makes them."""
+    shapes: dict[str, Shape] = {}
+    """dtype and trailing dimensions of the columns that have some."""
+    own: dict[str, Description] = {}
+    """What the frame says of columns that are not of the table."""
+    shared_patches: tuple[int, ...] = ()
+    """Per sample how many image patches are in these first tokens."""
+    parted: tuple[int, ...] = ()
+    """Per sample how many tokens behind them have the same ids, but not the same in what else is computed from."""
+    front: bytes = b""
+    """The frame's front: says where each sample's values lie."""
+    size: int = 0
+    """Bytes of the frame."""
+    env: tuple[str, ...] = ("",)
+    """One per sample, or one for all."""
+    rewards: bytes = b""
+    """float32 per sample: its one number, or the sum over its tokens; NaN = none. Empty where no sample has any."""
+    truncated: bytes = b""
+    """bool per sample: whether its rollout ended by a limit. Empty where none did."""
+    seconds: tuple[float, ...] = ()
+    """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
+    metrics: dict[str, float] = {}
+    """The rollouts' metrics, each its mean over the samples: at most 32, with names of at most 64 characters."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        return int(np.frombuffer(self.lengths, "<i8").max())
+
+    def fits(self, seq_len: int) -> bool:
+        """Whether these facts hold for another `seq_len` too: no sample is cut by the one or the other."""
+        return seq_len == self.seq_len or self.longest <= min(seq_len, self.seq_len)
+
+    def to_bytes(self) -> bytes:
+        return zlib.compress(msgspec.msgpack.encode(self), 1)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> GroupFacts:
+        try:
+            found = msgspec.msgpack.decode(_inflated(data), type=GroupFacts)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptFrame(f"facts of a group: {error}") from None
+        if found.format != FORMAT:
+            raise CorruptFrame(f"facts of a group: format {found.format}; this version reads {FORMAT}")
+        _check_sizes(found)
+        return found
+
+
+def _inflated(data: bytes) -> bytes:
+    reader = zlib.decompressobj()
+    try:
+        found = reader.decompress(data, _MAX_BYTES)
+    except zlib.error as error:
+        raise CorruptFrame(f"facts of a group: {error}") from None
+    if not reader.eof or reader.unused_data:
+        raise CorruptFrame(f"facts of a group: cut off, or more than {_MAX_BYTES:,} bytes, or with more behind them")
+    return found
+
+
+def _check_sizes(found: GroupFacts) -> None:
+    """Raise unless what is given per sample is given for each, and metrics are few."""
+    count = found.num_samples
+    sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
+    for name, size in sizes.items():
+        if size not in (0, count):
+            raise CorruptFrame(f"facts of a group: {name} of {size:g} samples; it has {count}")
+    if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
+        raise CorruptFrame(
+            f"facts of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
+            f"{MAX_METRIC_NAME} characters"
+        )
+
+
+def check_group(
+    frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
+) -> GroupFacts:
+    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame.
+
+    `drop`: samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated."""
+    head, samples, _ = describe(frame, limits=limits or Limits())
+    front, size = front_of(frame), memoryview(frame).nbytes
+    return facts_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
+
+
+def facts_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupFacts:
+    """The facts of a frame that was encoded here, without decoding it: `check_group` gives the same."""
+    return facts_of(
+        made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size, drop=drop
+    )
+
+
+def facts_of(
+    samples: Samples,
+    prefixes: Prefixes | None,
+    *,
+    group: str,
+    seq_len: int,
+    front: bytes = b"",
+    size: int = 0,
+    drop: bool = False,
+) -> GroupFacts:
+    """The facts of samples that are valid; raises InvalidInput where they are not one group.
+
+    `prefixes` says what the samples' ids share, `front` and `size` belong to the frame that holds them.
+    """
+    _check_names(group, samples)
+    table = SampleFacts.of(samples, seq_len, drop=drop)
+    if not drop and not table.kept.all():
+        name = samples.ids[int(table.kept.argmin())]
+        raise InvalidInput(
+            f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len {seq_len}; "
+            "raise seq_len or use smaller images"
+        )
+    columns = tuple(table.has)
+    found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
+    shares = bool(found.lengths.any() or found.parted.any())
+    known = samples.policy_versions[samples.policy_versions >= 0]
+    return GroupFacts(
+        group=group,
+        prompt=samples.text.get("prompt", ("",))[0],
+        run=samples.text["run"][0],
+        seq_len=seq_len,
+        num_tokens=samples.num_tokens,
+        policy_version=int(known.min()) if len(known) else None,
+        kinds=_kinds(group, table),
+        shapes=table.shapes,
+        own={name: column.described() for name, column in table.own.items()},
+        columns=columns,
+        ids=samples.ids,
+        modes=_one_for_all(table.mode),
+        **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
+        term_tokens=table.term_tokens.astype("<i8").tobytes(),
+        modality=table.modality.tobytes(),
+        has=np.stack([table.has[name] for name in columns], axis=1).tobytes(),
+        parents=tuple(found.parents.tolist()) if shares else (),
+        shared=tuple(found.lengths.tolist()) if shares else (),
+        shared_patches=tuple(found.patches.tolist()) if shares else (),
+        parted=tuple(found.parted.tolist()) if shares else (),
+        versions=_versions(samples),
+        digests=tuple(sample_digests(samples)),
+        front=front,
+        size=size,
+        env=_one_for_all(samples.text["env"]),
+        rewards=_rewards(samples),
+        **_rollouts(samples.text["rollout"]),
+    )
+
+
+def _rollouts(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Truncation, seconds and metrics of the samples' rollouts; nothing where no sample says."""
+    if not any(texts):
+        return {}
+    known = [read_rollout(text) for text in texts]
+    out: dict[str, Any] = {"metrics": _mean_metrics(known)}
+    if any(one.truncated for one in known):
+        out["truncated"] = np.array([one.truncated for one in known]).tobytes()
+    if any(one.seconds is not None for one in known):
+        out["seconds"] = tuple(-1.0 if one.seconds is None else one.seconds for one in known)
+    return out
+
+
+def _mean_metrics(known: list[RolloutInfo]) -> dict[str, float]:
+    """The mean of each metric over the samples that have it; of the first names only, as metadata stays small."""
+    values: dict[str, list[float]] = {}
+    for one in known:
+        for name, value in one.metrics.items():
+            if value is not None and len(name) <= MAX_METRIC_NAME:
+                values.setdefault(name, []).append(value)
+    means = {name: sum(values[name]) / len(values[name]) for name in sorted(values)[:MAX_METRICS]}
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+def _one_for_all(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if len(set(names)) > 1 else names[:1]
+
+
+def _rewards(samples: Samples) -> bytes:
+    """One float32 per sample; nothing where no sample has a reward."""
+    column = samples.columns.get("rewards")
+    if column is None or not len(column.values):
+        return b""
+    out = np.full(len(samples), np.nan, "<f4")
+    lengths = column.lengths
+    once = lengths == 1
+    out[once] = column.values[column.offsets[:-1][once]]
+    for i in np.flatnonzero(lengths > 1).tolist():
+        row = column[i][~np.isnan(column[i])]
+        if len(row):
+            # The same number on every token stands for the sample; other rewards per token add up.
+            with np.errstate(over="ignore"):
+                out[i] = row[0] if (row == row[0]).all() else row.sum(dtype=np.float64)
+    return out.tobytes()
+
+
+def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
+    """What planning needs to know of all samples of these groups, in order."""
+
+    def joined(name: str, dtype: str = "<i8") -> Any:
+        return np.frombuffer(b"".join(getattr(facts, name) for facts in groups), dtype)
+
+    counts = [facts.num_samples for facts in groups]
+    modes = (facts.modes if len(facts.modes) > 1 else facts.modes * facts.num_samples for facts in groups)
+    return SampleFacts(
+        **{name: joined(name) for name in _ARRAYS},
+        term_tokens=joined("term_tokens").reshape(-1, 3),
+        modality=np.frombuffer(b"".join(facts.modality for facts in groups), np.uint8),
+        has=_joined_has(groups),
+        shapes={name: shape for facts in groups for name, shape in facts.shapes.items()},
+        own=_own(groups),
+        ids=tuple(chain.from_iterable(facts.ids for facts in groups)),
+        group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
+        run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
+        mode=tuple(chain.from_iterable(modes)),
+        shared=SharedPrefixes.joined([_shared(facts) for facts in groups]),
+    )
+
+
+def _own(groups: Sequence[GroupFacts]) -> Own:
+    """The columns that are not of the table; groups that say different things of one never share a step."""
+    return own_of({name: described for facts in groups for name, described in facts.own.items()})
+
+
+def _joined_has(groups: Sequence[GroupFacts]) -> dict[str, NDArray[np.bool_]]:
+    layouts = {facts.columns for facts in groups}
+    names = [name for name in table_with(_own(groups)) if any(name in layout for layout in layouts)]
+    if len(layouts) == 1:
+        table = np.frombuffer(b"".join(facts.has for facts in groups), np.bool_).reshape(-1, len(names))
+        return {name: table[:, k] for k, name in enumerate(names)}
+    parts = []
+    for facts in groups:
+        own = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
+        part = np.zeros((facts.num_samples, len(names)), np.bool_)
+        part[:, [names.index(name) for name in facts.columns]] = own
+        parts.append(part)
+    table = np.concatenate(parts)
+    return {name: table[:, k] for k, name in enumerate(names)}
+
+
+def _check_names(group: str, samples: Samples) -> None:
+    if not group:
+        raise InvalidInput("group '': no id; give each group its own")
+    if not len(samples):
+        raise InvalidInput(f"group {group!r}: no samples; a group has at least one")
+    foreign = next((name for name in samples.text["group"] if name != group), group)
+    if foreign != group:
+        raise InvalidInput(f"group {group!r}: holds a sample of group {foreign!r}; put groups one by one")
+    for what in ("run", "prompt"):
+        names = sorted(set(samples.text.get(what, ())))
+        if len(names) > 1:
+            raise InvalidInput(
+                f"group {group!r}: samples of {what}s {names[0]!r} and {names[1]!r}; a group belongs to one {what}"
+            )
+    if len(set(samples.ids)) != len(samples):
+        raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
+
+
+def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
+    """What this group asks of the others in its step; a group that is not of one kind itself is refused.
+
+    A group that has a column asks that all who need it have it, also where it could do without itself.
+    """
+    found: dict[str, str] = {}
+    for name, modes in ALL_OR_NONE.items():
+        lacking = table.lacking(name)
+        have = int(table.has[name].sum()) if name in table.has else 0
+        if have and lacking.any():
+            raise InvalidInput(
+                f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
+                f"samples have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
+            )
+        if have or lacking.any():
+            found[name] = WITH if have else WITHOUT
+    found |= {name: repr(column.described()) for name, column in table.own.items()}
+    return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}
+
+
+def _shared(facts: GroupFacts) -> SharedPrefixes:
+    if not facts.parents:
+        return SharedPrefixes.none(facts.num_samples)
+    names = {"parents": "parents", "lengths": "shared", "patches": "shared_patches", "parted": "parted"}
+    return SharedPrefixes(**{name: np.array(getattr(facts, own), np.int64) for name, own in names.items()})
+
+
+def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:
+    column = samples.columns.get("weight_versions")
+    if column is None:
+        return ()
+    mask = samples.columns["loss_mask"]
+    out = []
+    for i in range(len(samples)):
+        row = column[i]
+        values, counts = np.unique(row[mask[i][: len(row)]], return_counts=True)
+        out.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
+    return tuple(out)

@@ -1,0 +1,1 @@
+"""Environments whose rollouts go to a plane."""

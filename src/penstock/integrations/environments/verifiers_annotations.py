@@ -1,0 +1,166 @@
+"""What the trainer made of every token, written back to the messages of verifiers traces.
+
+    node.trainer_logprobs    the trainer's log-probabilities of the sampled tokens, beside the sampler's `logprobs`
+    node.entropies           of the trainer's policy
+    node.advantages          as they were trained
+    node.loss_weights["rl"]  1.0 on tokens that were trained, 0.0 on those that were not, or that the loss masked
+
+The values are those of a token export (`penstock.view.TokenExporter`, `export_every` of a run). A trace says in its
+`info` which samples are its own; a sample's tokens are those of a path through the trace's messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.atomic import beside, rename
+from penstock.capture.records import field_of
+from penstock.errors import InvalidInput
+from penstock.integrations.environments.verifiers_rollouts import SAMPLE, TRACES_FILE
+from penstock.view.record import Record
+
+_BRANCH = re.compile(r"(.*/\d+)(?:\.\d+)?")
+"""A sample's id: that of its rollout, and the number of its branch if it is not the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One sample as it was trained; all [T]."""
+
+    token_ids: NDArray[Any]
+    loss_mask: NDArray[np.bool_]
+    values: dict[str, NDArray[Any]]
+    """By the node's field."""
+    kept: NDArray[np.bool_]
+    """Trained, and not masked by the loss."""
+
+
+@dataclass(slots=True)
+class Annotated:
+    traces: int = 0
+    """Of which at least one message was annotated."""
+    tokens: int = 0
+    untrained: int = 0
+    """Traces that no exported step trained."""
+
+
+Index = Mapping[str, Sequence[Trained]]
+
+
+def index_records(records: Iterable[Record]) -> Index:
+    """The samples of an export by rollout; of a sample that was trained several times, the last one counts."""
+    latest: dict[str, Trained] = {}
+    for record in records:
+        name = record.facts.get("sample_id")
+        if name:
+            latest[name] = _trained(record)
+    found: dict[str, list[Trained]] = defaultdict(list)
+    for name, trained in latest.items():
+        match = _BRANCH.fullmatch(name)
+        if match:
+            found[match[1]].append(trained)
+    return found
+
+
+def _trained(record: Record) -> Trained:
+    columns, mask = record.columns, record.loss_mask
+    masked = columns.get("is_masked", np.zeros(len(mask), np.bool_))
+    names = {"trainer_logprobs": "trainer_logprobs", "entropies": "entropy", "advantages": "advantages"}
+    return Trained(
+        token_ids=columns["token_ids"],
+        loss_mask=mask,
+        values={field: columns[name] for field, name in names.items() if name in columns},
+        kept=mask & ~masked,
+    )
+
+
+def annotate_trace(trace: Any, index: Index) -> int:
+    """Annotate one trace, an object or a record of one; returns how many sampled tokens have values now."""
+    name, tokens = str((field_of(trace, "info", None) or {}).get(SAMPLE)), 0
+    for trained in sorted(index.get(name, ()), key=lambda one: int(one.loss_mask.sum())):
+        tokens += _annotate_path(_path_of(trace, trained, name), trained)
+    return tokens
+
+
+def _path_of(trace: Any, trained: Trained, name: str) -> list[Any]:
+    """The messages whose tokens the sample has, from the first; a sample may be cut short."""
+    nodes = field_of(trace, "nodes")
+    parents = {field_of(node, "parent", None) for node in nodes}
+    for leaf in [i for i in range(len(nodes)) if i not in parents]:
+        path: list[Any] = []
+        at: int | None = leaf
+        while at is not None:
+            path.insert(0, nodes[at])
+            at = field_of(nodes[at], "parent", None)
+        ids = np.concatenate([np.asarray(field_of(node, "token_ids"), np.int64) for node in path])
+        if len(ids) >= len(trained.token_ids) and np.array_equal(ids[: len(trained.token_ids)], trained.token_ids):
+            return path
+    raise InvalidInput(f"sample {name!r}: no path of its trace has its tokens; give the traces that it was made of")
+
+
+def _annotate_path(path: Sequence[Any], trained: Trained) -> int:
+    start = tokens = 0
+    for node in path:
+        mask = np.asarray(field_of(node, "mask"), np.bool_)
+        here = slice(start, start + len(mask))
+        start += len(mask)
+        own = trained.loss_mask[here]
+        # A message on two paths is trained on one of them; that one's values are what the loss saw.
+        known = field_of(node, "trainer_logprobs", None) is not None
+        if not mask.any() or start > len(trained.token_ids) or (known and not own.any()):
+            continue
+        for field, values in trained.values.items():
+            _set(node, field, values[here][mask].astype(float).tolist())
+        weights = dict(field_of(node, "loss_weights", None) or {})
+        _set(node, "loss_weights", {**weights, "rl": trained.kept[here].astype(float).tolist()})
+        tokens += int(mask.sum())
+    return tokens
+
+
+def _set(node: Any, name: str, value: Any) -> None:
+    if isinstance(node, dict):
+        node[name] = value
+    else:
+        setattr(node, name, value)
+
+
+def annotate_file(traces: Path, records: Iterable[Record], out: Path) -> Annotated:
+    """Annotate the traces of a folder or file; `out` appears whole or not at all, and may be the same file."""
+    source = traces / TRACES_FILE if traces.is_dir() else traces
+    if not source.is_file():
+        raise InvalidInput(
+            f"{traces}: no {TRACES_FILE} there; write one with `penstock rollouts verifiers ENV --traces FOLDER`"
+        )
+    index, found = index_records(records), Annotated()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = beside(out)
+    with part.open("w", encoding="utf-8") as file:
+        for episode in _episodes(source):
+            for trace in episode.get("traces", ()):
+                tokens = annotate_trace(trace, index)
+                found.traces += tokens > 0
+                found.untrained += tokens == 0
+                found.tokens += tokens
+            file.write(json.dumps(episode) + "\n")
+    rename(part, out)
+    return found
+
+
+def _episodes(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise InvalidInput(f"{path}:{number}: not JSON; each line is one episode") from None

@@ -1,0 +1,336 @@
+"""Groups from a verifiers environment into a plane, as they finish.
+
+A task is played `group_size` times against an OpenAI-compatible endpoint; what came of it is one group. Episodes are
+played at the same time, at most `in_flight` of them, and a group that finishes is put while others are played. When
+the plane has no room, puts wait, and no new task is begun meanwhile.
+
+    from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
+
+    rollouts = Rollouts(environment=Environment(name="my-taskset"), endpoint="http://127.0.0.1:8000/v1")
+    rollouts.run(plane)            # or: await rollouts.arun(plane)
+
+Where several agents are trained, each has groups of its own: a baseline is that of rollouts in one role. Rollouts that
+failed have no part in a baseline and train nothing; a group of which all failed is not put, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.capture import Trajectory, from_verifiers
+from penstock.capture.verifiers import ImageLookup
+from penstock.client import Plane
+from penstock.convert import Group, grpo
+from penstock.convert.advantages import Advantage
+from penstock.convert.filters import Filter
+from penstock.errors import ConfigError, InvalidInput, PeerError
+from penstock.extras import require
+from penstock.integrations.environments.verifiers_env import (
+    Environment,
+    Play,
+    ask_endpoint,
+    free_renderers,
+    model_context,
+    tasks_of,
+)
+
+__all__ = ["TRACES_FILE", "Environment", "Rollouts", "Tally"]
+
+TRACES_FILE = "traces.jsonl"
+"""As verifiers names it in a folder of results."""
+SAMPLE = "penstock_sample"
+"""In a trace's `info`: the id that its samples begin with."""
+_FAILED = "rollout failed"
+_ANSWER_S = 5.0
+"""How long an interrupted put waits for its answer."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was put, and what was not."""
+
+    groups: int = 0
+    """Put."""
+    rollouts: int = 0
+    """In those groups."""
+    tokens: int = 0
+    rewards: float = 0.0
+    """Summed over the rollouts that have one."""
+    rewarded: int = 0
+    failed: int = 0
+    """Rollouts that did not end well, put or not."""
+    dropped_groups: int = 0
+    """Not put: every rollout failed, or filters left none."""
+    playing: int = 0
+    """Episodes under way."""
+    last_failure: str = ""
+    failures_in_a_row: int = 0
+    """Groups."""
+
+    def count(self, group: Group, rollouts: Sequence[Trajectory]) -> None:
+        """A group that was made of rollouts, and put unless filters left nothing of it."""
+        if not len(group):
+            self.dropped_groups += 1
+            return
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        self.groups += 1
+        self.rollouts += len(rollouts)
+        self.tokens += group.num_tokens
+        self.rewards += sum(rewards)
+        self.rewarded += len(rewards)
+
+    def __str__(self) -> str:
+        reward = f", mean reward {self.rewards / self.rewarded:.3f}" if self.rewarded else ""
+        lost = f", {self.failed:,} failed" if self.failed else ""
+        lost += f", {self.dropped_groups:,} groups not put" if self.dropped_groups else ""
+        return f"{self.groups:,} groups put, {self.rollouts:,} rollouts, {self.tokens:,} tokens{reward}{lost}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """What to roll out, and how."""
+
+    environment: Environment
+    endpoint: str
+    """Base URL of a server with /inference/v1/generate; ends in /v1."""
+    model: str = ""
+    """What the endpoint calls it; empty: the first one it names."""
+    tokenizer: str = ""
+    """Folder or name of the tokenizer that prompts are rendered with; empty: that of `model`."""
+    renderer: str = ""
+    """Name of a renderer of the `renderers` package; empty: found by the model's name."""
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable with the endpoint's key."""
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
+    """temperature, top_p, max_tokens, ... as the endpoint takes them."""
+    group_size: int = 8
+    groups: int | None = None
+    """How many; None: until it is stopped."""
+    in_flight: int = 32
+    """Episodes played at the same time."""
+    max_failures: int = 3
+    """Groups in a row of which every rollout failed, after which it ends."""
+    seed: int | None = None
+    """Of the order of tasks; None: another order each time."""
+    evaluation: bool = False
+    """Groups are recorded and never trained."""
+    advantage: Advantage | None = grpo
+    filters: tuple[Filter, ...] = ()
+    images: ImageLookup | None = None
+    """An image's URL -> its hash and grid; for traces that hold image tokens."""
+    traces: Path | None = None
+    """A folder; episodes are appended to its `traces.jsonl`, so that they can be annotated later."""
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "in_flight", "max_failures"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)}; must be at least 1")
+        if self.groups is not None and self.groups < 1:
+            raise ConfigError(f"groups: {self.groups}; must be at least 1, or None for no end")
+
+    def run(self, plane: Plane, tally: Tally | None = None) -> Tally:
+        """`arun` in an event loop of its own; ends with the last group, or with an interrupt."""
+        return asyncio.run(self.arun(plane, tally))
+
+    @contextlib.contextmanager
+    def running(self, plane: Plane) -> Iterator[Tally]:
+        """`arun` in a thread, for as long as the block is at work; what ended it early is raised at the block's end."""
+        loop, tally = asyncio.new_event_loop(), Tally()
+        task = loop.create_task(self.arun(plane, tally))
+        thread = threading.Thread(target=_run_out, args=(loop, task), daemon=True, name="rollouts")
+        thread.start()
+        try:
+            yield tally
+        finally:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+        if not task.cancelled():
+            task.result()
+
+    async def arun(
+        self, plane: Plane, tally: Tally | None = None, *, on_change: Callable[[Tally], None] | None = None
+    ) -> Tally:
+        """Play and put; returns what was put. `tally` is written to meanwhile, so it also says so after an error."""
+        require("penstock rollouts verifiers", "verifiers")
+        found = Tally() if tally is None else tally
+        card = await ask_endpoint(self.endpoint, api_key_var=self.api_key_var)
+        context = model_context(
+            endpoint=self.endpoint,
+            model=self.model or str(card["id"]),
+            tokenizer=self.tokenizer,
+            renderer=self.renderer,
+            api_key_var=self.api_key_var,
+            sampling=self.sampling,
+        )
+        env = await asyncio.to_thread(self.environment.load)
+        free_renderers()
+        async with self.environment.playing(env, context) as play:
+            await _Players(self, plane, play, found, on_change).run(env)
+        return found
+
+
+class _Players:
+    """The episodes under way, and the groups they become."""
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        plane: Plane,
+        play: Play,
+        tally: Tally,
+        on_change: Callable[[Tally], None] | None,
+    ) -> None:
+        self._rollouts, self._plane, self._play, self._tally = rollouts, plane, play, tally
+        self._on_change = on_change or (lambda _: None)
+        self._places = asyncio.Semaphore(rollouts.in_flight)
+        # Twice as many groups as fill the places: while the last episode of one ends, another's are played.
+        self._groups = asyncio.Semaphore(2 * -(-rollouts.in_flight // rollouts.group_size))
+        self._writing = asyncio.Lock()
+
+    async def run(self, env: Any) -> None:
+        seed = random.SystemRandom().getrandbits(32) if self._rollouts.seed is None else self._rollouts.seed
+        tasks, begun = tasks_of(env, seed=seed), 0
+        try:
+            async with asyncio.TaskGroup() as group:
+                while self._rollouts.groups is None or begun < self._rollouts.groups:
+                    await self._groups.acquire()
+                    task = await asyncio.to_thread(next, tasks)  # a taskset may load its data here
+                    group.create_task(self._group(task))
+                    begun += 1
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _group(self, task: Any) -> None:
+        try:
+            version = await self._version()
+            episodes = await asyncio.gather(
+                *(self._episode(task) for _ in range(self._rollouts.group_size)), return_exceptions=True
+            )
+            await self._put(_name(task), version, episodes)
+        finally:
+            self._groups.release()
+            self._on_change(self._tally)
+
+    async def _episode(self, task: Any) -> Any:
+        async with self._places:
+            self._tally.playing += 1
+            try:
+                return await self._play(task)
+            finally:
+                self._tally.playing -= 1
+                self._on_change(self._tally)
+
+    async def _version(self) -> int | None:
+        """That of the weights which are about to sample: the endpoint's word for it, or the trainer's."""
+        try:
+            card = await ask_endpoint(self._rollouts.endpoint, api_key_var=self._rollouts.api_key_var)
+        except ConfigError:
+            card = {}  # it is away; what is played now fails, and that is counted
+        said = card.get("policy_version")
+        return said if isinstance(said, int) else await asyncio.to_thread(lambda: self._plane.policy_version)
+
+    async def _put(self, prompt: str, version: int | None, episodes: Sequence[Any]) -> None:
+        by_agent: dict[str, list[tuple[Trajectory, Any]]] = defaultdict(list)
+        for episode in episodes:
+            for trajectory, trace in self._read(episode):
+                by_agent[trajectory.agent].append((trajectory, trace))
+        useful = {name: rows for name, rows in by_agent.items() if any(t.error is None for t, _ in rows)}
+        for agent, rows in useful.items():
+            await self._put_group(f"{prompt}/{agent}" if len(by_agent) > 1 else prompt, version, rows)
+        await self._write([episode for episode in episodes if not isinstance(episode, BaseException)])
+        self._tally.failures_in_a_row = 0 if useful else self._tally.failures_in_a_row + 1
+        if not useful:
+            self._tally.dropped_groups += 1
+            await self._plane.adiscard(_FAILED, len(episodes))
+        if self._tally.failures_in_a_row >= self._rollouts.max_failures:
+            raise PeerError(
+                f"{self._tally.failures_in_a_row} groups in a row have no rollout that worked; the last failed with "
+                f"{self._tally.last_failure}; look at the environment and at {self._rollouts.endpoint}"
+            )
+
+    def _read(self, episode: Any) -> list[tuple[Trajectory, Any]]:
+        """An episode's trajectories, each with its trace; none where it failed before there was anything to read."""
+        if isinstance(episode, BaseException):
+            if not isinstance(episode, Exception):
+                raise episode
+            self._note_failure(f"{type(episode).__name__}: {episode}")
+            return []
+        try:
+            found = from_verifiers(episode, images=self._rollouts.images)
+        except InvalidInput as error:
+            said = [one.last_error for one in (episode, *episode.traces) if one.last_error is not None]
+            self._note_failure(f"{said[-1].type}: {said[-1].message}" if said else str(error))
+            return []
+        for trajectory in found:
+            if trajectory.error is not None:
+                self._note_failure(trajectory.error)
+        return list(zip(found, [trace for trace in episode.traces if trace.agent.trainable], strict=True))
+
+    def _note_failure(self, reason: str) -> None:
+        self._tally.failed += 1
+        self._tally.last_failure = reason[:500]
+
+    async def _put_group(self, prompt: str, version: int | None, rows: list[tuple[Trajectory, Any]]) -> None:
+        rollouts = self._rollouts
+        builder = self._plane.agroup(
+            prompt,
+            policy_version=version,
+            advantage=rollouts.advantage,
+            filters=rollouts.filters,
+            evaluation=rollouts.evaluation,
+        )
+        for number, (trajectory, trace) in enumerate(rows):
+            builder.add(trajectory)
+            trace.info[SAMPLE] = f"{builder.id}/{number}"
+        putting = asyncio.create_task(builder.put())
+        try:
+            group = await asyncio.shield(putting)
+        except asyncio.CancelledError:
+            # What is on its way is likely there already: wait for the answer, so that the tally is right.
+            await asyncio.wait({putting}, timeout=_ANSWER_S)
+            if putting.done() and not putting.cancelled() and putting.exception() is None:
+                self._tally.count(putting.result(), [trajectory for trajectory, _ in rows])
+            putting.cancel()
+            raise
+        self._tally.count(group, [trajectory for trajectory, _ in rows])
+
+    async def _write(self, episodes: Sequence[Any]) -> None:
+        if self._rollouts.traces is None:
+            return
+        path = self._rollouts.traces / TRACES_FILE
+        lines = [json.dumps(episode.to_record(float_decimals=None)) + "\n" for episode in episodes]
+        async with self._writing:
+            await asyncio.to_thread(_append, path, lines)
+
+
+def _run_out(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Tally]) -> None:
+    """Run the loop until the task has ended, however it does."""
+    try:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            loop.run_until_complete(task)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def _name(task: Any) -> str:
+    """The prompt's name: the task's own, or its place in the taskset."""
+    data = task.data
+    return str(next(value for value in (data.id, data.name, data.idx, task.key) if value is not None))

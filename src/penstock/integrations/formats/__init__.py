@@ -1,0 +1,1 @@
+"""File formats of other trainers, for `penstock convert`."""

@@ -1,0 +1,383 @@
+"""The file formats that `penstock convert` knows, how one is told from another, and the conversion between any two.
+
+Every format reads samples one at a time, or writes them so; what has no place on the other side is counted by name. A
+format is chosen by the file's ending; where several share one, by what the file begins with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, BinaryIO
+
+from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
+from penstock.arrays.own_columns import Own
+from penstock.arrays.sample import Sample
+from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewards
+from penstock.errors import InvalidInput
+from penstock.frames.frame_files import by_group, read_frames, write_frames
+from penstock.frames.layout import MAGIC
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.environments.responses import one_number
+from penstock.integrations.formats.agent_lightning import read_agent_lightning
+from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.prime_rl_batches import HELD as PRIME_RL_HOLDS
+from penstock.integrations.formats.prime_rl_batches import PrimeRlWriter, read_prime_rl
+from penstock.integrations.formats.run_groups import plane_folder_in, read_run_groups
+from penstock.integrations.formats.sample_lines import read_lines, write_lines
+from penstock.integrations.formats.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
+from penstock.integrations.formats.slime_samples import read_slime, write_slime
+from penstock.integrations.formats.token_exports import read_export
+from penstock.integrations.formats.verl_tensors import read_verl, write_verl
+from penstock.integrations.trainers.trl_samples import read_trl, write_trl
+from penstock.packing import pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What single formats must be told."""
+
+    advantages: str | None = None
+    """How to make advantages of the rewards in a group: one of ADVANTAGES; none: they stay as they are."""
+    reward_key: str | None = None
+    """Of slime: which reward, where samples have several."""
+    ranks: int = 1
+    """Of prime-rl: data ranks of the trainer."""
+    seq_len: int | None = None
+    """Of prime-rl: tokens of a micro-batch; by default those of the longest sample of a step."""
+    samples_per_step: int | None = None
+    """Of prime-rl: samples of a step; by default all are one step."""
+    first_step: int = 1
+    """Of prime-rl: the number of the first step."""
+
+
+_LOOK = 1 << 20
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "leave-one-out": leave_one_out, "rewards": raw_rewards}
+"""Rules by name."""
+Read = Callable[[Place, Lost, Options], Iterator[Sample]]
+Write = Callable[[Iterable[Sample], Place, Lost, Options, Own], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    name: str
+    summary: str
+    endings: tuple[str, ...] = ()
+    """Longer ones are tried first."""
+    keys: tuple[str, ...] = ()
+    """Fields that the first JSON line has, for formats that share an ending."""
+    is_folder: bool = False
+    """Whether a folder is written, which has no ending."""
+    read: Read | None = None
+    write: Write | None = None
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What was converted, and what of it was lost."""
+
+    inputs: tuple[str, ...]
+    sources: tuple[str, ...]
+    """The format of each input."""
+    output: str
+    target: str
+    samples: int = 0
+    groups: int = 0
+    """Runs of samples that have one group."""
+    tokens: int = 0
+    loss_tokens: int = 0
+    lost: Lost = field(default_factory=Lost)
+
+    @property
+    def written(self) -> int:
+        """Samples that the target could hold."""
+        return self.samples - sum(self.lost.left_out.values())
+
+    def counted(self, samples: Iterable[Sample], tell: Callable[[Conversion], None]) -> Iterator[Sample]:
+        """The samples, counted as they pass."""
+        group: str | None = None
+        for sample in samples:
+            self.samples += 1
+            self.tokens += sample.num_tokens
+            self.loss_tokens += sample.loss_tokens
+            self.groups += not sample.group or sample.group != group
+            group = sample.group
+            tell(self)
+            yield sample
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in ("samples", "groups", "tokens", "loss_tokens", "written")}
+        inputs = [{"file": name, "format": kind} for name, kind in zip(self.inputs, self.sources, strict=True)]
+        output = {"file": self.output, "format": self.target}
+        return {"inputs": inputs, "output": output, **counts, **self.lost.as_dict()}
+
+
+def convert_files(
+    inputs: Sequence[str],
+    output: str,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    options: Options | None = None,
+    tell: Callable[[Conversion], None] = lambda _: None,
+) -> Conversion:
+    """Read samples from files, one after the other, and write them to one; `-` is standard input or output.
+
+    `source` and `target` name formats where endings do not. `tell` is called for every sample.
+
+    >>> import tempfile, penstock as ps
+    >>> from pathlib import Path
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "a.frame").write_bytes(ps.encode([ps.Sample(id="a", token_ids=[5, 6], rewards=1.0)]))
+    >>> convert_files([f"{folder}/a.frame"], f"{folder}/a.jsonl").samples
+    1
+    >>> (folder / "a.jsonl").read_text()
+    '{"id":"a","token_ids":[5,6],"loss_mask":[false,false],"rewards":1.0}\\n'
+    """
+    options = options or Options()
+    places = [Place(word) for word in inputs]
+    formats = [named(source, reading=True) if source else format_to_read(place) for place in places]
+    into = named(target, reading=False) if target else format_to_write(output)
+    done = Conversion(tuple(inputs), tuple(kind.name for kind in formats), output, into.name)
+    own: Own = {}
+
+    def samples(lost: Lost) -> Iterator[Sample]:
+        for place, kind in zip(places, formats, strict=True):
+            assert kind.read is not None
+            yield from kind.read(place, lost, options)
+
+    rows = samples(done.lost)
+    if options.advantages is not None:
+        rows = with_advantages(rows, options.advantages)
+    if into.name == "parquet":  # its schema is written first
+        streams = any(place.is_stream for place in places)
+        first = list(islice(rows, ROWS)) if streams else []
+        own = own_columns_of(first if streams else samples(Lost()))
+        rows = chain(first, rows)
+    assert into.write is not None
+    into.write(done.counted(rows, tell), Place(output), done.lost, options, own)
+    return done
+
+
+def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
+    """The samples with advantages made of the rewards of those that have one group and follow one another."""
+    if rule not in ADVANTAGES:
+        raise InvalidInput(f"advantages {rule!r}: not a rule; there are {', '.join(ADVANTAGES)}")
+    for group in by_group(samples):
+        rewards = [one_number(sample, "rewards") for sample in group]
+        if any(reward is None or math.isnan(reward) for reward in rewards):
+            name = next(s.id for s, reward in zip(group, rewards, strict=True) if reward is None or math.isnan(reward))
+            raise InvalidInput(f"sample {name!r}.rewards: not one; advantages are made of the reward of every sample")
+        values = ADVANTAGES[rule](Rollouts.of([reward for reward in rewards if reward is not None]))
+        yield from (s.replace(advantages=float(value)) for s, value in zip(group, values, strict=True))
+
+
+# ------------------------------------------------------------------ which format
+
+
+def named(name: str, *, reading: bool) -> FileFormat:
+    """The format of that name; InvalidInput where it cannot be read, or written."""
+    found = FORMATS.get(name)
+    way = "read" if reading else "write"
+    able = [kind.name for kind in FORMATS.values() if getattr(kind, way) is not None]
+    if found is None or found.name not in able:
+        raise InvalidInput(f"format {name!r}: not one to {way}; there are {', '.join(able)}")
+    return found
+
+
+def format_to_write(word: str) -> FileFormat:
+    """By the ending of the name."""
+    kind = _by_ending(word, [one for one in FORMATS.values() if one.write is not None and not one.is_folder])
+    if kind is None:
+        raise InvalidInput(f"{word}: no format has this ending; say which one with --to, see --formats")
+    return kind
+
+
+def format_to_read(place: Place) -> FileFormat:
+    """By what the file begins with, or by the ending of its name."""
+    if not place.is_stream and place.path.is_dir():
+        return FORMATS["prime-rl" if plane_folder_in(place.path) is None else "run"]
+    with place.reading() as file:
+        start = _start(file, stays=place.is_stream)
+    if start.startswith(MAGIC):
+        return FORMATS["frames"]
+    if start.lstrip()[:1] == b"{":
+        found = _by_keys(start)
+        if found is not None:
+            return found
+    if start.startswith(b"PAR1") and not place.is_stream:
+        return _parquet(place)
+    kind = None if place.is_stream else _by_ending(place.word, list(FORMATS.values()))
+    if kind is None or kind.read is None:
+        raise InvalidInput(f"{place.name}: not in a format that is known; say which one with --from, see --formats")
+    return kind
+
+
+def _start(file: BinaryIO, *, stays: bool) -> bytes:
+    """The first bytes; of a stream as many as there are, and they stay to be read."""
+    if not stays:
+        return file.read(_LOOK)
+    peek = getattr(file, "peek", None)
+    return b"" if peek is None else peek(_LOOK)
+
+
+def _by_ending(word: str, among: Sequence[FileFormat]) -> FileFormat | None:
+    found = [(len(ending), kind) for kind in among for ending in kind.endings if word.endswith(ending)]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _by_keys(start: bytes) -> FileFormat | None:
+    """By the fields of the first line: their names are looked for, for the line may be longer than what was read."""
+    line = start.lstrip().partition(b"\n")[0]
+    for kind in FORMATS.values():
+        if kind.keys and all(f'"{key}"'.encode() in line for key in kind.keys):
+            return kind
+    return None
+
+
+def _parquet(place: Place) -> FileFormat:
+    return FORMATS["tokens" if "inference_logprobs" in columns_of(place) else "parquet"]
+
+
+# ------------------------------------------------------------------ the formats
+
+
+def _read_frames(place: Place, lost: Lost, options: Options) -> Iterator[Sample]:  # noqa: ARG001
+    with place.reading() as file:
+        for frame in read_frames(file, name=place.name):
+            yield from frame
+
+
+def _write_frames(samples: Iterable[Sample], place: Place, lost: Lost, options: Options, own: Own) -> None:  # noqa: ARG001
+    with place.writing() as file:
+        write_frames(file, samples)
+
+
+def _write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options: Options, own: Own) -> None:  # noqa: ARG001
+    """Steps of packed micro-batches, in the folder that the trainer looks into."""
+    rows = (sample for sample in samples if lost.keeps(sample, needs=_needed(sample)) and _fits(sample, lost))
+    number = options.first_step
+    while batch := list(islice(rows, options.samples_per_step)):
+        held = [_for_prime_rl(sample, lost) for sample in batch]
+        longest = max(sample.num_tokens for sample in held)
+        step = pack(held, ranks=options.ranks, seq_len=options.seq_len or longest)
+        for rank in step.ranks:
+            if (place.path / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
+                raise InvalidInput(
+                    f"{place.name}/step_{number}: is there already; pass --first-step, or another folder"
+                )
+            PrimeRlWriter(place.path, rank=rank.rank).write(rank, number=number)
+        number += 1
+
+
+def _needed(sample: Sample) -> list[str]:
+    """What a sample cannot be trained without: by its mode, and by the weights it has of its own."""
+    modes = {sample.mode}
+    for name, mode in zip(WEIGHTS, ("rl", "sft", "opd"), strict=True):
+        modes |= {mode} if name in sample and sample[name][sample.loss_mask].any() else set()
+    needs = [name for name, of in ALL_OR_NONE.items() if modes & set(of) and name in PRIME_RL_HOLDS]
+    return needs if sample.loss_tokens else []
+
+
+def _fits(sample: Sample, lost: Lost) -> bool:
+    kept = sample.get("sampling_mask")
+    beyond = kept is not None and len(kept.values) and int(kept.values.max()) >= 2**31
+    lost.left_out.update(["sampling masks with ids from 2**31 on"] if beyond else [])
+    return not beyond
+
+
+def _for_prime_rl(sample: Sample, lost: Lost) -> Sample:
+    lost.columns(sample, held=PRIME_RL_HOLDS)
+    dropped = [name for name in sample.columns if name not in PRIME_RL_HOLDS]
+    known = {name: None for name in dropped if name not in sample.own}
+    return sample.replace(**known, columns=dict.fromkeys(sample.own)) if dropped else sample
+
+
+def _plain(read: Callable[[Place, Lost], Iterator[Sample]]) -> Read:
+    return lambda place, lost, options: read(place, lost)  # noqa: ARG005
+
+
+def _plain_writer(write: Callable[[Iterable[Sample], Place, Lost], None]) -> Write:
+    return lambda samples, place, lost, options, own: write(samples, place, lost)  # noqa: ARG005
+
+
+FORMATS = {
+    kind.name: kind
+    for kind in (
+        FileFormat(
+            name="frames",
+            summary="Penstock frames, one per group: the neutral form, holds everything",
+            endings=(".penstock", ".frame"),
+            read=_read_frames,
+            write=_write_frames,
+        ),
+        FileFormat(
+            name="trl",
+            summary="TRL rollout samples as JSON lines",
+            endings=(".trl.jsonl",),
+            keys=("input_ids", "completion_mask", "old_log_probs"),
+            read=_plain(read_trl),
+            write=_plain_writer(write_trl),
+        ),
+        FileFormat(
+            name="slime",
+            summary="slime and miles samples: debug rollout data (.pt), or JSON lines",
+            endings=(".pt", ".slime.jsonl"),
+            keys=("tokens", "response_length"),
+            read=lambda place, lost, options: read_slime(place, lost, options.reward_key),
+            write=_plain_writer(write_slime),
+        ),
+        FileFormat(
+            name="agent-lightning",
+            summary="Agent Lightning events as JSON lines",
+            endings=(".events.jsonl",),
+            keys=("rollout_id", "event_type"),
+            read=_plain(read_agent_lightning),
+        ),
+        FileFormat(
+            name="tokens",
+            summary="token exports of Penstock's trainer side: JSON lines or Parquet",
+            keys=("token_ids", "inference_logprobs"),
+            read=_plain(read_export),
+        ),
+        FileFormat(
+            name="run",
+            summary="the groups that a plane keeps in the folder of a run",
+            is_folder=True,
+            read=_plain(read_run_groups),
+        ),
+        FileFormat(
+            name="jsonl",
+            summary="samples as JSON lines, holds everything",
+            endings=(".jsonl",),
+            keys=("token_ids",),
+            read=_plain(read_lines),
+            write=_plain_writer(write_lines),
+        ),
+        FileFormat(
+            name="parquet",
+            summary="samples as Parquet, one row each, holds everything",
+            endings=(".parquet",),
+            read=_plain(read_table),
+            write=lambda samples, place, lost, options, own: write_table(samples, place, lost, own),  # noqa: ARG005
+        ),
+        FileFormat(
+            name="verl",
+            summary="a verl batch of padded tensors (DataProto), in .npz or .safetensors",
+            endings=(".npz", ".safetensors"),
+            read=_plain(read_verl),
+            write=_plain_writer(write_verl),
+        ),
+        FileFormat(
+            name="prime-rl",
+            summary="prime-rl micro-batches: a folder of step_N/rank_R.bin",
+            endings=(".bin",),
+            is_folder=True,
+            read=_plain(read_prime_rl),
+            write=_write_prime_rl,
+        ),
+    )
+}
+"""By name. Of formats that share fields of a line, the one that asks for more stands first."""

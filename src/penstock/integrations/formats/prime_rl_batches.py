@@ -1,0 +1,328 @@
+"""prime-rl's micro-batches on disk, written for its stock trainer and read back: `step_N/rank_R.bin`.
+
+    outputs/rollouts/step_1/rank_0.bin     msgpack: a list of micro-batches, each an array by position
+
+Trainers of prime-rl with `rollout_transport = "filesystem"` wait for these files; `rollouts` is called `batches` since
+late August 2026. The layout is that of September 2026. Fields were only ever appended, and readers leave what is behind
+the ones they know, so earlier trainers take the same files.
+
+What the trainer does with a file differs from Penstock in two places, and the writer sees to both. Padding is part of
+the last sequence. Weights of the cross-entropy and reference terms count wherever they are not zero, whatever the loss
+mask says, so they are zero where it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays.columns import WEIGHTS, Array
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays.sample import Sample
+from penstock.atomic import replacing
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.formats.file_or_stream import Place
+from penstock.packing import MicroBatch, StepOfRank
+
+MAX_FILE_BYTES = 4 << 30
+HELD = (
+    *("token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "teacher_logprobs", *WEIGHTS),
+    *("routed_experts", "mm_token_type_ids", "sampling_mask", "env", "mode", "images"),
+)
+"""What a file has a place for: modes as weights, images if the writer is told how to say them."""
+_DTYPES = ("uint8", "uint16", "int16", "int32")
+_FILE = re.compile(r"rank_(\d{1,9})\.bin")
+_STEP = re.compile(r"step_(\d{1,18})")
+
+Images = Callable[[MicroBatch], object]
+"""What stands for the images of a micro-batch: see `encoded_tensors` and `image_refs`."""
+
+
+class PrimeBatch(msgspec.Struct, array_like=True, gc=False, kw_only=True):
+    """A micro-batch as prime-rl writes it. Lists have one value per token, unless said otherwise."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    """Of the sampler, at the token that it is for; 0.0 where not sampled."""
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    """One per sequence."""
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    """One per sequence: the boundaries of attention."""
+    ref_logprobs: list[float] | None = None
+    routed_experts: tuple[bytes, list[int], str] | None = None
+    """Bytes, [tokens, layers, top_k], dtype."""
+    multimodal: Any = None
+    """Tensors by name up to August 2026, references to images since."""
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+    sampling_mask: list[bytes | None] | None = None
+    """Bytes of int32: the ids that were kept, end to end; how many of them each token has."""
+    trace_ids: list[str] | None = None
+    """One per sequence."""
+    branch_indices: list[int] | None = None
+    """One per sequence."""
+
+
+class PrimeRlWriter:
+    """Writes one rank's steps as files that a stock prime-rl trainer waits for.
+
+    >>> import tempfile, penstock as ps
+    >>> sample = ps.Sample(token_ids=[5, 6], loss_mask=[0, 1], logprobs=[0, -0.5], advantages=1.0)
+    >>> step = ps.pack([sample], ranks=1, seq_len=8)
+    >>> path = PrimeRlWriter(tempfile.mkdtemp(), rank=0).write(step.ranks[0], number=1)
+    >>> path.parent.name, path.name, read_batches(path)[0].inference_logprobs
+    ('step_1', 'rank_0.bin', [0.0, -0.5])
+    """
+
+    def __init__(self, folder: str | Path, *, rank: int, images: Images | None = None) -> None:
+        """`folder` is the trainer's `rollouts` (or `batches`) folder; `images` says what stands for images."""
+        self._folder, self._rank, self._images = Path(folder), rank, images
+
+    def write(self, step: StepOfRank | Iterable[MicroBatch], *, number: int | None = None) -> Path:
+        """Write a step of `plane.source` or `pack`; it is on disk when this returns. Steps are counted from 1."""
+        at = getattr(step, "number", None) if number is None else number
+        if at is None:
+            raise InvalidInput("number: none, and the step has none; give the number of the step, from 1 up")
+        batches = [to_prime_rl(batch, images=self._images) for batch in step]
+        path = self._folder / f"step_{at}" / f"rank_{self._rank}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(msgspec.msgpack.encode(batches))
+        return path
+
+
+def encoded_tensors(tensors: Mapping[str, Array]) -> dict[str, list[Any]]:
+    """Model inputs by name, as trainers up to August 2026 take them: pixel_values, image_grid_thw, ..."""
+    return {
+        name: [array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes()]
+        for name, array in tensors.items()
+    }
+
+
+def image_refs(spans: Iterable[ImageSpan], url: Callable[[ImageSpan], str]) -> list[list[list[Any]]]:
+    """References to images, as trainers since then take them: where each lies, and its tokens."""
+    return [[[url(span), span.offset, span.length] for span in spans]]
+
+
+# ------------------------------------------------------------------ writing
+
+
+def to_prime_rl(batch: MicroBatch, *, images: Images | None = None) -> PrimeBatch:
+    """A micro-batch as prime-rl has it."""
+    if batch.images and images is None:
+        raise InvalidInput(
+            f"micro-batch of {batch.segments.ids[:1]}: {len(batch.images)} images; "
+            "pass images=, which says what stands for them"
+        )
+    mask: Array = batch["loss_mask"]
+    lengths = _lengths(batch)
+    weights = {name: _weights(batch, name, mask) for name in WEIGHTS}
+    return PrimeBatch(
+        input_ids=batch["token_ids"].tolist(),
+        loss_mask=mask.tolist(),
+        advantages=_needed(batch, "advantages", mask, weights["rl_weights"]),
+        inference_logprobs=_needed(batch, "logprobs", mask, weights["rl_weights"], weights["ref_kl_weights"]),
+        position_ids=batch["position_ids"].tolist(),
+        sequence_lengths=lengths,
+        temperatures=batch["temperatures"].tolist() if "temperatures" in batch else [1.0] * batch.num_tokens,
+        env_names=_envs(batch),
+        seq_lens=lengths,
+        ref_logprobs=_without_nan(batch["teacher_logprobs"]) if "teacher_logprobs" in batch else None,
+        routed_experts=_routed(batch),
+        multimodal=images(batch) if batch.images and images is not None else None,
+        mm_token_type_ids=batch["mm_token_type_ids"].tolist() if "mm_token_type_ids" in batch else None,
+        sampling_mask=_sampling_mask(batch),
+        trace_ids=list(batch.segments.ids) or [""] * len(lengths),
+        branch_indices=[0 if batch.segments.ids else -1] * len(lengths),
+        **{name: None if values is None else values.tolist() for name, values in weights.items()},
+    )
+
+
+def _lengths(batch: MicroBatch) -> list[int]:
+    """Tokens of each sequence; the last one has the padding."""
+    lengths: list[int] = batch.sequence_lengths.tolist()
+    if batch.segments.ids and len(lengths) > batch.sample_count:
+        lengths[-2:] = [sum(lengths[-2:])]
+    return lengths
+
+
+def _weights(batch: MicroBatch, name: str, mask: Array) -> Array | None:
+    if name not in batch:
+        return None
+    values: Array = batch[name]
+    return values if name == "rl_weights" else np.where(mask, values, np.float32(0))
+
+
+def _needed(batch: MicroBatch, name: str, mask: Array, *weights: Array | None) -> list[float]:
+    """A column that the terms with these weights cannot do without; 0.0 where they have no part."""
+    if name in batch:
+        return _without_nan(batch[name])
+    own = [values for values in weights if values is not None]
+    trained = mask & np.logical_or.reduce([values != 0 for values in own]) if own else mask
+    if trained.any():
+        token = int(trained.argmax())
+        raise InvalidInput(
+            f"sample {batch.sample_at(token)!r}.{name}: none; prime-rl cannot train it without them, record them"
+        )
+    return [0.0] * batch.num_tokens
+
+
+def _without_nan(values: Array) -> list[float]:
+    """What is not recorded, on tokens that are not trained, as 0.0: the trainer computes with every value."""
+    filled: list[float] = np.nan_to_num(values, nan=0.0).tolist()
+    return filled
+
+
+def _envs(batch: MicroBatch) -> list[str]:
+    names: list[str] = []
+    for env, length in zip(batch.segments.envs, batch.segments.lengths.tolist(), strict=True):
+        if env == "all":
+            raise InvalidInput("env: 'all', a name that prime-rl keeps for sums over all; give the environment another")
+        names += [env] * length
+    return names + [""] * (batch.num_tokens - len(names))
+
+
+def _routed(batch: MicroBatch) -> tuple[bytes, list[int], str] | None:
+    if "routed_experts" not in batch:
+        return None
+    experts: Array = np.ascontiguousarray(batch["routed_experts"])
+    return experts.tobytes(), list(experts.shape), experts.dtype.name
+
+
+def _sampling_mask(batch: MicroBatch) -> list[bytes | None] | None:
+    if "sampling_mask" not in batch:
+        return None
+    kept: Ragged = batch["sampling_mask"]
+    if len(kept.values) and int(kept.values.max()) >= 2**31:
+        raise InvalidInput(f"sampling_mask: id {int(kept.values.max())}; prime-rl's ids are below 2**31")
+    return [kept.values.astype("<i4").tobytes(), kept.lengths.astype("<i4").tobytes()]
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_batches(path: Path) -> list[PrimeBatch]:
+    """The micro-batches of one file."""
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise CorruptFile(f"{path}: {size} bytes; this reader takes {MAX_FILE_BYTES}")
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=list[PrimeBatch])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptFile(f"{path}: {error}; not a file of micro-batches as prime-rl writes them") from None
+
+
+def files_in(path: Path) -> list[Path]:
+    """The files of a folder of steps, of a step, or the file itself; by step, then rank."""
+    if not path.is_dir():
+        return [path]
+    files = [file for file in (*path.glob("rank_*.bin"), *path.glob("step_*/rank_*.bin")) if _FILE.fullmatch(file.name)]
+    return sorted(files, key=lambda file: (_number(_STEP, file.parent.name), _number(_FILE, file.name)))
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int:
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
+    """The samples of a file, or of all files in a folder; padding and dummies are not among them."""
+    files = files_in(place.path)
+    if not files:
+        raise InvalidInput(
+            f"{place.name}: no run, and no step_N/rank_R.bin; give a run's folder, or prime-rl's rollouts"
+        )
+    for file in files:
+        for m, batch in enumerate(read_batches(file)):
+            where = f"{file} micro-batch {m}"
+            if batch.multimodal is not None:
+                lost.unread["images"] += 1
+            yield from samples_of(batch, where=where, name=f"{file.parent.name}/{file.stem}/{m}")
+
+
+def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
+    """The samples of a micro-batch; they are called by their traces, or else `name` and a number."""
+    arrays = _arrays(batch, where)
+    short = next((length for length in batch.sequence_lengths if length < 1), None)
+    if short is not None:
+        raise CorruptFile(f"{where}: a sequence of {short} tokens; it has at least one")
+    edges = offsets_of(batch.sequence_lengths).tolist()
+    if edges[-1] != len(batch.input_ids):
+        raise CorruptFile(f"{where}: sequences of {edges[-1]} tokens for {len(batch.input_ids)} ids")
+    for i, (a, b) in enumerate(pairwise(edges)):
+        positions = arrays["position_ids"][a:b]
+        begins = np.flatnonzero(positions[1:] == 0)
+        end = a + int(begins[0]) + 1 if len(begins) else b  # positions begin again where padding does
+        trace = batch.trace_ids[i] if batch.trace_ids and i < len(batch.trace_ids) else ""
+        if not trace and not batch.env_names[a] and not any(batch.loss_mask[a:b]):
+            continue  # padding, or a dummy
+        try:
+            yield _sample(arrays, slice(a, end), env=batch.env_names[a], id=trace or f"{name}/{i}")
+        except InvalidInput as error:
+            raise InvalidInput(f"{where} sequence {i}: {error}") from None
+
+
+def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
+    """The columns of a micro-batch by Penstock's names, all of one length."""
+    given: dict[str, Any] = {
+        "token_ids": np.array(batch.input_ids, np.int64),
+        "loss_mask": np.array(batch.loss_mask, np.bool_),
+        "logprobs": np.array(batch.inference_logprobs, np.float32),
+        "advantages": np.array(batch.advantages, np.float32),
+        "temperatures": np.array(batch.temperatures, np.float32),
+        "position_ids": np.array(batch.position_ids, np.int64),
+        "env_names": batch.env_names,
+    }
+    others = {"teacher_logprobs": batch.ref_logprobs, **{name: getattr(batch, name) for name in WEIGHTS}}
+    given |= {name: np.array(values, np.float32) for name, values in others.items() if values is not None}
+    if batch.mm_token_type_ids is not None and not any(batch.mm_token_type_ids):
+        given["mm_token_type_ids"] = np.array(batch.mm_token_type_ids, np.uint8)
+    try:
+        if batch.routed_experts is not None:
+            data, shape, dtype = batch.routed_experts
+            if dtype not in _DTYPES:
+                raise CorruptFile(f"{where}.routed_experts: dtype {dtype[:40]!r}; must be one of {', '.join(_DTYPES)}")
+            given["routed_experts"] = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+        if batch.sampling_mask is not None:
+            ids, counts = (np.frombuffer(data or b"", "<i4") for data in batch.sampling_mask[:2])
+            given["sampling_mask"] = Ragged(ids.astype(np.uint32), offsets_of(counts))
+            if int(counts.sum()) != len(ids):
+                raise CorruptFile(f"{where}.sampling_mask: {len(ids)} ids for counts of {int(counts.sum())}")
+    except (TypeError, ValueError) as error:
+        raise CorruptFile(f"{where}: {error}; not written by prime-rl, or cut short") from None
+    for column, values in given.items():
+        if len(values) != len(batch.input_ids):
+            raise CorruptFile(f"{where}.{column}: {len(values)} values for {len(batch.input_ids)} tokens")
+    return given
+
+
+def _sample(arrays: dict[str, Any], cut: slice, *, env: str, id: str) -> Sample:  # noqa: A002 - the field's own name
+    own = {name: values[cut] for name, values in arrays.items() if name not in ("position_ids", "env_names")}
+    mask = own["loss_mask"]
+    for name in ("advantages", "temperatures"):
+        own[name] = once(own[name], mask)
+    if own["temperatures"].ndim:
+        own["temperatures"] = np.where(own["temperatures"] > 0, own["temperatures"], np.float32(1))  # context has none
+    return Sample(id=id, env=env, **own)
+
+
+def once(values: Array, mask: Array) -> Array:
+    """The one number of a column that has one on all trained tokens; context has it, or nothing."""
+    trained = values[mask] if mask.any() else values
+    one = trained[:1].reshape(())
+    return one if bool((trained == one).all() and ((values == one) | (values == 0))[~mask].all()) else values

@@ -1,0 +1,184 @@
+"""Samples as JSON lines: one object per sample, its columns under their own names, every float to the bit.
+
+    {"id": "17/0", "group": "17", "token_ids": [5, 6, 7], "loss_mask": [false, true, true], "rewards": 1.0}
+
+A column given once per sample is a number, one given per token a list, one of lists a list of lists; an absent one is
+absent. JSON has no word for what is not a number: in lists NaN is null, alone it is "NaN", and the infinities are
+"Infinity" and "-Infinity". Own columns are described in `columns`, by name: dtype, per, trailing dimensions, ragged,
+fill and padding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, Description
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import Own, own_of
+from penstock.arrays.ragged import Ragged
+from penstock.arrays.sample import Sample
+from penstock.errors import InvalidInput
+from penstock.extras import require
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.formats.file_or_stream import Place, lines_of
+
+_FACTS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
+_IMAGE_FIELDS = ImageSpan.__struct_fields__
+_DESCRIPTIONS = dict[str, Description]
+_WORDS = ("NaN", "Infinity", "-Infinity")
+
+
+def write_lines(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  # noqa: ARG001 - all is held
+    """One line for each sample."""
+    require("JSON lines", "orjson")
+    with place.writing() as file:
+        for sample in samples:
+            file.writelines(_line(sample))
+
+
+def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
+    """The samples of a file, one at a time; fields that are no column are counted and left.
+
+    A sample without an id is called by its file and line.
+    """
+    with place.reading() as file:
+        for where, line in lines_of(file, place.name):
+            record = json_object(line, where)
+            try:
+                yield _sample({"id": f"{place.short}:{where.rpartition(':')[2]}", **record}, lost)
+            except InvalidInput as error:
+                raise InvalidInput(f"{where}: {error}") from None
+
+
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """The object on a line."""
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not JSON ({error}); each line must be one object") from None
+    if not isinstance(record, dict):
+        raise InvalidInput(f"{where}: a {type(record).__name__}; each line must be one object")
+    return record
+
+
+def _line(sample: Sample) -> Iterator[bytes]:
+    facts: dict[str, Any] = {
+        name: value for name in TEXT_COLUMNS if (value := getattr(sample, name)) != TEXT_COLUMNS[name].fill
+    }
+    if sample.rollout:
+        facts["rollout"] = msgspec.json.decode(sample.rollout)
+    if sample.policy_version is not None:
+        facts["policy_version"] = sample.policy_version
+    if sample.images:
+        facts["images"] = [{name: getattr(span, name) for name in _IMAGE_FIELDS} for span in sample.images]
+    if sample.own:
+        facts["columns"] = described(sample.own)
+    yield json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()[:-1]
+    for name, cells in sample.columns.items():
+        yield f',"{name}":'.encode()
+        yield _encoded(cells)
+    yield b"}\n"
+
+
+def _encoded(cells: Cells) -> bytes:
+    import orjson
+
+    if isinstance(cells, Ragged):
+        encoded: bytes = orjson.dumps(_plain(cells) if cells.dtype.kind == "f" else cells.tolist())
+        return encoded
+    array: Array = np.ascontiguousarray(cells).reshape(cells.shape or (1,))
+    if array.dtype.kind == "f" and (np.isinf(array).any() or (cells.ndim == 0 and np.isnan(array).any())):
+        encoded = orjson.dumps(_plain(array) if cells.ndim else [_word(float(cells))])
+    else:
+        encoded = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
+    return encoded if cells.ndim else encoded[1:-1]
+
+
+def _plain(values: Any) -> Any:
+    """Floats in lists as JSON can say them."""
+    if isinstance(values, float):
+        return None if math.isnan(values) else _word(values)
+    return [_plain(value) for value in (values if isinstance(values, list) else values.tolist())]
+
+
+def _word(value: Any) -> Any:
+    """A number, or the word for what is none."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _from_word(value: Any) -> Any:
+    return math.nan if value is None else float(value) if value in _WORDS else value
+
+
+def _sample(record: dict[str, Any], lost: Lost) -> Sample:
+    own = read_described(record.get("columns"))
+    table: Mapping[str, Column] = {**TOKEN_COLUMNS, **own}
+    lost.fields(record, known=(*_FACTS, *table))
+    given = {name: _cells(table[name], record[name]) for name in table if record.get(name) is not None}
+    facts = {name: record[name] for name in (*TEXT_COLUMNS, "policy_version") if record.get(name) is not None}
+    declared = {column: given.pop(name) for name, column in own.items() if name in given}
+    if "token_ids" not in given:
+        raise InvalidInput("token_ids: missing; give the ids of every sample")
+    return Sample(**given, **facts, images=_images(record.get("images")), columns=declared)
+
+
+def described(own: Own) -> dict[str, list[Any]]:
+    """Own columns as JSON can say them: [dtype, per, trailing dimensions, ragged, fill, pad], by name."""
+    return {name: [_word(value) for value in column.described()] for name, column in own.items()}
+
+
+def read_described(given: Any) -> Own:
+    """The columns that were described; None stands for none."""
+    try:
+        plain = {name: [_from_word(value) for value in form] for name, form in dict(given or {}).items()}
+        return own_of(msgspec.convert(plain, _DESCRIPTIONS))
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"columns: {error}; each is [dtype, per, trailing dimensions, ragged, fill, pad], by name"
+        ) from None
+
+
+def _cells(column: Column, value: Any) -> Any:
+    """The value with NaN and infinities where the line has words for them; `Sample` checks everything else."""
+    try:
+        if column.numpy.kind != "f":
+            return _words64(column, value) if column.dtype == "<u8" else value
+        if column.ragged:
+            lists = [[_from_word(x) for x in row] for row in value]
+            return Ragged.of_lists(lists, column.numpy)
+        if np.ndim(value) == 0:
+            return np.asarray(_from_word(value), _wide(column))
+        raw = np.asarray(value)
+        return raw if raw.dtype.kind in "fiu" else np.array(value, _wide(column))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInput(f'{column.name}: {error}; give numbers, null or "Infinity"') from None
+
+
+def _words64(column: Column, value: Any) -> Any:
+    """Whole numbers up to 2**64 - 1, which numpy would make floats of where smaller ones stand beside them."""
+    if column.ragged:
+        return Ragged.of_lists(value, np.uint64)
+    numbers = np.array(value, object)
+    if not all(type(number) is int and 0 <= number < 2**64 for number in numbers.reshape(-1).tolist()):
+        raise InvalidInput(f"{column.name}: give whole numbers from 0 to 2**64 - 1")
+    return numbers.astype(np.uint64)
+
+
+def _wide(column: Column) -> np.dtype[Any]:
+    """Wide enough that a number beyond the column is seen to be."""
+    return np.dtype(np.float64) if column.numpy.itemsize < 8 else column.numpy
+
+
+def _images(spans: Any) -> list[ImageSpan]:
+    try:
+        return [ImageSpan(**{**span, "grid": tuple(span["grid"])}) for span in spans or ()]
+    except (TypeError, KeyError, ValueError) as error:
+        raise InvalidInput(f"images: {error}; each has hash, grid, offset and length") from None

@@ -1,0 +1,314 @@
+"""Samples of slime and miles: what `--save-debug-rollout-data` writes and `--load-debug-rollout-data` reads.
+
+    torch.save({"rollout_id": 7, "samples": [Sample.to_dict(), ...]}, "rollout_7.pt")
+
+Files are loaded with `weights_only=True`, so they cannot run code; one that needs more is refused. JSON lines of
+`Sample.to_dict()` are read and written as well. What a slime sample has no field for (ids, environment, mode, ...) is
+kept in its `metadata`, under `penstock`, and read back from there.
+
+Log-probabilities, masks and kept ids are given along the response there, routed experts for all tokens but the last: no
+forward pass follows it. slime computes advantages from rewards itself and has no field for them.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays.coerce import coerce
+from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array
+from penstock.arrays.ragged import Ragged
+from penstock.arrays.sample import Sample
+from penstock.capture.records import numbers_of, optional_list, optional_mapping, required
+from penstock.capture.sampling_masks import sampling_mask_of
+from penstock.capture.trajectory import Trajectory
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.extras import require
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.environments.responses import (
+    behind_prompt,
+    lists_behind_prompt,
+    one_number,
+    prompt_length,
+    to_trajectory,
+)
+from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.sample_lines import json_object
+
+HELD = (
+    *("token_ids", "loss_mask", "logprobs", "rewards", "teacher_logprobs", "sampling_mask", "routed_experts"),
+    *(*TEXT_COLUMNS, "policy_version"),
+)
+_READ = (
+    *("tokens", "response_length", "loss_mask", "reward", "rollout_log_probs", "teacher_log_probs", "remove_sample"),
+    *("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts", "weight_versions"),
+    *("group_index", "index", "rollout_id", "metadata", "status", "spec_info", "prefix_cache_info"),
+    *("non_generation_time", "response"),
+)
+_KEY = "penstock"
+MAX_BYTES = 16 << 30
+"""Of all tensors of a file together."""
+_FAILED = {"aborted": "aborted", "failed": "failed"}
+
+
+def from_slime(
+    record: Any,
+    *,
+    reward_key: str | None = None,
+    rollout: int | None = None,
+    id: str | None = None,  # noqa: A002 - the field's own name
+    lost: Lost | None = None,
+) -> Sample:
+    """The sample of a slime or miles `Sample`, or of what its `to_dict` gives.
+
+    `rollout` is the number of the rollout; `id` names a sample that has no index.
+
+    >>> record = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -0.25], "reward": 1.0}
+    >>> sample = from_slime(record | {"group_index": 4, "index": 9})
+    >>> sample.id, sample.group, sample.loss_mask.tolist(), sample["logprobs"].tolist()
+    ('4/9', '4', [False, True, True], [0.0, -0.5, -0.25])
+    """
+    fields = _fields(record)
+    metadata = dict(optional_mapping(fields, "metadata", "sample"))
+    kept = {name: value for name, value in optional_mapping(metadata, _KEY, "metadata").items() if name in TEXT_COLUMNS}
+    metadata.pop(_KEY, None)
+    group = str(fields["group_index"]) if fields.get("group_index") is not None else ""
+    group = f"{rollout}/{group}" if rollout is not None and group else group
+    name = f"{group}/{fields.get('index')}" if fields.get("index") is not None else id
+    where = f"sample {kept.get('id', name)!r}"
+    if lost is not None:
+        lost.fields({**fields, "metadata": metadata}, known=[name for name in _READ if name != "metadata"])
+        lost.unread.update(["status"] if _status(fields) not in ("", "completed", "pending") else [])
+    ids = coerce(COLUMNS["token_ids"], numbers_of(required(fields, "tokens", where), where), f"{where}.tokens")
+    columns = _columns(fields, len(ids), where)
+    reward = _reward(fields.get("reward"), reward_key, where)
+    return Sample(
+        **{
+            "id": name,
+            "group": group,
+            "policy_version": _version(optional_list(fields, "weight_versions", where)),
+            **kept,
+        },
+        token_ids=ids,
+        rewards=reward,
+        **columns,
+    )
+
+
+def _fields(record: Any) -> Mapping[str, Any]:
+    fields = record.to_dict() if hasattr(record, "to_dict") else record
+    if not isinstance(fields, Mapping):
+        raise InvalidInput(f"sample: a {type(record).__name__}; must be a Sample, or what its to_dict gives")
+    return fields
+
+
+def slime_trajectory(record: Any, *, reward_key: str | None = None) -> Trajectory:
+    """The rollout of a slime or miles `Sample`: failed and aborted ones have an error, and train nothing."""
+    fields = _fields(record)
+    status = _status(fields)
+    sample = from_slime(fields, reward_key=reward_key)
+    return to_trajectory(sample, id=sample.id, truncated=status == "truncated", error=_FAILED.get(status))
+
+
+def to_slime(sample: Sample, *, group_index: int, index: int, lost: Lost | None = None) -> dict[str, Any]:
+    """What `Sample.from_dict` of slime and miles takes."""
+    if lost is not None:
+        lost.columns(sample, held=HELD)
+        lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
+    start = prompt_length(sample)
+    response = sample.num_tokens - start
+    reward = one_number(sample, "rewards")
+    facts = {name: value for name, c in TEXT_COLUMNS.items() if (value := getattr(sample, name)) != c.fill}
+    if sample.rollout:
+        facts["rollout"] = msgspec.json.decode(sample.rollout)
+    record: dict[str, Any] = {
+        "group_index": group_index,
+        "index": index,
+        "tokens": sample.token_ids.tolist(),
+        "response_length": response,
+        "loss_mask": sample.loss_mask[start:].astype(np.int64).tolist(),
+        "reward": None if reward != reward else reward,
+        "weight_versions": [] if sample.policy_version is None else [str(sample.policy_version)],
+        "status": "completed",
+        "metadata": {_KEY: facts},
+    }
+    for name, field in (("logprobs", "rollout_log_probs"), ("teacher_logprobs", "teacher_log_probs")):
+        if name in sample:
+            record[field] = np.nan_to_num(sample[name][start:], nan=0.0).tolist()
+    if "sampling_mask" in sample:
+        kept: Ragged = sample["sampling_mask"][start:]
+        record |= {
+            "rollout_top_p_token_ids": kept.values.tolist(),
+            "rollout_top_p_token_offsets": kept.offsets.tolist(),
+        }
+    if "routed_experts" in sample:
+        record["rollout_routed_experts"] = sample["routed_experts"][:-1].astype(np.int32)
+    return record
+
+
+def _columns(fields: Mapping[str, Any], count: int, where: str) -> dict[str, Any]:
+    length = fields.get("response_length") or 0
+    if not isinstance(length, int) or not 0 <= length <= count:
+        raise InvalidInput(f"{where}.response_length: {length!r} of {count} tokens; must be from 0 to {count}")
+    start = count - length
+    mask = numbers_of(fields.get("loss_mask"), where)
+    trained = np.ones(length, np.bool_) if mask is None else mask
+    if fields.get("remove_sample"):
+        trained = np.zeros(length, np.bool_)
+    columns: dict[str, Any] = {"loss_mask": behind_prompt("loss_mask", trained, start, count, f"{where}.loss_mask")}
+    for name, field in (("logprobs", "rollout_log_probs"), ("teacher_logprobs", "teacher_log_probs")):
+        if fields.get(field) is not None:
+            values = numbers_of(fields[field], where)
+            columns[name] = behind_prompt(name, values, start, count, f"{where}.{field}")
+    kept = sampling_mask_of(fields, where)
+    if kept is not None:
+        columns["sampling_mask"] = lists_behind_prompt(kept, start, count, f"{where}.rollout_top_p_token_offsets")
+    experts = fields.get("rollout_routed_experts")
+    if experts is not None:
+        at = f"{where}.rollout_routed_experts"
+        columns["routed_experts"] = _experts(coerce(COLUMNS["routed_experts"], numbers_of(experts, at), at), count, at)
+    return columns
+
+
+def _experts(rows: Array, count: int, where: str) -> Array:
+    """Rows for all tokens; the last one, which no forward pass follows, is zero where it is missing."""
+    if len(rows) not in (count - 1, count):
+        raise InvalidInput(f"{where}: shape {rows.shape} for {count} tokens; give [{count - 1}, layers, k]")
+    return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+def _reward(reward: Any, key: str | None, where: str) -> float | None:
+    if isinstance(reward, Mapping):
+        if key is None or key not in reward:
+            raise InvalidInput(
+                f"{where}.reward: a mapping with {', '.join(map(repr, reward))}; say which one with reward_key "
+                "(--reward-key)"
+            )
+        reward = reward[key]
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise InvalidInput(f"{where}.reward: {reward!r:.40}; must be a number")
+    return reward
+
+
+def _version(versions: Any) -> int | None:
+    """The oldest version that is a number."""
+    numbers = [int(v) for v in versions if str(v).isascii() and str(v).isdecimal()]
+    return min(numbers, default=None)
+
+
+def _status(fields: Mapping[str, Any]) -> str:
+    status = fields.get("status") or ""
+    return str(getattr(status, "value", status))
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_slime(place: Place, lost: Lost, reward_key: str | None = None) -> Iterator[Sample]:
+    """The samples of a torch file, or of JSON lines."""
+    if not place.is_stream and zipfile.is_zipfile(place.path):
+        loaded = _load(place)
+        records = ((f"{place.name} samples[{i}]", record) for i, record in enumerate(loaded["samples"]))
+        yield from _read(records, place, loaded.get("rollout_id"), reward_key, lost)
+        return
+    with place.reading() as file:
+        lines = ((where, json_object(line, where)) for where, line in lines_of(file, place.name))
+        yield from _read(lines, place, None, reward_key, lost)
+
+
+def _read(
+    records: Iterable[tuple[str, Any]], place: Place, rollout: Any, key: str | None, lost: Lost
+) -> Iterator[Sample]:
+    number = rollout if isinstance(rollout, int) else None
+    for i, (where, record) in enumerate(records):
+        try:
+            yield from_slime(record, reward_key=key, rollout=number, id=f"{place.short}:{i}", lost=lost)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
+
+
+def _load(place: Place) -> dict[str, Any]:
+    require("slime files", "torch")
+    import torch
+
+    kinds = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("u1", "u2", "i2", "i4", "i8", "f4", "f8"))]
+    rebuild = np.zeros(0).__reduce__()[0]  # miles has arrays of numpy in its files
+    _check_stored(place)
+    try:
+        with torch.serialization.safe_globals([rebuild, *kinds]):
+            loaded = torch.load(place.path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - what torch raises here is a dozen types
+        raise CorruptFile(
+            f"{place.name}: {str(error).splitlines()[0]:.200}; only tensors, arrays and plain values are loaded, save "
+            "Sample.to_dict() without other objects, or as JSON lines"
+        ) from None
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("samples"), list):
+        raise InvalidInput(f"{place.name}: no 'samples' in it; give what --save-debug-rollout-data writes")
+    _check_sizes(loaded["samples"], place.name)
+    return loaded
+
+
+def _check_stored(place: Place) -> None:
+    """Raise CorruptFile where a file is compressed, which torch never writes: a few bytes could unfold to any size."""
+    if not zipfile.is_zipfile(place.path):
+        return  # the format before torch 1.6, or none: torch says so
+    try:
+        with zipfile.ZipFile(place.path) as archive:
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CorruptFile(f"{place.name}: {error}; not a file of torch.save") from None
+    if packed:
+        raise CorruptFile(f"{place.name}: has compressed entries; torch.save writes none, save it again with it")
+
+
+def _check_sizes(samples: list[Any], name: str) -> None:
+    """Raise CorruptFile where tensors unfold to more than the file holds: expanded ones cost nothing until copied."""
+    total, found = 0, list(samples)
+    while found:
+        value = found.pop()
+        if isinstance(value, (list, tuple)):
+            found.extend(one for one in value if not isinstance(one, (int, float, str)))
+        elif isinstance(value, Mapping):
+            found.extend(value.values())
+        elif hasattr(value, "untyped_storage"):
+            size = value.numel() * value.element_size()
+            total += size
+            if size > value.untyped_storage().nbytes():
+                raise CorruptFile(
+                    f"{name}: a tensor of {size:,} bytes with {value.untyped_storage().nbytes():,} behind it; save "
+                    "expanded tensors with .contiguous()"
+                )
+    if total > MAX_BYTES:
+        raise CorruptFile(f"{name}: tensors of {total:,} bytes; at most {MAX_BYTES:,} are read, split the file")
+
+
+def write_slime(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
+    """A torch file where the name ends in .pt, else JSON lines."""
+    if place.is_stream or place.path.suffix != ".pt":
+        with place.writing() as file:
+            for record in _records(samples, lost):
+                if "rollout_routed_experts" in record:
+                    record["rollout_routed_experts"] = record["rollout_routed_experts"].tolist()
+                file.write(json.dumps(record, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        return
+    require("slime files", "torch")
+    import torch
+
+    records = list(_records(samples, lost))
+    for record in records:
+        if "rollout_routed_experts" in record:
+            record["rollout_routed_experts"] = torch.from_numpy(record["rollout_routed_experts"])
+    with place.writing() as file:
+        torch.save({"rollout_id": 0, "samples": records}, file)
+
+
+def _records(samples: Iterable[Sample], lost: Lost) -> Iterator[dict[str, Any]]:
+    groups: dict[str, int] = {}
+    for index, sample in enumerate(sample for sample in samples if lost.keeps(sample)):
+        group = groups.setdefault(sample.group or sample.id, len(groups))
+        yield to_slime(sample, group_index=group, index=index, lost=lost)

@@ -1,0 +1,1 @@
+"""Trainers that take their steps from a plane."""

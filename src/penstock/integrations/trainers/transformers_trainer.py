@@ -1,0 +1,254 @@
+"""`PlaneTrainer`: a `transformers.Trainer` whose steps come from a plane.
+
+What a batch is, when the optimizer steps and what a loss is divided by come with the data; the rest is Trainer's own:
+optimizers, schedules, mixed precision, logging, callbacks, checkpoints.
+
+    one step of the plane = one optimizer step         all its micro-batches are accumulated, with the count of trained
+                                                       tokens of all ranks as the denominator
+    commit                                             after the optimizer step, before Trainer logs and saves
+    trainer_state.json of a checkpoint                 has the plane's step, so a resumed run asks for the one after it
+
+Every rank has its own source; nothing is broadcast from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    from torch import distributed
+    from torch.utils.data import DataLoader, IterableDataset
+    from transformers import Trainer, TrainerCallback, TrainerState
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    from penstock.errors import MissingExtra
+    from penstock.extras import install
+
+    raise MissingExtra(f"PlaneTrainer: needs {error.name or error}; {install('transformers')}") from None
+
+from penstock.client import Plane, Source, SourceStep, connect
+from penstock.errors import ConfigError, InvalidInput
+from penstock.packing import MicroBatch
+from penstock.protocol.timeouts import Timeouts
+from penstock.train import ByMode, Dppo, Terms, agree, to_torch
+from penstock.train.attention import register_attention
+from penstock.train.check_trees import check_trees
+from penstock.train.loader import as_it_is
+from penstock.train.loss import Loss
+from penstock.train.model import check_packing, check_vocabulary, row_logprobs
+from penstock.train.step_metrics import Sums
+from penstock.train.trainer import Observer
+
+Publish = Callable[[Any, int], None]
+"""Given the model (all of it, unwrapped) and the version of its weights; called on every rank."""
+_STATE = "trainer_state.json"
+
+
+class Feed(IterableDataset):  # type: ignore[misc]
+    """The steps of a source, and which of them is being trained."""
+
+    def __init__(self, source: Source, publish: Callable[[int], None] | None) -> None:
+        self.source, self._publish = source, publish
+        self.current: SourceStep | None = None
+
+    def __iter__(self) -> Iterator[SourceStep]:
+        for step in self.source.steps():
+            self.current = step
+            yield step
+
+    def commit(self) -> int:
+        """The current step is trained: its number."""
+        assert self.current is not None
+        number = self.current.number
+        if self._publish is not None:
+            self._publish(number)
+        self.source.commit(number, policy_version=None if self._publish is None else number)
+        return number
+
+
+class CommitSteps(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Commits a step when its optimizer step is done, and writes its number into the checkpoint."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Of the plane; the last one that was trained."""
+
+    def on_step_end(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+        self.step = train_dataloader.dataset.commit()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"step": self.step}}
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint in an output folder that was written to its end; None if there is none.
+
+    Trainer writes `trainer_state.json` last. A run that was killed before that leaves a folder which
+    `resume_from_checkpoint=True` would take.
+    """
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{_STATE}") if path.stat().st_size]
+    numbered = [path for path in found if path.name.partition("-")[2].isdecimal()]
+    return str(max(numbered, key=lambda path: int(path.name.partition("-")[2]))) if numbered else None
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """The last step of the plane that a checkpoint was trained on."""
+    saved = TrainerState.load_from_json(str(Path(checkpoint) / _STATE)).stateful_callbacks
+    if CommitSteps.__name__ not in saved:
+        raise ConfigError(
+            f"{checkpoint}: says no step of a plane; it was not written by a PlaneTrainer. Load its weights into the "
+            "model, and begin with first_step="
+        )
+    return int(saved[CommitSteps.__name__]["attributes"]["step"])
+
+
+class PlaneTrainer(Trainer):  # type: ignore[misc]
+    """Trains a Hugging Face causal language model on the steps of a plane.
+
+    `plane` is an address, or a `Plane`; this process takes the part of rank `args.process_index`. `loss` is any of
+    `penstock.train`, or your own that returns `Terms`. With `publish`, versions of the weights are announced at the
+    plane as they are published: 0 before the first step, then the number of the step. `observer` sees every
+    micro-batch with what the loss did to it (`TokenExporter` is one). Without a checkpoint training begins at
+    `first_step` of the plane; None means the first that is not committed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        *,
+        plane: str | Plane,
+        loss: Loss | None = None,
+        publish: Publish | None = None,
+        observer: Observer | None = None,
+        first_step: int | None = 1,
+        run: str = "",
+        keys: str | Path | None = None,
+        timeouts: Timeouts | None = None,
+        **settings: Any,
+    ) -> None:
+        _check(args)
+        self.world = args.world_size
+        """Ranks that gradients are averaged over."""
+        model.set_attn_implementation(register_attention())
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        check_packing(model, vocabulary=self.vocabulary)
+        super().__init__(model, args, **settings)
+        self.add_callback(CommitSteps())
+        self.loss, self.observer = loss or ByMode(rl=Dppo()), observer
+        self._plane, self._publish, self._first_step = plane, publish, first_step
+        self._line: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
+        self._open = ExitStack()
+        self._sums: Sums | None = None
+        self._trees_checked = False
+        several = distributed.is_available() and distributed.is_initialized() and self.world > 1
+        self._gloo = distributed.new_group(backend="gloo") if several else None
+        """What ranks agree over; it takes CPU tensors whatever gradients are exchanged over."""
+
+    # -------------------------------------------------------------- steps
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any) -> Any:
+        """`Trainer.train`, from the step after the checkpoint's."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        done = step_of(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, Path)) else None
+        first = self._first_step if done is None else done + 1
+        with self._open:  # a rank that fails says so to the others
+            source = self._source = self._open.enter_context(self._connect(first))
+            self._announce(0 if done is None else done)
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **settings)
+            source.flush()
+        return result
+
+    def _connect(self, first: int | None) -> Source:
+        rank, world = self.args.process_index, self.world
+        if isinstance(self._plane, Plane):
+            return self._plane.source(rank, world=world, resume_step=first)
+        return connect(self._plane, rank=rank, world=world, resume_step=first, **self._line)
+
+    def get_train_dataloader(self) -> Any:
+        publish = None if self._publish is None else self._announce
+        return DataLoader(Feed(self._source, publish), batch_size=None, collate_fn=as_it_is)
+
+    def _announce(self, version: int) -> None:
+        if self._publish is not None:
+            self._publish(self.accelerator.unwrap_model(self.model), version)
+
+    # -------------------------------------------------------------- one step
+
+    def training_step(self, model: Any, step: SourceStep, *_: Any) -> torch.Tensor:
+        """Forward and backward of all micro-batches; the mean of what it returns, over ranks, is the step's loss."""
+        model.train()
+        with agree(self._gloo, step=step.number):
+            rows = [self._prepare_row(batch) for batch in step]
+        sums, total = Sums(), torch.zeros((), device=self.args.device)
+        for index, (batch, tensors) in enumerate(rows):
+            with self._exchange(model, last=index == len(rows) - 1):
+                terms, loss = self._backward(model, step, tensors)
+            total += loss
+            sums.add(batch, terms, version=step.number - 1, loss_mask=tensors["loss_mask"])
+            if self.observer is not None:
+                self.observer.write(step, batch, terms, policy_version=step.number - 1)
+        if self.observer is not None:
+            self.observer.close_step(step)
+        if not step.loss_tokens:
+            model.zero_grad()  # nothing is trained, so the optimizer shall do nothing
+        self._sums = sums.reduced(self._gloo) if self._gloo is not None else sums
+        self._sums.check_trained(step.number, step.loss_tokens)
+        return total
+
+    def _prepare_row(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
+        check_vocabulary(batch, self.vocabulary)
+        if batch.images:
+            raise InvalidInput(
+                f"micro-batch with {len(batch.images)} images: PlaneTrainer trains text; `penstock train` trains images"
+            )
+        if batch.forest is not None and not self._trees_checked:
+            check_trees(self.model, vocabulary=self.vocabulary, longest=int(batch.sequence_lengths.max()))
+            self._trees_checked = True
+        return batch, to_torch(batch, device=self.args.device)
+
+    def _backward(self, model: Any, step: SourceStep, tensors: dict[str, torch.Tensor]) -> tuple[Terms, torch.Tensor]:
+        needed = None if self.observer is not None else tensors["loss_mask"]
+        with self.compute_loss_context_manager():
+            logprobs, entropy = row_logprobs(model, tensors, needed=needed)
+            terms = self.loss(tensors, logprobs, entropy)
+            # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
+            loss = terms.mean(step.denominators) * self.world
+        self.accelerator.backward(loss)
+        return terms, loss.detach()
+
+    def _exchange(self, model: Any, *, last: bool) -> AbstractContextManager[Any]:
+        """Gradients are exchanged with the last micro-batch alone."""
+        context: AbstractContextManager[Any] = nullcontext() if last else self.accelerator.no_sync(model)
+        return context
+
+    # -------------------------------------------------------------- what Trainer asks
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds what the last step came to, over all ranks: reward, entropy, mismatch with the sampler, staleness."""
+        if self._sums is not None and "loss" in logs:
+            logs |= {name: value for name, value in self._sums.metrics().items() if name != "train/grad_norm"}
+        super().log(logs, *args, **kwargs)
+
+    def floating_point_ops(self, _step: SourceStep) -> int:
+        return 0  # Trainer's estimate is for rectangular batches
+
+
+def _check(args: Any) -> None:
+    """Refuse settings that would train something else than the plane's steps."""
+    if args.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {args.gradient_accumulation_steps}; a step of the plane is one optimizer "
+            "step, whatever its number of micro-batches: set 1, and the size of a step at the plane"
+        )
+    if args.max_steps <= 0:
+        raise ConfigError(f"max_steps: {args.max_steps}; a plane has no epochs: set the number of steps to train")
+    if args.n_gpu > 1:
+        raise ConfigError(f"{args.n_gpu} GPUs in one process: start one process per GPU (torchrun, accelerate launch)")
+    args.ignore_data_skip = True  # the source begins at the right step; nothing has to be skipped

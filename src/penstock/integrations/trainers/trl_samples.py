@@ -1,0 +1,120 @@
+"""TRL's rollout samples, which its asynchronous GRPO trainer takes from its worker: in memory, and as JSON lines.
+
+TRL keeps them in a queue and has no file of its own; a line here is a `RolloutSample` as `dataclasses.asdict` gives it.
+The advantage is one number per sample, and log-probabilities are needed: samples that have several advantages, or no
+log-probabilities, have no such form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.arrays.rollout import RolloutInfo, check_metrics, read_rollout
+from penstock.arrays.sample import Sample
+from penstock.capture.records import field_of, number_of, optional_mapping, required
+from penstock.errors import InvalidInput
+from penstock.extras import require
+from penstock.integrations.environments.lost import Lost
+from penstock.integrations.environments.responses import one_number
+from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.sample_lines import json_object
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+HELD = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "group", "policy_version")
+_READ = ("input_ids", "completion_mask", "old_log_probs", "advantage", "model_version", "group_id", "metrics")
+
+
+def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) -> Sample:  # noqa: A002 - the field's own
+    """The sample of a `RolloutSample`, or of its fields as a mapping; the metric `reward` becomes its reward.
+
+    >>> record = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "old_log_probs": [0.0, -0.5, -0.25]}
+    >>> sample = from_trl(record | {"advantage": 0.5, "model_version": 3, "group_id": 7, "metrics": {"reward": 1.0}})
+    >>> sample.group, sample.policy_version, float(sample["advantages"]), float(sample["rewards"])
+    ('7', 3, 0.5, 1.0)
+    """
+    where = f"rollout sample {id!r}" if id else "rollout sample"
+    metrics = dict(optional_mapping(record, "metrics", where))
+    reward = None if metrics.get("reward") is None else number_of(metrics, "reward", f"{where}.metrics")
+    metrics.pop("reward", None)
+    if lost is not None:
+        fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else dict(record)
+        lost.fields(fields, known=_READ)
+    group, version = field_of(record, "group_id"), field_of(record, "model_version")
+    return Sample(
+        id=id,
+        group="" if group is None else str(group),
+        policy_version=None if version == -1 else version,
+        token_ids=required(record, "input_ids", where),
+        loss_mask=required(record, "completion_mask", where),
+        logprobs=required(record, "old_log_probs", where),
+        advantages=number_of(record, "advantage", where),
+        rewards=reward,
+        rollout=RolloutInfo(metrics=check_metrics(metrics, f"{where}.metrics")),
+    )
+
+
+def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
+    """The `RolloutSample` of a sample, for a queue of TRL's trainer; needs trl."""
+    require("to_trl", "trl")
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    return RolloutSample(**rollout_fields(sample, group_id))
+
+
+def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
+    """The fields of a `RolloutSample`, by name; its version is the sample's, -1 where that is not known."""
+    advantage = one_number(sample, "advantages")
+    if advantage is None or "logprobs" not in sample:
+        raise InvalidInput(
+            f"sample {sample.id!r}: TRL needs log-probabilities and one advantage; give both, or leave it out"
+        )
+    reward = one_number(sample, "rewards")
+    return {
+        "prompt": [],
+        "completion": [],
+        "input_ids": sample.token_ids.astype(np.int64),
+        "completion_mask": sample.loss_mask.astype(np.int64),
+        "old_log_probs": np.nan_to_num(sample["logprobs"], nan=0.0),
+        "advantage": advantage,
+        "model_version": -1 if sample.policy_version is None else sample.policy_version,
+        "group_id": group_id,
+        "metrics": {
+            **{name: value for name, value in read_rollout(sample.rollout).metrics.items() if value is not None},
+            **({} if reward is None or reward != reward else {"reward": reward}),
+        },
+    }
+
+
+def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
+    """The samples of JSON lines; they are called by their group and their number in the file."""
+    with place.reading() as file:
+        for number, (where, line) in enumerate(lines_of(file, place.name)):
+            record = json_object(line, where)
+            try:
+                yield from_trl(record, id=f"{record.get('group_id', '')}/{number}", lost=lost)
+            except InvalidInput as error:
+                raise InvalidInput(f"{where}: {error}") from None
+
+
+def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
+    """One line for each sample that has the form; groups are numbered in the order in which they come."""
+    groups: dict[str, int] = {}
+    with place.writing() as file:
+        for sample in samples:
+            if not lost.keeps(sample, needs=("logprobs", "advantages")):
+                continue
+            if one_number(sample, "advantages") is None:
+                lost.left_out["advantages that differ from token to token"] += 1
+                continue
+            lost.columns(sample, held=HELD)
+            lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
+            fields = rollout_fields(sample, groups.setdefault(sample.group or sample.id, len(groups)))
+            plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+            file.write(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")

@@ -1,0 +1,1 @@
+"""A storage backend for TransferQueue."""

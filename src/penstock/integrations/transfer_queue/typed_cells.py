@@ -1,0 +1,221 @@
+"""Values of a TensorDict as typed cells, and back: tensors as their bytes, the rest as msgpack, never a pickle.
+
+A value that is no tensor may be None, a bool, a number, text, bytes, a list, tuple or dict of such, a tensor or a numpy
+array in any of them. Anything else is an error that names its place: `multi_modal_inputs[3]['image']: a PngImageFile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays.ragged import offsets_of
+from penstock.errors import CorruptFrame, InvalidInput
+from penstock.frames.layout import Buffer
+from penstock.integrations.transfer_queue.column_store import Cells
+
+VALUE = "value"
+"""The kind of a cell that is no tensor."""
+_TENSOR, _TUPLE, _ARRAY, _SCALAR, _OBJECTS = range(1, 6)
+_DTYPES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
+    "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+)  # fmt: skip
+_NUMBERS = "biufc"
+_MAX_DEPTH = 32
+
+
+def cells_of(name: str, values: Any) -> tuple[Cells, Buffer]:
+    """A column of one value per row: a tensor [rows, ...], or a sequence of values."""
+    import torch
+
+    if isinstance(values, torch.Tensor) and not values.is_nested:
+        data = _bytes_of(values)
+        count = max(len(values), 1)
+        return Cells(
+            name=name,
+            kinds=(_kind(values),),
+            shapes=(tuple(values.shape[1:]),),
+            sizes=(len(data) // count,),
+        ), data
+    rows = list(values.unbind()) if isinstance(values, torch.Tensor) else list(values)
+    kinds, shapes, pieces = [], [], []
+    for i, value in enumerate(rows):
+        is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
+        kinds.append(_kind(value) if is_tensor else VALUE)
+        shapes.append(tuple(value.shape) if is_tensor else ())
+        pieces.append(_bytes_of(value) if is_tensor else msgspec.msgpack.encode(_plain(value, f"{name}[{i}]")))
+    sizes = tuple(len(piece) for piece in pieces)
+    return Cells(name=name, kinds=_one(kinds), shapes=_one(shapes), sizes=_one(sizes)), b"".join(pieces)
+
+
+def values_of(cells: Cells, data: Buffer, rows: int) -> Any:
+    """What `cells_of` was given, as TransferQueue's own backend gives it back: numbers stacked, tensors nested."""
+    import torch
+    from tensordict.tensorclass import NonTensorStack
+
+    if len(cells.kinds) == 1 and cells.kinds[0] != VALUE:
+        return _tensors(cells, data, rows)
+    ends = offsets_of(cells.all_sizes(rows)).tolist()
+    kinds = cells.kinds * rows if len(cells.kinds) == 1 else cells.kinds
+    shapes = cells.shapes * rows if len(cells.shapes) == 1 else cells.shapes
+    view = memoryview(data)
+    out = []
+    for i in range(rows):
+        piece = view[ends[i] : ends[i + 1]]
+        is_value = kinds[i] == VALUE
+        out.append(_value(piece) if is_value else _flat(piece, kinds[i]).reshape(shapes[i]))
+    if all(isinstance(value, torch.Tensor) for value in out):
+        return _packed(out)
+    return NonTensorStack(*out)
+
+
+def _tensors(cells: Cells, data: Buffer, rows: int) -> Any:
+    """Rows of one dtype: one copy of the bytes, and views of it."""
+    import torch
+
+    flat = _flat(data, cells.kinds[0])
+    if len(cells.shapes) == 1 and not cells.shapes[0]:
+        return flat
+    shapes = cells.shapes * rows if len(cells.shapes) == 1 else cells.shapes
+    if all(shape and shape[1:] == shapes[0][1:] for shape in shapes) and flat.numel():
+        offsets = torch.from_numpy(offsets_of([shape[0] for shape in shapes]))
+        return torch.nested.nested_tensor_from_jagged(flat.reshape(-1, *shapes[0][1:]), offsets)
+    sizes = [int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    return _packed([piece.reshape(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)])
+
+
+def _packed(rows: list[Any]) -> Any:
+    """Rows of different shapes in the first form that holds them."""
+    import torch
+    from tensordict.tensorclass import NonTensorStack
+
+    if all(row.dim() == 0 for row in rows):
+        return torch.stack(rows)
+    for layout in (torch.jagged, torch.strided):
+        try:
+            return torch.nested.as_nested_tensor(rows, layout=layout)
+        except (RuntimeError, TypeError):
+            continue
+    return NonTensorStack(*rows)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _kind(tensor: Any) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InvalidInput(f"tensor of {name}: must be one of {', '.join(_DTYPES)}")
+    return name
+
+
+def _bytes_of(tensor: Any) -> Buffer:
+    import torch
+
+    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    if not whole.numel():
+        return b""
+    return memoryview(whole.view(torch.uint8).numpy())
+
+
+def _flat(data: Buffer, kind: str) -> Any:
+    """A tensor [n] that owns its bytes."""
+    import torch
+
+    if kind not in _DTYPES:
+        raise CorruptFrame(f"cell of {kind[:40]!r}: not a dtype")
+    dtype: torch.dtype = getattr(torch, kind)
+    if len(data) % dtype.itemsize:
+        raise CorruptFrame(f"cell of {kind}: {len(data)} bytes")
+    if not len(data):
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+
+
+# ------------------------------------------------------------------ other values
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """The value in what msgpack has, with marks on what it does not."""
+    if value is None or isinstance(value, bool | float | str | bytes):
+        return value
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InvalidInput(f"{where}: {value}; must fit 64 bits")
+        return value
+    if depth > _MAX_DEPTH:
+        raise InvalidInput(f"{where}: more than {_MAX_DEPTH} lists or dicts inside one another")
+    if isinstance(value, dict):
+        return {_key(key, where): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return _mark(_TUPLE, [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)])
+    return _array(value, where, depth)
+
+
+def _array(value: Any, where: str, depth: int) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return _mark(_TENSOR, [_kind(value), list(value.shape), bytes(_bytes_of(value))])
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMBERS:
+        code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+        return _mark(code, [value.dtype.str, list(value.shape), value.tobytes()])
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
+        items = [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value.ravel().tolist())]
+        return _mark(_OBJECTS, [list(value.shape), items])
+    if isinstance(value, np.str_):
+        return str(value)
+    kind = f"{type(value).__module__}.{type(value).__name__}"
+    raise InvalidInput(f"{where}: a {kind}; give tensors, arrays, numbers, text, bytes, lists, tuples or dicts of them")
+
+
+def _key(key: Any, where: str) -> str | int:
+    if not isinstance(key, str | int) or isinstance(key, bool):
+        raise InvalidInput(f"{where}: key {key!r:.40}; must be text or a whole number")
+    return key
+
+
+def _mark(code: int, content: list[Any]) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+
+
+def _value(data: Buffer) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_unmark)
+    except CorruptFrame:
+        raise
+    except (msgspec.DecodeError, ValueError, TypeError, RuntimeError) as error:  # of msgpack, numpy or torch
+        raise CorruptFrame(f"value: {error}") from None
+
+
+def _unmark(code: int, data: memoryview) -> Any:
+    content = msgspec.msgpack.decode(data, ext_hook=_unmark)
+    if code == _TUPLE:
+        return tuple(content)
+    if code == _TENSOR:
+        kind, shape, raw = content
+        return _flat(raw, kind).reshape(shape)
+    if code in (_ARRAY, _SCALAR):
+        dtype, shape, raw = content
+        if np.dtype(dtype).kind not in _NUMBERS:
+            raise CorruptFrame(f"value: an array of {dtype!r:.40}")
+        found = np.frombuffer(raw, np.dtype(dtype)).reshape(shape).copy()
+        return found[()] if code == _SCALAR else found
+    if code == _OBJECTS:
+        shape, items = content
+        objects = np.empty(len(items), object)
+        for i, item in enumerate(items):  # at once, lists of one length would become more dimensions
+            objects[i] = item
+        return objects.reshape(shape)
+    raise CorruptFrame(f"value: a mark {code} that nobody makes")
+
+
+def _one(values: Sequence[Any]) -> tuple[Any, ...]:
+    """One value where all are equal."""
+    return (values[0],) if values and all(value == values[0] for value in values) else tuple(values)

@@ -1,0 +1,236 @@
+"""The accounts of a step: every token, sample and micro-batch, counted from the plan that is carried out.
+
+Nothing here is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers
+must add up; the tests run it on every plan they make.
+
+    input = packed + truncated + dropped          for tokens and for trained tokens
+    computed = tokens - shared + padding + dummies         for each rank, and in total
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.arrays.sample_facts import SampleFacts
+from penstock.packing.bins import Items
+from penstock.packing.cost import Observation
+from penstock.packing.grid import Grid, Placed
+from penstock.packing.row_targets import Bound
+from penstock.packing.settings import Packing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What one rank computes in a step, or all of them together."""
+
+    tokens: int = 0
+    """Of samples."""
+    loss_tokens: int = 0
+    samples: int = 0
+    micro_batches: int = 0
+    """Dummies included."""
+    dummy_micro_batches: int = 0
+    max_micro_batch_tokens: int = 0
+    """Of the longest micro-batch, padding included."""
+    padding_tokens: int = 0
+    """Behind the samples of micro-batches that have samples."""
+    dummy_tokens: int = 0
+    """In micro-batches that have none."""
+    cost: float = 0.0
+    """Of everything computed, in the unit of the cost."""
+    shared_tokens: int = 0
+    """Of samples, and not computed again: a sample before them in the micro-batch has them."""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.tokens - self.shared_tokens + self.padding_tokens + self.dummy_tokens
+
+
+def add_counts(counts: Iterable[Counts]) -> Counts:
+    """Sums, and the maximum of the maxima."""
+    listed = list(counts)
+    sums = {name: sum(getattr(c, name) for c in listed) for name in Counts.__slots__}
+    sums["max_micro_batch_tokens"] = max((c.max_micro_batch_tokens for c in listed), default=0)
+    return Counts(**sums)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    num_ranks: int
+    rows: int
+    """Micro-batches per rank."""
+    micro_batch_max_tokens: int
+    """The cap as configured."""
+    total: Counts
+    ranks: dict[int, Counts]
+    """By rank: all of them in a plan, its own one in what a rank receives."""
+    input_samples: int
+    input_tokens: int
+    input_loss_tokens: int
+    truncated_samples: int
+    truncated_tokens: int
+    truncated_loss_tokens: int
+    dropped: dict[str, int]
+    """Samples not packed, by reason."""
+    dropped_tokens: int
+    dropped_loss_tokens: int
+    over_cap: int
+    """Samples beyond a cap, each alone in its micro-batch."""
+    sample_cost: float
+    """Of the samples alone, without padding, dummies and overhead; with trees, what they share counted once."""
+    step_cost: float
+    """Sum over rows of the costliest micro-batch: what the step takes."""
+    lower_bound: float
+    """What no packing of these samples could go below."""
+    bound_by_longest_sample: bool
+    """True when single samples keep the other ranks waiting, however packed."""
+    path_tokens: int
+    """Of the costliest micro-batch of every row, padding included: what the step's time is made of."""
+    path_squares: int
+    """Sum of squared sample lengths in those micro-batches, without the squares of what samples share."""
+    path_patches: int
+    """Image patches in those micro-batches."""
+    parted_tokens: int = 0
+    """With trees: tokens that samples of a group have in common, computed for each of them because they were routed to
+    other experts or stand for other images."""
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens of samples over the tokens that fit: ranks x rows x cap."""
+        room = self.num_ranks * self.rows * self.micro_batch_max_tokens
+        return (self.total.tokens - self.total.shared_tokens) / room if room else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the ranks' time that goes into waiting, padding, dummies, overhead and tokens computed twice."""
+        return 1 - self.sample_cost / (self.num_ranks * self.step_cost) if self.step_cost else 0.0
+
+    @property
+    def least_waste(self) -> float:
+        """The same share at the lower bound."""
+        return 1 - self.sample_cost / (self.num_ranks * self.lower_bound) if self.lower_bound else 0.0
+
+    def observed(self, seconds: float) -> Observation:
+        """What `Cost.fit` takes: the time a step took, and what was on its critical path."""
+        return Observation(
+            seconds=seconds,
+            tokens=self.path_tokens,
+            squares=self.path_squares,
+            patches=self.path_patches,
+            micro_batches=self.rows,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, with the derived numbers, as plain values."""
+        derived = {name: getattr(self, name) for name in ("efficiency", "waste", "least_waste")}
+        return {**asdict(self), **derived}
+
+    def metrics(self, rank: int) -> dict[str, float]:
+        """The numbers a training loop logs on one rank, flat."""
+        own = self.ranks[rank]
+        return {
+            "local_tokens": own.tokens,
+            "local_loss_tokens": own.loss_tokens,
+            "local_samples": own.samples,
+            "local_micro_batches": own.micro_batches,
+            "local_computed_tokens": own.computed_tokens,
+            "tokens": self.total.tokens,
+            "loss_tokens": self.total.loss_tokens,
+            "samples": self.total.samples,
+            "computed_tokens": self.total.computed_tokens,
+            "shared_tokens": self.total.shared_tokens,
+            "parted_tokens": self.parted_tokens,
+            "padding_tokens": self.total.padding_tokens,
+            "dummy_tokens": self.total.dummy_tokens,
+            "max_micro_batch_tokens": self.total.max_micro_batch_tokens,
+            "micro_batch_max_tokens": self.micro_batch_max_tokens,
+            "over_cap": self.over_cap,
+            "truncated_tokens": self.truncated_tokens,
+            "dropped_samples": sum(self.dropped.values()),
+            "efficiency": self.efficiency,
+            "waste": self.waste,
+            "least_waste": self.least_waste,
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError unless the numbers add up; for tests, and cheap enough for every step."""
+        total = self.total
+        assert self.input_samples == total.samples + sum(self.dropped.values())
+        assert self.input_tokens == total.tokens + self.truncated_tokens + self.dropped_tokens
+        assert self.input_loss_tokens == total.loss_tokens + self.truncated_loss_tokens + self.dropped_loss_tokens
+        assert total.micro_batches == self.num_ranks * self.rows
+        assert total.loss_tokens <= total.tokens and 0 <= total.shared_tokens <= total.tokens
+        assert total.dummy_micro_batches <= total.micro_batches
+        assert all(own.micro_batches == self.rows for own in self.ranks.values())
+        assert self.lower_bound <= self.step_cost * (1 + 1e-9) and self.efficiency >= 0 and -1e-9 <= self.waste < 1
+        if len(self.ranks) == self.num_ranks:
+            summed = add_counts(self.ranks[rank] for rank in sorted(self.ranks))
+            exact = [name for name in Counts.__slots__ if name != "cost"]
+            assert [getattr(summed, n) for n in exact] == [getattr(total, n) for n in exact]
+            assert abs(summed.cost - total.cost) <= 1e-9 * max(total.cost, 1.0)
+
+
+def account(
+    facts: SampleFacts, items: Items, packing: Packing, grid: Grid, bounds: Sequence[Bound], dropped: Mapping[int, str]
+) -> Accounting:
+    """The accounts of a planned grid."""
+    lost = np.array(sorted(dropped), np.intp)
+    packed = np.setdiff1d(np.arange(len(facts)), lost)
+    trained = facts.kept_loss_tokens.tolist()
+    ranks = {rank: _count([row[rank] for row in grid], trained) for rank in range(packing.ranks)}
+    overhead = packing.cost.overhead
+    return Accounting(
+        num_ranks=packing.ranks,
+        rows=len(grid),
+        micro_batch_max_tokens=packing.cap,
+        total=add_counts(ranks.values()),
+        ranks=ranks,
+        input_samples=len(facts),
+        input_tokens=int(facts.lengths.sum()),
+        input_loss_tokens=int(facts.loss_tokens.sum()),
+        truncated_samples=int((facts.kept < facts.lengths)[packed].sum()),
+        truncated_tokens=int((facts.lengths - facts.kept)[packed].sum()),
+        truncated_loss_tokens=int((facts.loss_tokens - facts.kept_loss_tokens)[packed].sum()),
+        dropped=dict(Counter(dropped[i] for i in lost.tolist())),
+        dropped_tokens=int(facts.lengths[lost].sum()),
+        dropped_loss_tokens=int(facts.loss_tokens[lost].sum()),
+        over_cap=int(items.beyond_caps(packed).sum()),
+        sample_cost=sum(bound.work for bound in bounds),
+        step_cost=sum(max(placed.cost for placed in row) for row in grid),
+        lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
+        bound_by_longest_sample=any(bound.by_longest for bound in bounds),
+        parted_tokens=0 if facts.shared is None or not packing.trees else int(facts.shared.parted[packed].sum()),
+        **_path([max(row, key=lambda placed: placed.cost) for row in grid], items),
+    )
+
+
+def _path(costliest: Sequence[Placed], items: Items) -> dict[str, int]:
+    squares = [sum(items.lengths[i] ** 2 for i in p.samples) for p in costliest if not p.dummy]
+    squares += [-sum(s * s for s in p.shared) for p in costliest]
+    padding = [p.padding for p in costliest]
+    return {
+        "path_tokens": sum(p.padded for p in costliest),
+        "path_squares": sum(squares) + sum(n * n for n in padding),
+        "path_patches": sum(items.patches[i] for p in costliest if not p.dummy for i in p.samples),
+    }
+
+
+def _count(column: Sequence[Placed], trained: Sequence[int]) -> Counts:
+    real = [placed for placed in column if not placed.dummy]
+    return Counts(
+        tokens=sum(placed.tokens for placed in real),
+        loss_tokens=sum(sum(map(trained.__getitem__, placed.samples)) for placed in real),
+        samples=sum(len(placed.samples) for placed in real),
+        micro_batches=len(column),
+        dummy_micro_batches=len(column) - len(real),
+        max_micro_batch_tokens=max((placed.padded for placed in column), default=0),
+        padding_tokens=sum(placed.padding for placed in real),
+        dummy_tokens=sum(placed.padded for placed in column if placed.dummy),
+        cost=sum(placed.cost for placed in column),
+        shared_tokens=sum(sum(placed.shared) for placed in real),
+    )

@@ -1,0 +1,123 @@
+"""The grid of a step: for every row the micro-batch of every rank.
+
+Within a row the costliest micro-batch goes to the rank with the least to do so far, which evens out the ranks' totals
+as well. A rank left without one gets a dummy: a row of padding for text, and for images the shortest prefix of a
+sample that still holds an image, so that the vision tower runs on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays import offsets_of
+from penstock.arrays.sample_facts import TEXT, SampleFacts
+from penstock.packing.bins import Bin, Items
+from penstock.packing.settings import Packing
+from penstock.packing.trees import Trees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A micro-batch, planned."""
+
+    samples: Bin
+    """In input order, or depth first where they share tokens; for a dummy at most the one it borrows from."""
+    tokens: int
+    """Of those samples."""
+    padded: int
+    """With padding."""
+    cost: float
+    dummy: bool
+    modality: int
+    run: str = ""
+    """Of its samples; of a dummy that of its row."""
+    shared: tuple[int, ...] = ()
+    """Of each sample what it has in common with the one before it; empty where nothing is shared."""
+
+    @property
+    def padding(self) -> int:
+        """Tokens computed for no sample."""
+        return self.padded - self.tokens + sum(self.shared)
+
+
+Grid: TypeAlias = list[list[Placed]]
+"""[rows][ranks]"""
+
+
+def planned(
+    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
+) -> list[Placed]:
+    """The micro-batches of these bins."""
+    if trees is not None:
+        return _planned_trees(facts, items, bins, packing, trees)
+    ids = np.array([i for b in bins for i in b], np.intp)
+    starts = offsets_of([len(b) for b in bins])[:-1]
+    tokens = np.add.reduceat(items.length_array[ids], starts)
+    padded = -(-tokens // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
+    costs = np.add.reduceat(items.cost_array[ids], starts)
+    costs += packing.cost.overhead + packing.cost.of_samples(padded - tokens)
+    modality = np.maximum.reduceat(facts.modality[ids], starts)
+    columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
+    return [
+        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=facts.run[b[0]])
+        for b, t, p, c, m in zip(bins, *columns, strict=True)
+    ]
+
+
+def _planned_trees(
+    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
+) -> list[Placed]:
+    """The same where samples may share tokens."""
+    out = []
+    bins, shared, patches = trees.common(bins)
+    ends = offsets_of([len(b) for b in bins]).tolist()
+    saved = packing.cost.of_samples(shared, patches)
+    for b, placed in enumerate(planned(facts, items, bins, packing)):
+        own = slice(ends[b], ends[b + 1])
+        if not shared[own].any():
+            out.append(placed)
+            continue
+        padded = packing.padded(placed.tokens - int(shared[own].sum()))
+        padding = padded - placed.tokens + int(shared[own].sum())
+        before = float(packing.cost.of_samples(np.array(placed.padding)))
+        cost = placed.cost - before + float(packing.cost.of_samples(np.array(padding))) - float(saved[own].sum())
+        out.append(replace(placed, samples=bins[b], padded=padded, cost=cost, shared=tuple(shared[own].tolist())))
+    return out
+
+
+def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) -> Placed:
+    """The cheapest micro-batch with which a rank can take part in rows of these samples."""
+    overhead = packing.cost.overhead
+    if facts.modality[ids].min() == TEXT:
+        # A class of text, or one that declared that its rows do not need images on every rank.
+        padded = packing.padded(0)
+        cost = overhead + float(packing.cost.of_samples(np.array(padded)))
+        return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
+    costs = packing.cost.of_samples(facts.stub[ids], facts.stub_patches[ids])
+    i = int(ids[np.argmin(costs)])
+    tokens = int(facts.stub[i])
+    padded = packing.padded(tokens)
+    return Placed(
+        samples=[i],
+        tokens=tokens,
+        padded=padded,
+        cost=overhead + float(costs.min()) + float(packing.cost.of_samples(np.array(padded - tokens))),
+        dummy=True,
+        modality=int(facts.modality[i]),
+    )
+
+
+def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Placed]:
+    """The row by rank; `loads` is what each rank has so far and is brought up to date."""
+    by_load = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
+    out = [replace(dummy, run=row[0].run)] * len(loads)
+    for rank, micro_batch in zip(by_load, sorted(row, key=lambda p: -p.cost), strict=False):
+        out[rank] = micro_batch
+    for rank, micro_batch in enumerate(out):
+        loads[rank] += micro_batch.cost
+    return out

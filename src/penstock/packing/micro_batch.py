@@ -1,0 +1,227 @@
+"""A micro-batch: the columns of one forward pass, where its samples lie in it, and nothing inferred.
+
+token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding
+position_ids       0  1  2   0   0  1  0 1
+sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary
+sample_count       3                             the last segment is padding, not part of c
+
+Where samples share tokens and trees are on, a micro-batch has a `forest`: what the model takes stands there, each
+shared token once, and padding with it. The columns are then those of the samples, end to end, without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.arrays import Sample
+from penstock.arrays.columns import PER_NODE, TEXT_COLUMNS, TOKEN_COLUMNS, Cells
+from penstock.arrays.images import ImageSpan
+from penstock.arrays.own_columns import NO_COLUMNS, read_own, table_with
+from penstock.arrays.ragged import arrays_in
+from penstock.arrays.versions import known
+from penstock.errors import UnknownKey
+from penstock.packing.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One sample's place in a micro-batch."""
+
+    id: str
+    group: str
+    prompt: str
+    """The prompt's name; empty where not given."""
+    env: str
+    mode: str
+    rollout: str
+    """What is known of its rollout, as JSON; empty where nothing is."""
+    policy_version: int | None
+    """None = not known."""
+    source_offset: int
+    """First token taken from the sample."""
+    offset: int
+    """Where it stands in the micro-batch."""
+    length: int
+    """How many tokens were taken."""
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in a column of the micro-batch: `batch["logprobs"][segment.tokens]`."""
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Which sample each segment is; padding and dummies are not in here. One entry per sample."""
+
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    prompts: tuple[str, ...]
+    """The prompts' names; empty where not given."""
+    envs: tuple[str, ...]
+    modes: tuple[str, ...]
+    rollouts: tuple[str, ...]
+    """What is known of each rollout, as JSON; empty where nothing is."""
+    policy_versions: NDArray[np.int64]
+    """-1 = not known."""
+    source_offsets: NDArray[np.int64]
+    """First token taken from the sample."""
+    offsets: NDArray[np.int64]
+    """Where it stands in the micro-batch."""
+    lengths: NDArray[np.int64]
+    """How many tokens were taken."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Segment]:
+        """One `Segment` per sample, in the order of their tokens."""
+        text = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
+        numbers = (self.policy_versions, self.source_offsets, self.offsets, self.lengths)
+        for words, counts in zip(
+            zip(*text, strict=True), zip(*(n.tolist() for n in numbers), strict=True), strict=True
+        ):
+            yield Segment(
+                id=words[0],
+                group=words[1],
+                prompt=words[2],
+                env=words[3],
+                mode=words[4],
+                rollout=words[5],
+                policy_version=known(counts[0]),
+                source_offset=counts[1],
+                offset=counts[2],
+                length=counts[3],
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one rank computes at one micro-batch index."""
+
+    columns: dict[str, Cells]
+    """[T, ...] by name, in table order, position_ids last; a `Ragged` where tokens have lists. All have T tokens."""
+    sequence_lengths: NDArray[np.int32]
+    """[segments] the only boundaries; padding is a segment of its own, the last."""
+    segments: Segments
+    images: tuple[ImageSpan, ...]
+    """Images in token order, their spans in the micro-batch's token space."""
+    modality: str
+    """text or image: the same on every rank at this index, unless modalities were declared to mix."""
+    run: str
+    """The run or adapter; one per micro-batch."""
+    is_dummy: bool
+    """True when it only keeps the ranks in step: no sample, no loss."""
+    forest: Forest | None = None
+    """How its samples share tokens; None where they share none, and where trees are off. With a forest,
+    routed_experts stands there only, and `batch["routed_experts"]` gathers it: for every sample it would be large."""
+
+    def __getitem__(self, name: str) -> Cells:
+        if self.forest is not None and name not in self.columns and name in self.forest.columns:
+            return self.forest.columns[name][self.forest.index]
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise UnknownKey(f"micro-batch has no column {name!r}; it has {', '.join(self.columns)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns or (self.forest is not None and name in self.forest.columns)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    @property
+    def inputs(self) -> dict[str, Cells]:
+        """What the model takes, by name: of the forest each place once, or else of the columns."""
+        if self.forest is not None:
+            return self.forest.columns
+        return {name: self.columns[name] for name in (*PER_NODE, "position_ids") if name in self.columns}
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a forward pass: shared ones once, padding included."""
+        return self.num_tokens if self.forest is None else self.forest.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of samples and, without a forest, padding."""
+        return len(self.columns["token_ids"])
+
+    @property
+    def sample_count(self) -> int:
+        return len(self.segments)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of samples: the first ones of the micro-batch."""
+        return int(self.segments.lengths.sum())
+
+    def samples(self) -> Iterator[Sample]:
+        """The samples in it, as they are trained: cut to `seq_len`, every column with one value per token.
+
+        Their arrays are views of the micro-batch's.
+
+        >>> from penstock.packing import pack
+        >>> step = pack([Sample(id="a", token_ids=[4, 5, 6], advantages=0.5)], ranks=1, seq_len=2)
+        >>> [(s.id, s.token_ids.tolist(), s["advantages"].tolist()) for s in step.ranks[0][0].samples()]
+        [('a', [4, 5], [0.5, 0.5])]
+        """
+        shared = () if self.forest is None else (name for name in self.forest.columns if name not in self.columns)
+        rows = {name: self[name] for name in (*self.columns, *shared) if name != "position_ids"}
+        _, own = read_own({n: cells for n, cells in rows.items() if n not in TOKEN_COLUMNS}, NO_COLUMNS, "micro-batch")
+        names = [name for name in table_with(own) if name in rows]
+        for segment in self.segments:
+            text = {name: getattr(segment, name) for name in TEXT_COLUMNS if name != "run"} | {"run": self.run}
+            at = segment.tokens
+            spans = (i.shifted(-at.start) for i in self.images if at.start <= i.offset < at.stop)
+            columns = {name: rows[name][at] for name in names}
+            yield Sample.trusted(columns, text, segment.policy_version, tuple(spans), own)
+
+    def sample_at(self, token: int) -> str:
+        """The id of the sample that a token of the row belongs to; empty for padding and dummies."""
+        inside = (self.segments.offsets <= token) & (token < self.segments.offsets + self.segments.lengths)
+        return self.segments.ids[int(inside.argmax())] if inside.any() else ""
+
+    @property
+    def padding(self) -> int:
+        """Tokens of no sample: the last ones of the micro-batch, or all of a dummy."""
+        return self.num_tokens - self.sample_tokens
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.columns["loss_mask"]))
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """[segments + 1] where segments start, as variable-length attention takes it."""
+        out = np.zeros(len(self.sequence_lengths) + 1, np.int32)
+        np.cumsum(self.sequence_lengths, out=out[1:])
+        return out
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of all columns, boundaries and sample ids: equal digests, equal micro-batches."""
+        state = xxhash.xxh3_128()
+        arrays: Mapping[str, Cells] = {
+            **self.columns,
+            "sequence_lengths": self.sequence_lengths,
+            "source_offsets": self.segments.source_offsets,
+        }
+        if self.forest is not None:
+            arrays = {**arrays, **self.forest.digested}
+        for name, cells in arrays.items():
+            for array in arrays_in(cells):
+                state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
+                state.update(np.ascontiguousarray(array).data)
+        facts = (self.segments.ids, self.run, self.modality, self.is_dummy, [(i.hash, i.offset) for i in self.images])
+        state.update(repr(facts).encode())
+        return state.hexdigest()
+
+    def __repr__(self) -> str:
+        what = "dummy" if self.is_dummy else f"{self.sample_count} samples"
+        return f"MicroBatch({what}, {self.num_tokens} tokens, {self.loss_tokens} trained, {self.modality})"

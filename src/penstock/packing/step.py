@@ -1,0 +1,161 @@
+"""A step: what all ranks train between two optimizer updates, and `pack`, which makes one from samples.
+
+A step holds the samples and the plan. A rank's micro-batches are filled when they are asked for, so making a step
+for sixty-four ranks on one host copies nothing until each of them iterates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack, overload
+
+from penstock.arrays import Sample, Samples
+from penstock.arrays.sample_facts import SampleFacts
+from penstock.config import build, signature_of
+from penstock.frames.node_prefixes import find_node_prefixes
+from penstock.packing.accounting import Accounting
+from penstock.packing.denominators import Denominators, Totals
+from penstock.packing.fill import fill
+from penstock.packing.micro_batch import MicroBatch
+from penstock.packing.packing_keywords import PackingKeywords
+from penstock.packing.plan import plan
+from penstock.packing.rank_plan import Plan, RankPlan
+from penstock.packing.settings import Packing
+
+
+class StepOfRank(ABC):
+    """One rank's micro-batches of a step, in order, with the denominators of the whole step.
+
+    It is indexed and iterated like a sequence, and is none: a data loader would take a sequence apart into a list, and
+    the denominators would be lost.
+    """
+
+    def __init__(self, rank_plan: RankPlan) -> None:
+        self.rank_plan = rank_plan
+
+    @property
+    def rank(self) -> int:
+        return self.rank_plan.rank
+
+    @property
+    def totals(self) -> Totals:
+        return self.rank_plan.totals
+
+    @property
+    def denominators(self) -> Denominators:
+        """Of the whole step, over all ranks."""
+        return self.rank_plan.totals.step
+
+    @property
+    def loss_tokens(self) -> int:
+        """Trained tokens of the whole step, over all ranks: what a summed loss is divided by."""
+        return self.rank_plan.totals.step.loss_tokens
+
+    @property
+    def accounting(self) -> Accounting:
+        return self.rank_plan.accounting
+
+    def __len__(self) -> int:
+        return len(self.rank_plan)
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def samples(self) -> Iterator[Sample]:
+        """The samples of this rank as they are trained: see `MicroBatch.samples`."""
+        for batch in self:
+            yield from batch.samples()
+
+
+class RankStep(StepOfRank):
+    """A rank's part of a step that was packed here; a micro-batch is filled when it is asked for."""
+
+    def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
+        super().__init__(rank_plan)
+        self.all_samples = samples
+        """Of the step, for any rank."""
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(fill(self.all_samples, self.rank_plan))
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return fill(self.all_samples, self.rank_plan.only(range(len(self))[index]))[0]
+
+    def __repr__(self) -> str:
+        return f"RankStep(rank {self.rank}, {len(self)} micro-batches)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What all ranks train between two optimizer updates."""
+
+    plan: Plan
+    ranks: tuple[RankStep, ...]
+    """By rank; all have the same number of micro-batches."""
+
+    @property
+    def denominators(self) -> Denominators:
+        return self.plan.totals.step
+
+    @property
+    def loss_tokens(self) -> int:
+        """Trained tokens over all ranks: what a summed loss is divided by."""
+        return self.plan.totals.step.loss_tokens
+
+    @property
+    def totals(self) -> Totals:
+        """The denominators, also by mode and by run."""
+        return self.plan.totals
+
+    @property
+    def accounting(self) -> Accounting:
+        return self.plan.accounting
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each rank."""
+        return self.plan.accounting.rows
+
+
+def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> Step:
+    """Pack samples into micro-batches: per rank the same number, no cap broken, no sample lost, little waiting.
+
+    `seq_len` cuts samples; `micro_batch_max_tokens` caps micro-batches, padding included, and is `seq_len` unless
+    given. With `long_rows=True` it may be larger: 1.5 to 2 times `seq_len` removes most of the waste of a heavy tail.
+    A sample longer than the cap is not cut again: it is alone in its micro-batch and counted (`over_cap="strict"`
+    raises instead). `max_samples` and `max_patches` cap a micro-batch in the same way.
+
+    Never in one micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with images
+    (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch gives a
+    step without micro-batches. `columns` declares those that samples have beside the ones that Penstock knows.
+
+    >>> from penstock import Sample
+    >>> batch = [Sample(id=str(n), token_ids=range(1, n + 1), loss_mask=[0] + [1] * (n - 1)) for n in (5, 3, 2, 2)]
+    >>> step = pack(batch, ranks=2, seq_len=8, pad_to_multiple_of=4)
+    >>> [[batch.sequence_lengths.tolist() for batch in rank] for rank in step.ranks]
+    [[[5, 3]], [[3, 2, 2, 1]]]
+    >>> step.loss_tokens, step.accounting.total.padding_tokens
+    (8, 4)
+    """
+    return pack_with(build(Packing, packing, "pack"), samples)
+
+
+pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
+
+
+def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
+    """`pack` with settings that were made, and checked, before."""
+    columns = Samples.of(samples).conformed(packing.own)
+    facts = SampleFacts.of(columns, packing.seq_len)
+    if packing.trees:
+        facts = replace(facts, shared=find_node_prefixes(columns))
+    made = plan(facts, packing)
+    return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

@@ -1,0 +1,439 @@
+"""The plane's decisions, one call at a time: take groups in, draw steps, follow what ranks report.
+
+Nothing here waits, talks, looks at a clock or sees a frame. Each decision is in the log before it is in memory and
+before anybody hears of it. Two of them take two calls, because work that depends on the size of the data lies between,
+and is done beside the loop (`intake`, `step_builder`):
+
+    offer     is there room, is it known?      then the frame is checked and kept      arrive    and flush: accepted
+    draw      which groups make the step       then it is planned from their facts     record    planned, durable
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.arrays.versions import MAX_VERSION
+from penstock.errors import (
+    CorruptFrame,
+    DiskFull,
+    InvalidInput,
+    Overloaded,
+    UnknownKey,
+    WaitTimeout,
+)
+from penstock.log import GroupRow, Log, State
+from penstock.log.decision_records import (
+    Advance,
+    Discard,
+    DropGroup,
+    EvictRun,
+    ForgetReports,
+    Prioritize,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Weigh,
+)
+from penstock.plane.acceptance import Acceptance
+from penstock.plane.blame import odd_groups
+from penstock.plane.draw_ahead import too_early
+from penstock.plane.durations import Durations
+from penstock.plane.failures import ends_plane
+from penstock.plane.journal import Journal
+from penstock.plane.ledger import Ledger
+from penstock.plane.over_length import note_seq_len
+from penstock.plane.priorities import report
+from penstock.plane.remembered import check_settings, damage_named
+from penstock.plane.run_tables import RunTables
+from penstock.plane.segments import Outside, Segments
+from penstock.plane.settings import PlaneSettings, Target
+from penstock.plane.state import PlaneState
+from penstock.plane.step_builder import Place, PlannedStep
+from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
+
+logger = logging.getLogger("penstock.plane")
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Of a run's share, so that sums and quotients of them stay numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The groups of a step that is to be planned."""
+
+    step: int
+    op: int
+    groups: tuple[Place, ...]
+    facts: tuple[bytes, ...]
+    """Of each group, as the log has them."""
+
+
+class Engine:
+    """Decides, writes down, does."""
+
+    def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
+        self.settings, self.log, self.storage = settings, log, storage
+        self.durations = Durations()
+        log.on_commit = partial(self.durations.add, "commit")
+        self.numbers: dict[str, float] = {}
+        """The last metrics that ranks reported, by name."""
+        with damage_named(log):
+            check_settings(settings, log)
+            at, is_new = log.commits, not log.last_op
+            check_log(storage, run_id=log.run_id, epoch=log.epoch, commits=at, held=log.num_frames, is_new=is_new)
+            keeps = storage.prove()
+            custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
+            self.segments = Segments(log, storage, custody, outside, keeps=keeps)
+            self.journal = Journal(settings, log, self.segments)
+            note_seq_len(settings, self.journal, storage)
+        self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
+        """Writes frames that clients sent to the plane; used by one thread beside the loop."""
+        self.acceptance = Acceptance(settings, self.journal)
+        self._last_delivered = self.last_step
+        """The last step that all ranks had; or may have had, of those planned before this plane started."""
+        self.maybe_trained = self.last_step
+        """Up to here steps may be trained without that being on disk, until a trainer says where it begins."""
+        self._apply_shares()
+        with suppress(DiskFull), self.journal.transaction():  # segments of earlier epochs are sealed, now or later
+            pass
+        with suppress(DiskFull):  # a plane on a full disk must start: only training makes room
+            self.segments.stock_up()
+
+    def _apply_shares(self) -> None:
+        """Shares from the settings are applied when these changed: what was set at run time since then stays."""
+        wanted = msgspec.json.encode(dict(sorted(self.settings.shares.items()))).decode()
+        if wanted == self.log.text("shares"):
+            return
+        for run, weight in self.settings.shares.items():
+            if run not in self.run_tables.evicted:
+                self.share(run, weight)
+        with self.log.transaction():
+            self.log.set_meta("shares", wanted)
+
+    def close(self) -> None:
+        """Write down what may wait for the next decision: there is none."""
+        self.writer.finish()
+        self.tidy(self.segments.take_finished())
+        self.segments.close()
+        with self.journal.transaction():
+            pass
+
+    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
+        """Seal own segments that were finished before the last groups were accepted; register new ones."""
+        for name, end in finished:
+            self.segments.seal(name, end=end)
+        self.segments.tick()
+        with suppress(DiskFull):  # the writer has a spare one, and this is tried every turn
+            self.segments.stock_up()
+
+    # -------------------------------------------------------------- looking
+
+    @property
+    def state(self) -> PlaneState:
+        return self.journal.state
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened since this plane started, for `penstock top`."""
+        return self.journal.counts
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.state.ledger
+
+    @property
+    def run_tables(self) -> RunTables:
+        return self.state.run_tables
+
+    @property
+    def is_full(self) -> bool:
+        """Whether everybody who may put was refused for want of room since the last time some became free."""
+        return bool(self.acceptance.full) and self.acceptance.full >= self.run_tables.members
+
+    @property
+    def next_step(self) -> int:
+        return self.state.next_step
+
+    @property
+    def last_step(self) -> int:
+        return self.state.last_step
+
+    @property
+    def policy_version(self) -> int:
+        return self.state.policy_version
+
+    @property
+    def held_bytes(self) -> int:
+        return self.state.held_bytes
+
+    # -------------------------------------------------------------- samples that never came
+
+    def discard(self, reason: str, samples: int, key: str = "") -> None:
+        """Count samples that were filtered out before they were put; what has a key, once."""
+        if key and self.log.is_discarded(key):
+            return
+        self.journal.decide(Discard(reason=reason, samples=samples, key=key))
+
+    # -------------------------------------------------------------- runs
+
+    def share(self, run: str, weight: float) -> None:
+        """Give a run a share of the trainer, or another one, or let it in again."""
+        if not run or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise InvalidInput(
+                f"share of run {run!r}: {weight}; give a name and a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            )
+        self.journal.decide(Weigh(run=run, weight=weight))
+
+    def evict(self, run: str, reason: str) -> None:
+        """Drop all a run has waiting and refuse it from now on; steps that were planned stay as they are."""
+        if run not in self.run_tables.members:
+            known = ", ".join(map(repr, sorted(self.run_tables.members))) or "none; runs are not kept apart here"
+            raise UnknownKey(f"evict run {run!r}: it has no share; those that have: {known}")
+        self.journal.decide(EvictRun(run=run, reason=reason))
+        self.counts["runs_evicted"] += 1
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """What each run that shares the trainer, or did, has and had of it."""
+        return {
+            run: facts | {"held_bytes": self.state.bytes_of[run]} for run, facts in self.run_tables.report().items()
+        }
+
+    # -------------------------------------------------------------- steps out
+
+    def draw_step(self, step: int) -> Drawn | str:
+        """Choose the groups of the next step; or say in words what is missing for it. Then `record` or `undo_draw`."""
+        assert step == self.last_step + 1
+        assert not self.state.is_drawing
+        if early := too_early(self.settings, self.state, step):
+            return early
+        counts = self.state.apportion(self.settings.target)
+        if counts is None:
+            return self._missing()
+        if odd := odd_groups(self.state.kinds, map(self.state.row_of, self.run_tables)):
+            self._quarantine(odd)
+            counts = self.state.apportion(self.settings.target)
+            if counts is None:
+                return self._missing()
+        op = self.state.op + 1
+        try:
+            manifest = self.state.draw(op, step, counts)
+            return Drawn(step, op, self._places(manifest.groups), self._facts(manifest.groups))
+        except WaitTimeout as error:
+            if not isinstance(counts, Target) and len(counts) > 1:
+                self.journal.rebuild()  # others may have been drawn from
+            return f"generation: {error}"
+        except Exception:
+            self.journal.rebuild()  # whatever was drawn goes back
+            raise
+
+    def record(self, drawn: Drawn, planned: PlannedStep) -> None:
+        """The step that was drawn is planned: write it down. Raises DiskFull, and may then be called again."""
+        manifest = msgspec.structs.replace(
+            self.state.steps[drawn.step],
+            rank_plans=planned.rank_plans,
+            needs=planned.needs,
+            digests=planned.digests,
+            loss_tokens=planned.loss_tokens,
+        )
+        with self.log.transaction():
+            self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
+            self.log.count_uses(manifest.groups)
+        self.state.planned(drawn.step, manifest)
+        self.acceptance.generated.close(drawn.step, self.run_tables.metrics())
+
+    def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
+        """The step that was drawn cannot be planned: it never happened, and groups that are to blame are set aside.
+
+        `bad` are positions in the step, with the reason."""
+        manifest = self.state.steps.get(drawn.step)  # none if memory was read again from the log since
+        ops = () if manifest is None else manifest.groups
+        self.journal.rebuild()  # the log knows nothing of the draw
+        if bad and ops:
+            self._quarantine({ops[i]: reason[:500] for i, reason in bad.items()})
+
+    def unplan(self, step: int, group: str, reason: str) -> bool:
+        """A planned step cannot be built because of one group: plan it anew without; False if it was delivered, or may
+        have been before this plane started."""
+        if step <= self.maybe_trained:
+            return False
+        if self.state.is_drawing or self.state.states.get(step) is not State.SCHEDULED or step < self.next_step:
+            return False
+        self.counts["steps_replanned"] += self.last_step - step + 1
+        with self.log.transaction():
+            self.log.remove_steps(step)
+        self.journal.rebuild()
+        if group in self.state.by_id:
+            self._quarantine({self.state.by_id[group]: reason[:500]})
+        return True
+
+    def planned(self, step: int) -> tuple[PlannedStep, tuple[Place, ...]]:
+        """A step that was planned before, and where its groups are."""
+        manifest = self.state.steps[step]
+        plan = PlannedStep(rank_plans=manifest.rank_plans, needs=manifest.needs, digests=manifest.digests)
+        places = zip(self._places(manifest.groups), self._facts(manifest.groups), strict=True)
+        return plan, tuple(replace(place, metadata=metadata) for place, metadata in places)
+
+    def is_planned(self, step: int, planned: PlannedStep) -> bool:
+        """Whether a step is still planned as it was."""
+        found = self.state.steps.get(step)
+        return found is not None and found.digests == planned.digests
+
+    def _places(self, ops: Sequence[int]) -> tuple[Place, ...]:
+        """Where groups are; one that was set aside since it was drawn is still kept, unless it was dropped there."""
+        rows = [self.state.rows.get(op) or self.state.quarantined.get(op) for op in ops]
+        for op, row in zip(ops, rows, strict=True):
+            if row is None or not row.location:
+                name = next(self.log.groups_of([op])).id
+                raise DamagedFrame(name, "it was given back; raise retain_steps, or drop no group that steps may need")
+        return tuple(Place(row.id, row.location, row.samples) for row in rows if row is not None)
+
+    def _facts(self, ops: Sequence[int]) -> tuple[bytes, ...]:
+        found = self.log.facts_of(ops)
+        for op in ops:
+            if op not in found:
+                raise CorruptFrame(f"group {self.state.rows[op].id!r}: its facts are not in the log")
+        return tuple(found[op] for op in ops)
+
+    def _missing(self) -> str:
+        """What the next step waits for, in words."""
+        target, held = self.settings.target, self.state.held(self.settings.target)
+        why = [f"run {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
+        if held >= target.amount:
+            why.append(f"{self.settings.replay.limiter} holds it back")
+        if stale := self.acceptance.stale_in_a_row:
+            why.append(
+                f"the last {stale} groups that arrived were dropped as stale (max_staleness "
+                f"{self.settings.replay.max_staleness}, policy version {self.policy_version})"
+            )
+        if self.state.quarantined:
+            why.append(f"{len(self.state.quarantined)} groups are in quarantine")
+        return "; ".join([f"generation: {held} of {target}", *why])
+
+    # -------------------------------------------------------------- quarantine
+
+    def _quarantine(self, bad: Mapping[int, str]) -> None:
+        """Set aside groups no step can be made with, so that they do not stop all others."""
+        runs = {self.state.rows[op].run: reason for op, reason in bad.items()}
+        self.journal.decide(Quarantine(groups=dict(bad)))
+        self.counts["groups_quarantined"] += len(bad)
+        for run in sorted(runs.keys() & self.run_tables.members):
+            self._judge(run, runs[run])
+
+    def _judge(self, run: str, error: str) -> None:
+        """A run that sends groups no step can be made with, again and again, is evicted."""
+        limit, found = self.settings.evict_after, self.state.unpackable[run]
+        if limit is not None and found >= limit:
+            self.evict(run, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
+
+    def settle(self, group: str, *, drop: bool) -> None:
+        """A group in quarantine is given up, or waits for training again."""
+        row = self._set_aside(group)
+        if not drop and not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
+            raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
+        self.journal.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
+
+    def quarantine(self, most: int = 100) -> list[dict[str, Any]]:
+        """The groups in quarantine, the latest last, at most so many."""
+        rows = list(self.state.quarantined.values())[-most:]
+        return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
+
+    def _set_aside(self, group: str) -> GroupRow:
+        found = next((row for row in self.state.quarantined.values() if row.id == group), None)
+        if found is None:
+            known = ", ".join(repr(row.id) for row in list(self.state.quarantined.values())[:5]) or "none"
+            raise UnknownKey(f"group {group!r}: not in quarantine; there are: {known}")
+        return found
+
+    # -------------------------------------------------------------- what ranks report
+
+    def received(self, step: int) -> None:
+        """Every rank has the step."""
+        self._last_delivered = max(self._last_delivered, step)
+        if self.state.states.get(step) is State.SCHEDULED:
+            self.state.set_step(step, State.DELIVERED)
+
+    def commit(self, step: int, policy_version: int | None) -> None:
+        """Every rank has trained the step."""
+        assert step == self.next_step
+        records: list[Record] = []
+        if step in self.state.reports.waiting:
+            records.append(Prioritize(priorities=self.state.reports.waiting[step], step=step))
+        if policy_version is not None and self.policy_version < policy_version <= MAX_VERSION:
+            records.append(Advance(policy_version=policy_version))
+        self._begin_at(step + 1, {"next_step": step + 1}, records)
+        self.acceptance.full.clear()
+        self._save_now_and_then()
+
+    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, anew: bool = False) -> None:
+        """Steps before this one are trained, and this was decided with it."""
+        numbered = list(enumerate(records, start=self.state.op + 1))
+        with self.journal.transaction():
+            for name, value in meta.items():
+                self.log.set_meta(name, value)
+            for op, record in numbered:
+                self.log.add_record(op, record)
+        self.state.begin_at(step, anew=anew)
+        for op, record in numbered:
+            self.state.redo(op, record)
+
+    def _save_now_and_then(self) -> None:
+        """Write memory down once much was decided since; so often that it costs little against what is held."""
+        if self.state.is_drawing or self.state.op - self.journal.saved_op < max(
+            self.settings.snapshot_every, len(self.state.rows)
+        ):
+            return
+        self.journal.saved_op = self.state.op
+        try:
+            with self.journal.transaction():
+                self.log.set_snapshot(self.state.op, self.state.save().to_bytes())
+        except Exception as error:
+            if ends_plane(error):
+                raise
+            self.counts["snapshots_skipped"] += 1  # a restart takes longer, that is all
+            if not isinstance(error, DiskFull):
+                logger.exception("the snapshot at decision %d could not be made", self.state.op)
+
+    def report(self, priorities: dict[str, float], metrics: dict[str, float], step: int | None = None) -> None:
+        """Note new priorities, by group or sample id, and numbers to show. See `priorities` for the rule."""
+        self.numbers.update(metrics)
+        if priorities:
+            report(self.journal, priorities, step)
+
+    def resume(self, session: int, step: int) -> str:
+        """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in
+        words what that changes.
+
+        A commit does not wait for its answer, so a checkpoint may be ahead of what is written here: its word counts,
+        up to one above the last step that all ranks had. Steps planned before this plane started may have been
+        delivered without that being on disk.
+        """
+        last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
+        if step > last + 1:
+            raise InvalidInput(
+                f"resume at step {step}: the last step that was delivered is {last}; "
+                "this checkpoint is of another run, or of a later copy of its folder"
+            )
+        oldest = min(self.state.oldest_step, self.next_step)
+        if step < oldest:
+            raise InvalidInput(
+                f"resume at step {step}: steps before {oldest} were given back; resume from a checkpoint of step "
+                f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
+            )
+        first = self.next_step
+        forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
+        self._begin_at(step, {"session": session, "next_step": step}, forget, anew=True)
+        self.maybe_trained = step - 1
+        if step < first:
+            self.counts["resumes_rewound"] += 1
+            return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"
+        if step > first:
+            self.counts["resumes_ahead"] += 1
+            return f"resumed ahead at step {step}: steps {first} to {step - 1} count as trained, as the checkpoint says"
+        return ""

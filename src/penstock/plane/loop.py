@@ -1,0 +1,401 @@
+"""The plane's loop: one thread that listens on all carriers and lets engine and coordinator do the work.
+
+Each turn takes everything that has arrived, writes all of it with one sync, answers, plans what was asked for, and
+looks at the clock. Nothing is done on a timer that a message could have announced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import xxhash
+import zmq
+
+from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError, PlaneLost
+from penstock.log import Log
+from penstock.plane.acceptance import Outcome
+from penstock.plane.damage import Damage, Look, look_at_frame
+from penstock.plane.durations import Marks
+from penstock.plane.effect_runner import EffectRunner
+from penstock.plane.engine import Engine
+from penstock.plane.failures import ends_plane, failure_in_words
+from penstock.plane.journal import run_at_once
+from penstock.plane.open_log import storage_of
+from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
+from penstock.plane.plane_sessions import admission_of, coordinator_of, sign_of_life
+from penstock.plane.plane_status import status_of
+from penstock.plane.run_story import RunStory
+from penstock.plane.segments import Outside
+from penstock.plane.settings import PlaneSettings
+from penstock.plane.small_decisions import decide
+from penstock.plane.workers import Threads, Workers
+from penstock.protocol.admission import Decide, Offer
+from penstock.protocol.admission import Effect as AdmissionEffect
+from penstock.protocol.effects import Send
+from penstock.protocol.message_header import Packer, read_from_client, run_of
+from penstock.protocol.messages import (
+    MAX_NAME,
+    Ask,
+    AskRoom,
+    Attach,
+    Buffer,
+    Discard,
+    Frames,
+    FromClient,
+    FromPlane,
+    GiveUp,
+    OpenSegment,
+    Peer,
+    Pulse,
+    Put,
+    SettleGroup,
+    SetWeight,
+    Status,
+    Trace,
+)
+from penstock.protocol.session import Phase
+from penstock.protocol.steps import Staged
+from penstock.storage import Storage
+from penstock.transport.interface import PlaneCarrier
+
+logger = logging.getLogger("penstock.plane")
+_RETRY_S = _LOOK_S = 1.0
+
+
+class Server:
+    """A plane at work. `run` in a process or thread of its own; `stop` from anywhere."""
+
+    def __init__(
+        self,
+        settings: PlaneSettings,
+        log: Log,
+        carriers: Sequence[PlaneCarrier],
+        *,
+        storage: Storage | None = None,
+        on_turn: Callable[[], None] = lambda: None,
+        workers: Workers | None = None,
+        pipeline: Callable[[Engine, Workers], Pipeline] | None = None,
+        outside: Outside | None = None,
+        look: Look = look_at_frame,
+    ) -> None:
+        """`storage` holds the frames: by default what the settings say. `workers`,
+        `pipeline`, `outside` and `look` are for simulations."""
+        self.settings = settings
+        self._storage = storage or storage_of(settings, log.folder)
+        self.engine = Engine(settings, log, self._storage, outside)
+        self._workers = workers or Threads()
+        self.engine.journal.run_beside = partial(self._workers.submit, "sweep")
+        self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
+        self.coordinator = coordinator_of(settings, log, self.engine)
+        self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
+        self._run_id = bytes.fromhex(log.run_id)
+        self._pack = Packer(self._run_id)
+        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), _may_write)
+        self.story = RunStory(self.engine.counts)
+        self.story.started(settings.run, log, self.engine)
+        self._poller = _poller_of(self._carriers, self._workers)
+        self._stopping = threading.Event()
+        self._early: list[tuple[Peer, Buffer, Frames]] = []
+        """What came while the log was away; handled in the next turn."""
+        log.while_waiting = self._stay_alive
+        self._marks = Marks()
+        self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
+        self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
+        self._retry_at = self._look_at = 0.0
+        self._now = self._started = time.monotonic()
+        self.failure: BaseException | None = None
+        """What ended the loop, if anything did."""
+
+    @property
+    def urls(self) -> list[str]:
+        return [carrier.url for carrier in self._carriers]
+
+    def run(self) -> None:
+        """Work until `stop`; whatever goes wrong beyond repair ends the plane and is told to every rank."""
+        try:
+            while not self._stopping.is_set():
+                self._poller.poll(int(self._patience_s() * 1000))
+                started = time.monotonic()
+                self.turn(started)
+                self.engine.durations.add("turn", time.monotonic() - started, self._marks.longest)
+        except BaseException as error:
+            self.failure = error
+            self._end_session(error)
+            raise
+        finally:
+            self._close()
+
+    def _end_session(self, error: BaseException) -> None:
+        """Tell every rank, also those whose message was not read yet."""
+        self._effects.carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
+        words = self.coordinator.failure
+        for carrier in self._carriers:
+            for peer, _header, _frames in carrier.receive():
+                if words is not None:
+                    self._send((carrier, peer), words)
+
+    def last_words(self) -> tuple[bytes, PenstockError] | None:
+        """What a plane that ended answers to ranks that can still reach it, and what others raise; None if it ended in
+        order."""
+        words, error = self.coordinator.failure, self.failure
+        if error is None or words is None:
+            return None
+        known = type(error) if isinstance(error, PenstockError) else PlaneLost
+        return self._pack(words), known(f"the plane in this process ended: {failure_in_words(error)}")
+
+    def _close(self) -> None:
+        self._log.while_waiting = lambda: None  # there is nobody left to answer
+        for carrier in self._carriers:
+            carrier.close()
+        self._workers.close()  # first: what is being written has an end
+        self.engine.journal.run_beside = run_at_once
+        try:
+            if self.failure is None:
+                self.engine.close()
+        except PenstockError as error:
+            logger.warning("not written at the end, and found out again at the next start: %s", error)
+        finally:
+            self._storage.close()
+            self._log.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a message: until the next look at the clock, or at a carrier that cannot call."""
+        looks = [carrier.poll_s for carrier in self._carriers if carrier.poll_s is not None]
+        return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
+
+    def turn(self, now: float) -> None:
+        """One turn of the loop."""
+        self._now = now
+        self._marks.begin()
+        self._tell_version()
+        for message in self._receive():
+            self._on_message(*message, now)
+        self._marks.mark("messages")
+        outcomes = self._pipeline.collect()
+        for outcome in outcomes:
+            self._answer(outcome)
+        self._unstage()
+        self._admit(self.admission.answer_traces(self._is_kept))
+        self._check_owner(outcomes, now)
+        self._marks.mark("groups that were accepted")
+        if now >= self._retry_at:
+            self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
+        self._marks.mark("planning")
+        self._effects.carry_out(self.damage.turn())
+        self._effects.carry_out(self.coordinator.on_tick(now))
+        self._admit(self.admission.offer_room(now))
+        self.story.look()
+        self._on_turn()
+        self._marks.mark("sessions and answers")
+
+    def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
+        """What has arrived. The log is asked once about all groups that are named."""
+        arrived, self._early = self._early, []
+        for carrier in self._carriers:
+            arrived += [((carrier, peer), header, frames) for peer, header, frames in carrier.receive()]
+        found = []
+        for peer, header, frames in arrived:
+            try:
+                found.append((peer, read_from_client(header), header, frames))
+            except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
+                self.story.count("messages_corrupt", f"dropped a message: {error}")
+        named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
+        self.engine.acceptance.look_up(named)
+        return found
+
+    def _stay_alive(self) -> None:
+        """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
+        now = self._now = time.monotonic()
+        self.coordinator.remark = f"the log is slow or away: {self._log.where}"
+        for carrier in self._carriers:
+            for address, header, frames in carrier.receive():
+                peer = (carrier, address)
+                sign = sign_of_life(self.coordinator, peer, header, now)
+                if sign is not None:  # not with `_send`: a peer that is gone would change what is being written
+                    carrier.send(address, self._pack(sign), ())
+                if not isinstance(sign, Pulse) or not sign.number:
+                    self._early.append((peer, header, frames))
+        self._on_turn()
+
+    def _unstage(self) -> None:
+        """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
+        first, self._pipeline.replanned = self._pipeline.replanned, 0
+        if first and self.coordinator.phase is not Phase.RUNNING:
+            self.coordinator.unstage(first)
+
+    def _tell_version(self) -> None:
+        """Ranks and producers hear of the newest weights with every answer."""
+        self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
+        self.coordinator.remark = self.story.stale_words(self.engine)
+
+    def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
+        try:
+            self._act_on(peer, message, run_of(header), frames, now)
+        except Exception as error:
+            if ends_plane(error):
+                raise
+            words = f"a {type(message).__name__} could not be handled: {failure_in_words(error)}"
+            logger.debug("%s", words, exc_info=True)
+            self.story.count("messages_failed", words)
+
+    def _act_on(self, peer: Peer, message: FromClient, run_id: bytes, frames: Frames, now: float) -> None:
+        if isinstance(message, Attach):
+            self._effects.do(self.admission.on_attach(peer, message))
+        elif run_id != self._run_id:
+            self.story.count("messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here")
+            self._effects.do(self.admission.on_foreign(peer, run_id))
+        elif isinstance(message, Ask):
+            self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
+        elif isinstance(message, (Put, OpenSegment, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+            self._admit(self.admission.on_message(peer, message, frames))
+        else:
+            self._effects.carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Offer):
+                self._offer(effect)
+            elif isinstance(effect, Decide):
+                self._effects.do(self._decide(effect))
+            else:
+                self._effects.do(effect)
+
+    def _decide(self, effect: Decide) -> Send:
+        if not isinstance(effect.message, OpenSegment):
+            return self.admission.decided(effect.ticket, decide(self.engine, self.story, effect.message))
+        try:
+            (segment,) = self.engine.segments.register(_writer_of(effect.ticket[0]))
+        except PenstockError as error:
+            return self.admission.answer(effect.ticket, error)
+        return self.admission.opened(effect.ticket, segment)
+
+    def _offer(self, offer: Offer) -> None:
+        rooms, ticket, put = self.admission.rooms, offer.ticket, offer.put
+        claim = partial(rooms.claim, ticket)
+        if put.location:
+            outcome = self._pipeline.put_stored(ticket, put, _writer_of(ticket[0]), claim=claim)
+        else:
+            digest = put.digest or xxhash.xxh3_128_digest(offer.frame)
+            outcome = self._pipeline.put(
+                ticket,
+                put.group,
+                digest,
+                offer.frame,
+                evaluation=put.evaluation,
+                priority=put.priority,
+                claim=claim,
+            )
+        if outcome is not None and isinstance(outcome.error, Overloaded):
+            rooms.wait(ticket, outcome.table, outcome.size)
+        else:
+            rooms.close(ticket)
+        if outcome is not None:
+            self._answer(outcome)
+
+    def _answer(self, outcome: Outcome) -> None:
+        assert isinstance(outcome.ticket, tuple)  # as made by admission
+        if isinstance(outcome.error, AlteredOnTheWay):
+            self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
+            self._effects.do(self.admission.missing(outcome.ticket))
+            return
+        self.story.put(outcome.error, stale=outcome.stale, over_length=outcome.over_length)
+        answer = self.admission.answer(
+            outcome.ticket,
+            outcome.error,
+            duplicate=outcome.duplicate,
+            stale=outcome.stale,
+            over_length=outcome.over_length.as_tuple(),
+        )
+        self._effects.do(answer)
+
+    def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
+        """What was put is written by now, or was refused, or never came."""
+        if self.engine.acceptance.follow(ticket, group, digest):
+            return None  # it is being checked and kept: answered when that is done
+        return self._log.digest_of(group) == digest
+
+    def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
+        """A plane that was taken over must end, even if nobody makes it write."""
+        for outcome in outcomes:
+            if isinstance(outcome.error, (Fenced, LogAway)):
+                raise outcome.error
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._log.check_epoch()
+
+    def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
+        assert isinstance(peer, tuple)  # as made in `turn`
+        carrier, address = peer
+        if not carrier.send(address, self._pack(message), frames):
+            self.admission.rooms.gone(peer)
+            self.engine.segments.seal_writer(_writer_of(peer))
+
+    def _plan(self, now: float) -> bool:
+        """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
+        coordinator, engine = self.coordinator, self.engine
+        for step in range(coordinator.next_step, coordinator.wanted + 1):
+            if coordinator.phase is not Phase.RUNNING:
+                break
+            if coordinator.is_staged(step):
+                continue
+            try:
+                staged = self._pipeline.step(step, coordinator.inline_ranks)
+            except DiskFull as error:
+                coordinator.waiting_for = f"disk space: {error}"
+                return False
+            except Exception as error:  # an error to ranks and a line in the log, not the end of the plane
+                if isinstance(error, (Fenced, LogAway)):
+                    raise
+                self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
+                break
+            if isinstance(staged, Staged):
+                self._pipeline.handed_over(step)
+                self._effects.carry_out(coordinator.stage(staged, now))
+                coordinator.waiting_for = "the trainer"
+                continue
+            coordinator.waiting_for = staged
+            if engine.is_full and engine.last_step < engine.next_step:
+                reason = f"can never be filled: {staged}, and all that may be held is; raise max_held_bytes or capacity"
+                self._effects.carry_out(coordinator.fail(reason, step=step))
+            break
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """What `penstock top` shows."""
+        found = status_of(self.engine, self.coordinator, self.admission)
+        more = {"uptime_s": time.monotonic() - self._started, "inline_ranks": dict(self.damage.inline)}
+        return found | more
+
+
+def _writer_of(peer: Peer) -> str:
+    """Names a client that writes segments, as long as its connection lasts."""
+    assert isinstance(peer, tuple)  # as made in `turn`
+    carrier, address = peer
+    return f"{carrier.url} {address!r}"[:MAX_NAME]
+
+
+def _may_write(peer: Peer) -> bool:
+    assert isinstance(peer, tuple)  # as made in `turn`
+    carrier, address = peer
+    return bool(carrier.is_writer(address))
+
+
+def _poller_of(carriers: Sequence[PlaneCarrier], workers: Workers) -> zmq.Poller:
+    """Sees what comes from carriers that can call, and what workers have done."""
+    poller = zmq.Poller()
+    for carrier in carriers:
+        pollable = carrier.pollable()
+        if pollable is not None:
+            poller.register(pollable, zmq.POLLIN)
+    if isinstance(workers, Threads):
+        poller.register(workers.wake.descriptor, zmq.POLLIN)
+    return poller

@@ -1,0 +1,137 @@
+"""Priorities that ranks report: combined per step, so that it does not matter which rank is heard first.
+
+Each rank reports the samples it trained, and a group's samples may be on several ranks. The rule is: **a group's
+priority is the largest value that any rank reported for it, or for one of its samples, in the last step that reported
+it.** Reports of a step wait in the log until the step is committed and take effect with the commit. One that arrives
+later, because it was lost and sent again, is combined with what took effect, unless a later step has reported the group
+since.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import InvalidInput
+from penstock.log.decision_records import ForgetReports, Prioritize, Report
+from penstock.replay.table import MAX_PRIORITY
+
+if TYPE_CHECKING:
+    from penstock.plane.journal import Journal
+
+KEPT_STEPS = 8
+"""Committed steps for which a late report still counts."""
+Values = dict[str, float]
+
+
+class Reports(msgspec.Struct, array_like=True):
+    """What ranks reported, by step and group."""
+
+    waiting: dict[int, Values] = msgspec.field(default_factory=dict)
+    """Of steps that are not committed yet."""
+    applied: dict[int, Values] = msgspec.field(default_factory=dict)
+    """Of the last steps that are."""
+
+    def follow(self, record: Report | ForgetReports) -> None:
+        """Combine a report with the others of its step; or forget steps that are trained, and reported, again."""
+        if isinstance(record, Report):
+            merge(self.waiting.setdefault(record.step, {}), record.priorities)
+        else:
+            self.waiting = {step: values for step, values in self.waiting.items() if step < record.first}
+            self.applied = {step: values for step, values in self.applied.items() if step < record.first}
+
+    def apply(self, step: int, values: Mapping[str, float]) -> None:
+        """The priorities of a step take effect."""
+        self.waiting.pop(step, None)
+        merge(self.applied.setdefault(step, {}), values)
+        for old in [s for s in self.applied if s <= step - KEPT_STEPS]:
+            del self.applied[old]
+
+    def has_from(self, first: int) -> bool:
+        return any(step >= first for step in (*self.waiting, *self.applied))
+
+    def late(self, step: int, values: Mapping[str, float]) -> Values:
+        """What a report of a committed step changes."""
+        if step not in self.applied:
+            return {}
+        later = {group for other, found in self.applied.items() if other > step for group in found}
+        known = self.applied[step]
+        return {g: v for g, v in values.items() if g not in later and (g not in known or v > known[g])}
+
+
+def merge(into: Values, values: Mapping[str, float]) -> None:
+    for group, value in values.items():
+        into[group] = max(value, into.get(group, 0.0))
+
+
+def check_priority(name: str, value: float) -> None:
+    if not 0.0 <= value <= MAX_PRIORITY:
+        raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
+
+
+def report(journal: Journal, priorities: Mapping[str, float], step: int | None) -> None:
+    """Write down what a rank reported of a step; None: it takes effect at once."""
+    state = journal.state
+    if step is not None and step > state.last_step:
+        raise InvalidInput(f"priorities of step {step}: the last step that was planned is {state.last_step}")
+    found = _by_group(journal, priorities, state.steps[step].groups if step in state.steps else ())
+    if step is None:
+        record: Prioritize | Report = Prioritize(priorities=found)
+    elif step >= state.next_step:
+        record = Report(step=step, priorities=found)
+    else:
+        record = Prioritize(priorities=state.reports.late(step, found), step=step)
+    if record.priorities:
+        journal.decide(record)
+
+
+def _by_group(journal: Journal, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
+    """The largest value for each group that is held, of ids of groups and of samples.
+
+    An id such as GROUP/3 tells its group. Other ids are looked up among the samples of the reported step's groups."""
+    held, rows = journal.run_tables, journal.state.rows
+    of_step = {rows[op].id for op in ops if op in rows}
+    found: Values = {}
+    others: Values = {}
+    for name, value in priorities.items():
+        check_priority(name, value)
+        group = name if name in held or name in of_step else name.rpartition("/")[0]
+        if group in held or group in of_step:
+            merge(found, {group: value})
+        else:
+            others[name] = value
+    if others:
+        groups = _groups_of(journal.log.facts_of(ops).values())
+        journal.counts["priorities_unknown"] += sum(name not in groups for name in others)
+        for name, value in others.items():
+            merge(found, dict.fromkeys(groups.get(name, ()), value))
+    return {group: value for group, value in found.items() if group in held}
+
+
+class _Names(msgspec.Struct, array_like=True):
+    """The beginning of `GroupFacts`, up to what is wanted of them here."""
+
+    format: int
+    group: str
+    prompt: msgspec.Raw
+    run: msgspec.Raw
+    seq_len: msgspec.Raw
+    num_tokens: msgspec.Raw
+    policy_version: msgspec.Raw
+    kinds: msgspec.Raw
+    columns: msgspec.Raw
+    ids: tuple[str, ...]
+
+
+def _groups_of(facts: Iterable[bytes]) -> dict[str, list[str]]:
+    """Sample id -> the groups that have such a sample."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for data in facts:
+        names = msgspec.msgpack.decode(zlib.decompress(data), type=_Names)
+        for sample in names.ids:
+            found[sample].append(names.group)
+    return found

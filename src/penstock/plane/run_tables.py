@@ -1,0 +1,356 @@
+"""The runs that share a trainer: a replay table for each, and whose groups the next step takes.
+
+A plane that was given no shares has one table for everything. With shares, the groups of each run wait in a table of
+their own; a step takes tokens from every run that has groups waiting, in proportion to the shares, and whatever one
+run leaves free goes to the others. A run that is evicted loses what it has waiting and is refused from then on.
+
+A step that is undone puts its groups back, and others may have taken their room since. Those stand in line before their
+table until there is room; nothing is put while anybody stands there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
+from penstock.log import GroupRow
+from penstock.plane.fair_share import FairShare
+from penstock.plane.settings import Target
+from penstock.plane.snapshot import SavedTables
+from penstock.replay import Key, Replay, Table
+from penstock.replay.core import OnEvict
+from penstock.replay.drawing import Drawing
+
+Look = Callable[[Key], GroupRow]
+"""The group that waits under a key."""
+
+
+class Waiting(NamedTuple):
+    """A group that stands in line before its table."""
+
+    key: str
+    op: int
+    num_bytes: int
+    num_tokens: int
+    policy_version: int
+    priority: float = 1.0
+
+
+class RunTables:
+    """A table per run, or one for all of them."""
+
+    def __init__(self, replay: Replay, on_evict: OnEvict) -> None:
+        self.shares = FairShare()
+        """In tokens, between the runs that are members."""
+        self.members: set[str] = set()
+        """Runs that were given a share; empty as long as runs are not kept apart."""
+        self.evicted: dict[str, str] = {}
+        """Runs that lost theirs, with the reason."""
+        self.taken: Counter[str] = Counter()
+        """Tokens that steps took of each run."""
+        self.tables: dict[str, Table] = {}
+        self.lines: dict[str, list[Waiting]] = {}
+        """Table -> the groups that are held and for which it has no room."""
+        self.given: dict[str, float] = {}
+        """Priorities of groups that are accepted next, where they have one of their own."""
+        self._replay, self._on_evict = replay, on_evict
+        self._policy_version = 0
+        self.table("")  # settings that cannot hold together are found now
+
+    # -------------------------------------------------------------- members
+
+    def admit(self, run: str, weight: float) -> None:
+        """Give a run a share, or another one, or let it in again."""
+        self.shares.weigh(run, weight)
+        self.evicted.pop(run, None)
+        self.members.add(run)
+
+    def evict(self, run: str, reason: str) -> None:
+        """Let go of all a run has waiting, and refuse it from now on."""
+        self.members.discard(run)
+        self.shares.forget(run)
+        self.evicted[run] = reason
+        if run in self.tables:
+            self.tables[run].clear()
+        for waiting in self.lines.pop(run, []):
+            self._on_evict(waiting.key, "cleared")
+
+    def table_for(self, run: str) -> str:
+        """Where the groups of a run wait; raises Evicted, UnknownKey or InvalidInput."""
+        if run in self.evicted:
+            raise Evicted(
+                f"run {run!r}: evicted: {self.evicted[run]}; "
+                f"`penstock tenants ADDRESS --share {run}=1` lets it in again"
+            )
+        if self.members and not run:
+            raise InvalidInput(
+                f"no run is named, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
+                "one the samples belong to: Trajectory(..., run=NAME) or Sample(..., run=NAME)"
+            )
+        if self.members and run not in self.members:
+            raise UnknownKey(
+                f"run {run!r}: has no share in this plane, which {', '.join(map(repr, sorted(self.members)))} use; "
+                f"give it one with `penstock tenants ADDRESS --share {run}=1`, or plane.share({run!r})"
+            )
+        return run if self.members else ""
+
+    def part(self, run: str) -> float:
+        """The part of the whole that is a run's: its weight among those of all members."""
+        if run not in self.members:
+            return 1.0
+        # fsum, because members are a set: another order must not give another last bit, after a restart or anywhere.
+        return self.shares.weight(run) / math.fsum(map(self.shares.weight, self.members))
+
+    # -------------------------------------------------------------- tables
+
+    def table(self, table_name: str) -> Table:
+        """The table of a table_name, made when it is first needed."""
+        found = self.tables.get(table_name)
+        if found is None:
+            found = self.tables[table_name] = Table.from_settings(self._replay, on_evict=self._on_evict)
+            found.advance(self._policy_version)
+        return found
+
+    def insert(self, row: GroupRow, policy_version: int) -> bool:
+        """Hold a group, in line if its table has no room; False if it is too old ever to be sampled."""
+        priority = self.given.pop(row.id, 1.0)
+        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority)
+        table = self.table(row.run)
+        if row.run not in self.lines and table.may_insert():
+            with suppress(WaitTimeout):
+                return _insert(table, waiting)
+        self.lines.setdefault(row.run, []).append(waiting)
+        return True
+
+    def let_in(self) -> list[Key]:
+        """Groups that stand in line enter their tables while there is room; those that are too old by now."""
+        stale: list[Key] = []
+        for name in sorted(self.lines):
+            line, table = self.lines[name], self.table(name)
+            while line and table.may_insert():
+                try:
+                    if not _insert(table, line[0]):
+                        stale.append(line[0].key)
+                except WaitTimeout:
+                    break
+                line.pop(0)
+            if not line:
+                del self.lines[name]
+        return stale
+
+    def remove(self, row: GroupRow) -> bool:
+        """Let go of one group, wherever it waits; False if it does not."""
+        line = self.lines.pop(row.run, [])
+        others = [waiting for waiting in line if waiting.op != row.op]
+        if others:
+            self.lines[row.run] = others
+        if len(others) < len(line):
+            return True
+        return self.table(row.run).remove([row.id]) > 0
+
+    def is_waiting(self, row: GroupRow) -> bool:
+        """Whether a group is in a table, or in line before one."""
+        return row.id in self or any(waiting.op == row.op for waiting in self.lines.get(row.run, ()))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tables.values())) + sum(map(len, self.lines.values()))
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in table for table in self.tables.values())
+
+    def __iter__(self) -> Iterator[Key]:
+        for _, table in sorted(self.tables.items()):
+            yield from table.keys()
+        for _, line in sorted(self.lines.items()):
+            yield from (waiting.key for waiting in line)
+
+    def oldest_version(self) -> int | None:
+        """The oldest policy version of the groups that wait; None if none does."""
+        versions = [table.oldest_version for table in self.tables.values()]
+        versions += [waiting.policy_version for line in self.lines.values() for waiting in line]
+        return min((version for version in versions if version is not None), default=None)
+
+    def advance(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        for table in self.tables.values():
+            table.advance(policy_version)
+
+    def update_priorities(self, priorities: Mapping[str, float]) -> None:
+        """New priorities by key."""
+        for table in self.tables.values():
+            table.update_priorities({key: value for key, value in priorities.items() if key in table})
+
+    # -------------------------------------------------------------- steps
+
+    def apportion(self, target: Target, held: int, look: Look) -> Mapping[str, int] | Target | None:
+        """What `draw` is to take to fill a step, of so much that is held; None when those that may be drawn do not.
+
+        How many groups make so many samples or tokens is known only when they are drawn."""
+        if target.groups is None:
+            in_line = [look(waiting.key) for line in self.lines.values() for waiting in line]
+            apart = sum(target.measure(row.samples, row.tokens) for row in in_line)
+            return target if held - apart >= target.amount else None
+        waiting = {table_name: table for table_name, table in sorted(self.tables.items()) if len(table)}
+        if len(waiting) < 2:
+            return {
+                table_name: target.groups for table_name, table in waiting.items() if len(table) >= target.groups
+            } or None
+        queues = {table_name: iter(table.keys()) for table_name, table in waiting.items()}
+        shares, counts, have = self.shares.copy(), dict.fromkeys(waiting, 0), 0
+        while queues and have < target.amount:
+            table_name = shares.most_owed(queues)
+            key = next(queues[table_name], None)
+            if key is None or not waiting[table_name].may_sample(counts[table_name] + 1):
+                del queues[table_name]
+                continue
+            row = look(key)
+            counts[table_name] += 1
+            have += 1
+            shares.charge(table_name, row.tokens)
+        return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
+
+    def draw(self, what: Mapping[str, int] | Target, look: Look, *, one_by_one: bool = False) -> tuple[int, ...]:
+        """Take groups for a step; raises WaitTimeout when they are not there. `one_by_one`: as a target took them."""
+        if isinstance(what, Target):
+            return self._draw_until(what, look)
+        return self._draw_again(what, look) if one_by_one else self._draw(what, look)
+
+    def _draw(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
+        """Take so many groups of each table_name."""
+        busy = self._busy()
+        taken: dict[str, list[tuple[Key, Any]]] = {}
+        for table_name in sorted(counts):
+            batch = self.tables[table_name].sample(counts[table_name], timeout=0)
+            taken[table_name] = list(zip(batch.keys.tolist(), batch.items.tolist(), strict=True))
+        return self._charge(taken, busy, look)
+
+    def _draw_until(self, target: Target, look: Look) -> tuple[int, ...]:
+        """Take groups one at a time, each of the run that is owed most, until they fill a step. Enough must be held.
+        Raises WaitTimeout, with everything as it was, when the limiter allows too few."""
+        busy = self._busy()
+        # Where everything may be drawn the target is met for certain, and nothing has to be undone.
+        undoable = not all(self.tables[name].may_sample_all for name in busy)
+        drawings = {name: self.tables[name].drawing(undoable=undoable) for name in busy}
+        shares, have = self.shares.copy(), 0
+        try:
+            while have < target.amount:
+                if not busy:
+                    raise WaitTimeout(f"{have} of {target} may be drawn now")
+                table_name = shares.most_owed(busy)
+                key = drawings[table_name].pick()
+                if key is None:
+                    busy.remove(table_name)
+                    continue
+                row = look(key)
+                have += target.measure(row.samples, row.tokens)
+                shares.charge(table_name, row.tokens)
+        except PenstockError:
+            for drawing in drawings.values():
+                drawing.undo()
+            raise
+        return self._take(drawings, look)
+
+    def _draw_again(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
+        """Take what `_draw_until` took when it took so many groups of each table_name."""
+        drawings = {name: self.tables[name].drawing(undoable=False) for name in self._busy()}
+        for table_name, count in counts.items():
+            if None in [drawings[table_name].pick() for _ in range(count)]:
+                raise WaitTimeout(f"{count} groups of {table_name!r} may not be drawn")
+        return self._take(drawings, look)
+
+    def _take(self, drawings: Mapping[str, Drawing], look: Look) -> tuple[int, ...]:
+        taken = {name: drawing.take() for name, drawing in sorted(drawings.items()) if len(drawing)}
+        return self._charge(taken, sorted(drawings), look)
+
+    def _busy(self) -> list[str]:
+        return sorted(table_name for table_name, table in self.tables.items() if len(table))
+
+    def _charge(self, taken: Mapping[str, list[tuple[Key, Any]]], busy: list[str], look: Look) -> tuple[int, ...]:
+        for table_name, groups in taken.items():
+            tokens = sum(look(key).tokens for key, _ in groups)
+            self.taken[table_name] += tokens
+            self.shares.charge(table_name, tokens)
+        self.shares.settle(busy)
+        for table_name in busy:
+            if not len(self.tables[table_name]):
+                self.shares.forget(table_name)
+        return tuple(int(op) for groups in taken.values() for _, op in groups)
+
+    # -------------------------------------------------------------- keeping
+
+    def save(self) -> SavedTables:
+        return SavedTables(
+            tables={table_name: table.to_bytes(dump=_op_to_bytes) for table_name, table in self.tables.items()},
+            policy_version=self._policy_version,
+            members=self.members,
+            weights=self.shares.weights,
+            owed=self.shares.owed,
+            evicted=self.evicted,
+            taken=dict(self.taken),
+            lines={name: [*line] for name, line in self.lines.items()},
+        )
+
+    def load(self, saved: SavedTables) -> None:
+        """Become what was saved, with the same replay settings."""
+        for table_name, data in saved.tables.items():
+            self.tables[table_name] = Table.restore(
+                data, load=_op_from_bytes, on_evict=self._on_evict, **self._replay.parts
+            )
+        self._policy_version = saved.policy_version
+        self.members, self.evicted, self.taken = saved.members, saved.evicted, Counter(saved.taken)
+        self.shares.weights, self.shares.owed = saved.weights, saved.owed
+        self.lines = {name: [Waiting(*waiting) for waiting in line] for name, line in saved.lines.items()}
+
+    # -------------------------------------------------------------- looking
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of all tables as if they were one: sums, largest values, means over items."""
+        all_of = [table.metrics() for table in self.tables.values()]
+        if len(all_of) == 1:
+            return all_of[0]
+        return {name: _joined(name, all_of) for name in all_of[0]}
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """What `penstock tenants` shows of each member and each run that was evicted."""
+        found: dict[str, dict[str, Any]] = {}
+        for run in sorted(self.members | self.evicted.keys()):
+            found[run] = {
+                "share": self.part(run) if run in self.members else 0.0,
+                "held_groups": len(self.tables[run]) if run in self.tables else 0,
+                "taken_tokens": self.taken[run],
+                "evicted": self.evicted.get(run),
+            }
+        return found
+
+
+def _insert(table: Table, group: Waiting) -> bool:
+    handle = table.insert(
+        group.key,
+        group.op,
+        priority=group.priority,
+        num_bytes=group.num_bytes,
+        num_tokens=group.num_tokens,
+        policy_version=group.policy_version,
+        timeout=0,
+    )
+    return handle is not None
+
+
+def _op_to_bytes(op: int) -> bytes:
+    return op.to_bytes(8, "little")
+
+
+def _op_from_bytes(data: memoryview) -> int:
+    return int.from_bytes(data, "little")
+
+
+def _joined(name: str, all_of: list[dict[str, float]]) -> float:
+    values = [found[name] for found in all_of]
+    if name.endswith("_mean"):
+        weights = [found[f"{name.partition('/')[0]}/items"] for found in all_of]
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1)
+    return max(values) if name.endswith(("_max", "policy_version")) else sum(values)

@@ -1,0 +1,399 @@
+"""The settings of a plane, and of the process that serves one: each declared once, here or in the records inside.
+
+`penstock.config` makes the rest of these declarations: the keyword arguments of `penstock.open`, `plane.toml` and its
+template, the flags of `penstock serve`, the tables in docs/settings.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from penstock.arrays.coerce import run_name_problem
+from penstock.arrays.own_columns import table_with
+from penstock.config import Given, build, check
+from penstock.config.build import unknown
+from penstock.errors import ConfigError
+from penstock.log.postgres_address import check_address
+from penstock.packing import Packing
+from penstock.protocol.message_header import MAX_HEADER
+from penstock.protocol.timeouts import Timeouts
+from penstock.replay import Replay as Replay
+from penstock.storage import address_of
+
+_BESIDE_BYTES = 1 << 20
+"""What a message has beside its largest part."""
+
+Listen = Annotated[
+    tuple[str, ...],
+    Meta(
+        description="addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; "
+        "file://FOLDER over a shared filesystem; addresses that other hosts can reach need `keys`"
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """When a step is full: exactly one of the three is given."""
+
+    groups: Annotated[
+        int | None, Meta(ge=1, description="groups that make a step", extra={"keyword": "groups_per_step"})
+    ] = None
+    samples: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="samples that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "samples_per_step"},
+        ),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="tokens that make a step: whole groups are drawn until there are so many",
+            extra={"keyword": "tokens_per_step"},
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        given = {n: v for n in ("groups", "samples", "tokens") if (v := getattr(self, n)) is not None}
+        if len(given) != 1:
+            raise ConfigError(
+                f"step target: {given or 'none'}; give exactly one of groups_per_step, samples_per_step, "
+                "tokens_per_step"
+            )
+
+    @property
+    def unit(self) -> Literal["groups", "samples", "tokens"]:
+        """What is counted."""
+        if self.groups is not None:
+            return "groups"
+        return "tokens" if self.samples is None else "samples"
+
+    @property
+    def amount(self) -> int:
+        """How many of them fill a step."""
+        amount: int = getattr(self, self.unit)
+        return amount
+
+    def measure(self, samples: int, tokens: int) -> int:
+        """What a group of so many samples and tokens counts."""
+        return {"groups": 1, "samples": samples, "tokens": tokens}[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.amount} {self.unit}"
+
+
+PackingSection = Annotated[Packing, Meta(description="how a step is packed", extra={"flat": True})]
+StepTarget = Annotated[
+    Target,
+    Meta(description="when a step is full: exactly one of groups, samples, tokens", extra={"flat": True, "unit": True}),
+]
+ReplaySection = Annotated[
+    Replay,
+    Meta(
+        description="how groups wait for training; a run keeps the replay settings it began with", extra={"flat": True}
+    ),
+]
+TimeoutsSection = Annotated[Timeouts, Meta(description="how long anybody may be silent")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneSettings:
+    """Everything a plane is told when it starts."""
+
+    packing: PackingSection
+    target: StepTarget
+    run: Annotated[
+        str,
+        Meta(min_length=1, description="the run's name; ranks and workers that name another are refused"),
+    ] = "run"
+    listen: Listen = ()
+    keys: Annotated[
+        str | None,
+        Meta(
+            description="key folder made by `penstock keys`; needed where other hosts can connect", extra={"path": True}
+        ),
+    ] = None
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="processes per data rank (tensor or context parallel); each gets the rank's data",
+        ),
+    ] = 1
+    requires: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever "
+            "its mode; a put without one is rejected"
+        ),
+    ] = ()
+    over_length: Annotated[
+        Literal["reject", "truncate", "drop"],
+        Meta(
+            description="what happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop "
+            "it from its group; truncated and dropped samples and tokens are counted in the ledger"
+        ),
+    ] = "reject"
+    untrained_groups: Annotated[
+        Literal["reject", "accept"],
+        Meta(
+            description="what happens to a group in which no token is trained, or whose trained tokens have no "
+            "`logprobs` in a mode that needs them: reject the put, or accept the group, warn once and count it"
+        ),
+    ] = "reject"
+    max_group_tokens: Annotated[
+        int | None,
+        Meta(ge=1, description="tokens that a group may decode to; none: 256 times seq_len, and at least 1,048,576"),
+    ] = None
+    max_group_bytes: Annotated[int | None, Meta(ge=1, description="bytes that a group may decode to; none: 2 GiB")] = (
+        None
+    )
+    max_held_bytes: Annotated[
+        int, Meta(ge=1, description="encoded bytes that may wait for training; beyond, puts wait or raise Overloaded")
+    ] = 4 << 30
+    storage: Annotated[
+        str | None,
+        Meta(
+            description="where frames are kept: a folder on a local disk or on a filesystem that all hosts share, or "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX; none: `storage` in the run's folder",
+            extra={"path": True},
+        ),
+    ] = None
+    log: Annotated[
+        str | None,
+        Meta(
+            description="database of the log: postgresql://USER@HOST/DATABASE, where the run has a schema of its own, "
+            "named after it (`run`); the password is in PGPASSWORD, PGPASSFILE or a service file, never here; none: "
+            "SQLite in the run's folder"
+        ),
+    ] = None
+    direct: Annotated[
+        bool,
+        Meta(
+            description="whether workers and ranks that see the storage write and read frames there themselves; off: "
+            "all bytes pass the plane"
+        ),
+    ] = True
+    max_disk_bytes: Annotated[
+        int | None,
+        Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),
+    ] = None
+    disk_reserve_bytes: Annotated[
+        int,
+        Meta(ge=0, description="bytes kept free of puts on the disk, so that what was accepted can still be trained"),
+    ] = 64 << 20
+    retain_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="committed steps that can still be served again, to a trainer that resumes from an older "
+            "checkpoint",
+        ),
+    ] = 64
+    retain_eval_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the "
+            "disk is full too",
+        ),
+    ] = 1 << 30
+    retain: Annotated[
+        Literal["steps", "all"],
+        Meta(
+            description='what is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every '
+            "plan, for good, so that the run is its own archive; a run that began to keep everything goes on with it "
+            "until `penstock storage forget`"
+        ),
+    ] = "steps"
+    snapshot_every: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="decisions (groups, steps, reports) after which the plane's memory is written down; a restart "
+            "does again only what came later",
+        ),
+    ] = 20_000
+    evict_after: Annotated[
+        int | None,
+        Meta(
+            ge=1, description="groups of one run that no step could take, after which the run is evicted; none: never"
+        ),
+    ] = 3
+    shares: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        Meta(
+            description="runs that share the trainer, as named in their samples' `run`, each with its weight; groups "
+            "of other runs are refused; empty: runs are not kept apart"
+        ),
+    ] = field(default_factory=dict)
+    replay: ReplaySection = field(default_factory=Replay)
+    timeouts: TimeoutsSection = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        check(self)
+        for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
+            if problem := run_name_problem(name):
+                raise ConfigError(f"{setting}: {problem}")
+        if self.log is not None:
+            check_address(self.log)
+        if self.storage is not None:
+            address_of(self.storage)  # raises where credentials are in it, before anything shows it
+        if "" in self.shares:
+            raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
+        table = table_with(self.packing.own)
+        for name in self.requires:
+            if name not in table:
+                raise ConfigError(f"requires: {name!r}: {unknown(name, table, 'column')}")
+        if self.target.groups is not None and self.target.groups > self.replay.capacity:
+            raise ConfigError(
+                f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
+                "a step could never be filled; raise the capacity"
+            )
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of the largest message that the plane has use for: a group that may be held, or a header."""
+        return max(min(self.max_group_bytes or 2 << 30, self.max_held_bytes), MAX_HEADER) + _BESIDE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """When the second process ends the plane: its stacks go to the log, then SIGKILL."""
+
+    stall_s: Annotated[
+        float | None, Meta(gt=0, description="seconds without a turn of the loop; none: no watchdog")
+    ] = 300.0
+    end_s: Annotated[float, Meta(gt=0, description="seconds from SIGTERM until the plane is given up")] = 7.0
+    grace_s: Annotated[float, Meta(gt=0, description="seconds for writing the stacks, before SIGKILL")] = 2.0
+
+    def __post_init__(self) -> None:
+        check(self, "watchdog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(PlaneSettings):
+    """Everything a server process is told: the plane's settings, and where it keeps and shows things."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description='where the run is kept; "memory:" keeps nothing; empty: in no folder, with `log` in a database '
+            "and `storage` given",
+            extra={"path": True},
+        ),
+    ] = ""
+    listen: Listen = ("tcp://127.0.0.1:7440",)
+    metrics: Annotated[
+        str | None,
+        Meta(
+            description="HOST:PORT of a page with /metrics for Prometheus, /healthz and /readyz; beyond loopback "
+            "/metrics needs `metrics_token`; port 0 picks a free one; none: off"
+        ),
+    ] = None
+    metrics_token: Annotated[
+        str | None,
+        Meta(
+            description="file with the token that /metrics asks for; none: no token, loopback only",
+            extra={"path": True},
+        ),
+    ] = None
+    http: Annotated[
+        str | None,
+        Meta(
+            description="ADDRESS:PORT of the HTTP door, where groups are put as JSON or frames; port 0 picks a free "
+            "one; beyond loopback it needs `http_token`; none: off"
+        ),
+    ] = None
+    http_token: Annotated[
+        str | None,
+        Meta(
+            description="file with the token that every HTTP request must carry; none: one is made, and kept in the "
+            "run's folder as http-token",
+            extra={"path": True},
+        ),
+    ] = None
+    log_file: Annotated[
+        str | None, Meta(description="write log lines there instead of to stderr", extra={"path": True})
+    ] = None
+    watchdog: Annotated[Watch, Meta(description="a second process that ends a plane whose loop no longer turns")] = (
+        field(default_factory=Watch)
+    )
+
+    def __post_init__(self) -> None:
+        PlaneSettings.__post_init__(self)
+        if not self.folder and (self.log is None or self.storage is None):
+            raise ConfigError("folder: missing; give the run's folder, or both log=postgresql://... and storage=...")
+        if not self.listen:
+            raise ConfigError("listen: empty; without an address nobody could connect")
+
+
+CLUSTER_TIMEOUTS = Timeouts(plane_s=120.0)
+"""Ray takes 20 s to find out that a node is gone; then the plane is started on another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings(ServerSettings):
+    """Everything a plane of a Ray cluster is told: the settings of a server process, with defaults for a cluster."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            description="of ray://: where the run is kept; on a disk of one host, the plane stays on that host; empty: "
+            "~/.penstock/NAME, on the head node unless `log` and `storage` are shared",
+            extra={"path": True},
+        ),
+    ] = ""
+    listen: Listen = ()
+    movable: Annotated[
+        bool | None,
+        Meta(
+            description="of ray://: whether Ray may start the plane on another host; none: if log and storage are "
+            "shared: a PostgreSQL log or a shared filesystem, and storage on a shared filesystem; on: `storage` is "
+            "seen by every node although the type of its filesystem does not say so, and the log is in PostgreSQL"
+        ),
+    ] = None
+    timeouts: TimeoutsSection = field(default_factory=lambda: CLUSTER_TIMEOUTS)
+
+    def __post_init__(self) -> None:
+        PlaneSettings.__post_init__(self)
+        if self.movable and (self.log is None or self.storage is None):
+            raise ConfigError(
+                f"movable: on with log {self.log!r} and storage {self.storage!r}; a plane that may move needs "
+                "log=postgresql://... and storage=FOLDER that every node sees"
+            )
+
+
+EXAMPLE = ServerSettings(folder="runs/demo", packing=Packing(ranks=1, seq_len=4096), target=Target(groups=4))
+"""What `penstock serve --write-config` writes down."""
+TITLE = """\
+The settings of a plane. Start it with:  penstock serve --config plane.toml
+Values in comments are the defaults. An unknown name is an error. "none" switches off what may be off.
+Sizes are bytes, or text such as "4 GiB". Relative paths start at this file's folder.
+"""
+
+
+def read_settings(path: str | Path) -> Given:
+    """The tables of plane.toml, its paths made absolute; check them with `build`."""
+    return Given.read(path, hint="write one with `penstock serve --write-config PATH`", paths_of=ServerSettings)
+
+
+def server_settings(given: Given | Mapping[str, Any], where: str = "settings") -> ServerSettings:
+    """The settings that tables describe; ConfigError names the key's path and `where` it stands.
+
+    >>> packing = {"ranks": 2, "seq_len": 4096}
+    >>> settings = server_settings({"folder": "runs/demo", "packing": packing, "target": {"groups": 4}})
+    >>> settings.packing.ranks, settings.listen
+    (2, ('tcp://127.0.0.1:7440',))
+    """
+    return build(ServerSettings, given, where)

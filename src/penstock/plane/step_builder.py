@@ -1,0 +1,145 @@
+"""From facts to a plan, and from a plan to the bytes each rank is sent.
+
+Nothing here remembers anything, so it may run beside the loop that answers: the same facts and settings give the same
+plan and digests, in any process, at any time; the same frames give the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.digests import step_digest
+from penstock.errors import PenstockError
+from penstock.frames.metadata import GroupFacts, join_facts
+from penstock.packing import Packing, plan
+from penstock.protocol.messages import Buffer, Frames
+from penstock.protocol.picks import PickedGroup, StepPicks
+from penstock.protocol.steps import Staged
+from penstock.storage import Pick, Storage, gather_picks
+
+PIECE_BYTES = 1 << 30
+"""A payload travels in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A group of a step, and where its frame is kept."""
+
+    group: str
+    location: str
+    num_samples: int
+    metadata: bytes = b""
+    """As the log has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """What every rank is to train, in lengths and indices."""
+
+    rank_plans: tuple[bytes, ...]
+    """As ranks are sent them: each counts only the samples that it receives."""
+    needs: tuple[bytes, ...]
+    """Per rank the samples it receives, ascending, as int32 numbers within the step."""
+    digests: tuple[str, ...]
+    """Per rank, of its plan and of the samples it receives."""
+    loss_tokens: int = 0
+
+
+class Builder(Protocol):
+    """Plans and builds steps. `StepBuilder` is the one; simulations use a smaller one."""
+
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        """Plan a step of these groups."""
+
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        """Which of these cannot be planned even alone, with the reason."""
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+        """Say where the samples of a planned step are, and gather those of ranks that cannot read them there."""
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """Joins facts to plan, gathers frames to build."""
+
+    packing: Packing
+    storage: Storage
+
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        made = plan(join_facts(facts), self.packing)
+        digests = [digest for group in facts for digest in group.digests]
+        needs = [rank_plan.needs for rank_plan in made.rank_plans]
+        packed = [rank_plan.relative().to_bytes() for rank_plan in made.rank_plans]
+        return PlannedStep(
+            rank_plans=tuple(packed),
+            needs=tuple(need.astype("<i4").tobytes() for need in needs),
+            digests=tuple(
+                step_digest(data, [digests[i] for i in need.tolist()]) for data, need in zip(packed, needs, strict=True)
+            ),
+            loss_tokens=made.totals.step.loss_tokens,
+        )
+
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for i, group in enumerate(facts):
+            try:
+                plan(join_facts([group]), self.packing)
+            except PenstockError as error:
+                found[i] = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever a group provokes is its own fault
+                found[i] = f"{type(error).__name__}: {error}"
+        return found
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+        requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
+        known = {place.location: GroupFacts.from_bytes(place.metadata) for place in groups}
+        gathered = gather_picks(self.storage, [requests[rank] for rank in inline])
+        payloads: list[Frames | None] = [None] * len(requests)
+        for rank, payload in zip(inline, gathered, strict=True):
+            payloads[rank] = pieces_of(payload)
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=payloads,
+            digests=list(planned.digests),
+            picks=[_step_picks(request, known).to_bytes() for request in requests],
+        )
+
+
+def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupFacts]) -> StepPicks:
+    """What one rank reads, with what it must find."""
+    groups = []
+    for pick in request:
+        facts = known[pick.location]
+        digests = tuple(facts.digests[row] for row in pick.rows)
+        groups.append(
+            PickedGroup(group=pick.group, location=pick.location, rows=pick.rows, front=facts.front, digests=digests)
+        )
+    return StepPicks(groups=tuple(groups))
+
+
+def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
+    """For each rank which samples of which group it is sent."""
+    edges = np.concatenate([[0], np.cumsum([place.num_samples for place in groups])])
+    requests = []
+    for need in needs:
+        group_of = np.searchsorted(edges, need, side="right") - 1
+        starts = np.flatnonzero(np.diff(group_of, prepend=-1)).tolist()
+        request = []
+        for a, b in pairwise([*starts, len(need)]):  # a rank that only keeps step may need none at all
+            k = int(group_of[a])
+            rows = tuple((need[a:b] - edges[k]).tolist())
+            request.append(Pick(groups[k].location, groups[k].group, rows))
+        requests.append(request)
+    return requests
+
+
+def pieces_of(payload: Buffer) -> Frames:
+    """A payload, as it travels."""
+    return [payload[at : at + PIECE_BYTES] for at in range(0, max(len(payload), 1), PIECE_BYTES)]

@@ -1,0 +1,274 @@
+"""The plane's side of what producers say: which run this is, groups in, who must wait for room. No I/O, no clock.
+
+A group is checked and counted by the engine; this is about what is said around that. Feed it messages with
+`on_message`; carry out its effects; tell it what became of them (`answer`, `decided`); and at the end of each turn,
+when everything that came is written, let it answer those who asked for a group (`answer_traces`) or wait for room
+(`offer_room`).
+
+Who may send, and who waits for room, is `Rooms`' to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from penstock.errors import Overloaded, PenstockError
+from penstock.protocol.effects import Send
+from penstock.protocol.messages import (
+    MAX_NAME,
+    MAX_REASON,
+    Accepted,
+    AskRoom,
+    Attach,
+    Attached,
+    Buffer,
+    Discard,
+    Foreign,
+    Frames,
+    FromPlane,
+    GiveUp,
+    Missing,
+    OpenSegment,
+    Peer,
+    Pulse,
+    Put,
+    Refused,
+    Rejected,
+    Room,
+    SegmentOpened,
+    SettleGroup,
+    SetWeight,
+    Trace,
+)
+from penstock.protocol.rooms import Rooms, Space, Ticket
+
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Give this group to the engine."""
+
+    ticket: Ticket
+    put: Put
+    """Its digest is empty if the sender did not say. If the frame has another one, answer with `missing`."""
+    frame: Buffer
+    """Empty for a group whose frame the sender has written to storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Let the engine decide this, once, and say what became of it with `decided`."""
+
+    ticket: Ticket
+    message: Discard | SettleGroup | SetWeight | OpenSegment
+
+
+Effect: TypeAlias = Send | Offer | Decide
+
+
+class Tables(Space, Protocol):
+    """Knows where groups wait, and how many may."""
+
+    def table_of(self, run: str) -> str:
+        """Where groups of a run wait."""
+
+    def recognises(self, group: str, digest: bytes) -> bool | None:
+        """Whether this very group was accepted, to be trained; False if another one was under its name, None if
+        there is none."""
+
+
+class Admission:
+    """Answers producers."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        run_id: bytes,
+        epoch: int,
+        ranks: int,
+        tables: Tables,
+        peer_s: float,
+        pulse: Callable[[], Pulse],
+        storage: str = "",
+        seq_len: int = 0,
+        drops_long: bool = False,
+        max_frame: int = 0,
+        may_write: Callable[[Peer], bool] = lambda _peer: False,
+    ) -> None:
+        """`storage` is where clients may read and write themselves; `may_write` says whose metadata is believed."""
+        self._max_frame, self._drops_long = max_frame, drops_long
+        self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
+        self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
+        self._tables, self._pulse = tables, pulse
+        self.rooms = Rooms(peer_s)
+        self.policy_version: int | None = None
+        """The version of the weights that was published last; goes out with every answer."""
+        self._traces: list[tuple[Peer, Trace]] = []
+        self._decided: dict[Ticket, FromPlane] = {}
+        """What was answered to questions that must not be acted on twice."""
+
+    # -------------------------------------------------------------- messages
+
+    def on_attach(self, peer: Peer, message: Attach) -> Send:
+        if message.run and message.run != self._run:
+            theirs = message.run[:MAX_NAME]
+            reason = f"run: this process says {theirs!r}, the plane has {self._run!r}; start both with the same value"
+            return Send(peer, Refused(epoch=self._epoch, reason=reason))
+        self.rooms.hear(peer)
+        groups, size = self.rooms.credit(self._tables)
+        return Send(
+            peer,
+            Attached(
+                ticket=message.ticket,
+                run_id=self._run_id,
+                run=self._run,
+                epoch=self._epoch,
+                ranks=self._ranks,
+                policy_version=self.policy_version,
+                credit_groups=groups,
+                credit_bytes=size,
+                storage=self._storage,
+                may_write=bool(self._storage) and self._may_write(peer),
+                seq_len=self._seq_len,
+                max_frame=self._max_frame,
+                drops_long=self._drops_long,
+            ),
+        )
+
+    def on_foreign(self, peer: Peer, run_id: bytes) -> Send:
+        """Something came that was meant for another run."""
+        reason = (
+            f"this process belongs to run {run_id.hex()[:12]} of an earlier plane, here is run "
+            f"{self._run_id.hex()[:12]} ({self._run!r}); nothing was taken; open it anew"
+        )
+        return Send(peer, Foreign(reason=reason))
+
+    def on_message(
+        self,
+        peer: Peer,
+        message: Put | OpenSegment | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
+        frames: Frames,
+    ) -> list[Effect]:
+        if isinstance(message, Put):
+            return self._on_put(peer, message, frames)
+        if isinstance(message, Trace):
+            self.rooms.hear(peer, message.ticket)  # room that is reserved for it stays so
+            if not frames:  # the group may be on its way for long: say that we live
+                groups, size = self.rooms.credit(self._tables)
+                pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
+                return [Send(peer, pulse)]
+            self._traces.append((peer, message))  # the group before it may wait for this turn's write
+            return []
+        if isinstance(message, AskRoom):
+            return self._on_ask(peer, message)
+        if isinstance(message, GiveUp):
+            self.rooms.close((peer, message.ticket))
+            return []
+        known = self._decided.get((peer, message.ticket))
+        if known is not None:  # the answer was slow or lost; counting twice would be wrong
+            return [Send(peer, known)]
+        return [Decide((peer, message.ticket), message)]
+
+    def _on_ask(self, peer: Peer, message: AskRoom) -> list[Effect]:
+        ticket = (peer, message.ticket)
+        if ticket not in self.rooms.tickets:
+            known = self._tables.recognises(message.group, message.digest)
+            if known is not None:  # it needs no room; where it is another one, its put is told so
+                self.rooms.close(ticket)
+                return [self.answer(ticket, None, duplicate=True) if known else self._room(ticket)]
+        table = self._tables.table_of(message.run[:MAX_NAME])
+        is_free = self.rooms.ask(ticket, table, message.size, waits=message.waits)
+        return [self._room(ticket)] if is_free else []
+
+    def _on_put(self, peer: Peer, message: Put, frames: Frames) -> list[Effect]:
+        ticket = (peer, message.ticket)
+        reason = ""
+        if len(frames) != (0 if message.location else 1):
+            reason = f"{len(frames)} frames; a group is one, or none where it is in storage"
+        elif message.location and not self._may_write(peer):
+            reason = "only a writer key may vouch for metadata (`penstock keys --writer`); send the frame itself"
+        if reason:
+            self.rooms.close(ticket)
+            words = f"group {message.group[:MAX_NAME]!r}: {reason}"
+            return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=words))]
+        return [Offer(ticket, message, frames[0] if frames else b"")]
+
+    # -------------------------------------------------------------- answers
+
+    def answer(
+        self,
+        ticket: Ticket,
+        error: PenstockError | None,
+        *,
+        duplicate: bool = False,
+        stale: bool = False,
+        over_length: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> Send:
+        """What became of an offer."""
+        peer, number = ticket
+        if error is None:
+            groups, size = self.rooms.credit(self._tables)
+            accepted = Accepted(
+                ticket=number,
+                duplicate=duplicate,
+                policy_version=self.policy_version,
+                stale=stale,
+                over_length=over_length,
+                credit_groups=groups,
+                credit_bytes=size,
+            )
+            return Send(peer, accepted)
+        wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        reason = str(error)[:MAX_REASON]
+        return Send(peer, Rejected(ticket=number, kind=type(error).__name__, reason=reason, retry_after_s=wait))
+
+    def opened(self, ticket: Ticket, segment: str) -> Send:
+        """A segment is registered; the same question is answered the same from now on."""
+        return self._remember(ticket, Send(ticket[0], SegmentOpened(ticket=ticket[1], segment=segment)))
+
+    def decided(self, ticket: Ticket, error: PenstockError | None) -> Send:
+        """What became of a decision; the same question is answered the same from now on."""
+        return self._remember(ticket, self.answer(ticket, error))
+
+    def _remember(self, ticket: Ticket, answer: Send) -> Send:
+        self._decided[ticket] = answer.message
+        while len(self._decided) > _REMEMBERED:
+            self._decided.pop(next(iter(self._decided)))
+        return answer
+
+    def missing(self, ticket: Ticket) -> Send:
+        """A group did not come, or not as it was sent."""
+        return Send(ticket[0], Missing(put=ticket[1]))
+
+    def answer_traces(self, is_kept: Callable[[Ticket, str, bytes], bool | None]) -> list[Send]:
+        """Whether groups that were asked for are kept; None for one whose put will be answered by itself."""
+        traces, self._traces = self._traces, []
+        sends = []
+        for peer, trace in traces:
+            ticket = (peer, trace.ticket)
+            kept = is_kept(ticket, trace.group, trace.digest)
+            if kept:
+                self.rooms.close(ticket)
+                sends.append(self.answer(ticket, None, duplicate=True))
+            elif kept is not None:
+                sends.append(self._waits(ticket) if self.rooms.is_waiting(ticket) else self.missing(ticket))
+        return sends
+
+    # -------------------------------------------------------------- room
+
+    def offer_room(self, now: float) -> list[Send]:
+        """Tell the first in line to send, as far as there is room, and the others who asked that there is none."""
+        granted, refused = self.rooms.offer(self._tables, now)
+        return [*map(self._room, granted), *(self._waits(ticket, why) for ticket, why in refused)]
+
+    def _room(self, ticket: Ticket) -> Send:
+        return Send(ticket[0], Room(ticket=ticket[1], policy_version=self.policy_version))
+
+    def _waits(self, ticket: Ticket, why: str = "it waits for room") -> Send:
+        return self.answer(ticket, Overloaded(why))

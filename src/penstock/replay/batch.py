@@ -1,0 +1,71 @@
+"""What sampling returns: items, who they are, and how likely it was to see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.replay.importance import importance_weights
+from penstock.replay.slots import TIMES, VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sampled items. Arrays are copies: nothing the table does later changes a batch."""
+
+    keys: NDArray[np.object_]
+    """[n] the caller's keys, in the order drawn."""
+    items: NDArray[np.object_]
+    """[n] the very objects that were inserted."""
+    handles: NDArray[np.int64]
+    """[n] for `Table.update_handles`: unlike keys these never mean a later item."""
+    rows: NDArray[np.int64]
+    """[n, 4] the items' rows as they were before this use (columns of `penstock.replay.slots`); read-only."""
+    arrivals: NDArray[np.int64]
+    """[n] the number of the insert that brought the item."""
+    probabilities: NDArray[np.float64]
+    """[n] probability with which a single draw picks the item; 1.0 where the sampler leaves nothing to chance."""
+    inclusion: NDArray[np.float64]
+    """[n] how often the item is expected in such a batch: n * p, or without replacement its inclusion probability."""
+    last_use: NDArray[np.bool_]
+    """[n] True where the item has left the table with this use."""
+    num_filled: int
+    """How many were taken only because the sampler's preferred items did not suffice."""
+    num_inserted: int
+    """Inserts the table had seen."""
+    policy_version: int
+    """The table's version at this moment."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def policy_versions(self) -> NDArray[np.int64]:
+        """[n] the version that generated each item."""
+        return self.rows[:, VERSION]
+
+    @property
+    def times_sampled(self) -> NDArray[np.int64]:
+        """[n] uses before this one."""
+        return self.rows[:, TIMES]
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """[n] versions between the one that generated the item and the table's."""
+        return np.maximum(self.policy_version - self.policy_versions, 0)
+
+    @property
+    def ages(self) -> NDArray[np.int64]:
+        """[n] inserts since the item's own."""
+        return self.num_inserted - self.arrivals
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """[n] importance weights, the largest of the batch 1.0."""
+        return importance_weights(self.inclusion)
+
+    def importance_weights(self, beta: float) -> NDArray[np.float64]:
+        """[n] weights ** beta, for a correction that is phased in."""
+        return importance_weights(self.inclusion, beta)

@@ -1,0 +1,191 @@
+"""The table without its lock: what is held, what leaves and what is drawn, one call at a time.
+
+Nothing here waits. `Table` asks `may_insert` and `may_sample` first, and calls only what may go ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.replay.batch import Batch
+from penstock.replay.selector import Draw, Index
+from penstock.replay.slots import TIMES, VERSION, Key, Slots
+from penstock.replay.table_metrics import Counters, Reason
+from penstock.replay.table_settings import Settings
+
+OnEvict = Callable[[Key, Reason], None]
+
+
+class Store:
+    def __init__(self, settings: Settings, on_evict: OnEvict | None) -> None:
+        self.settings = settings
+        self.slots = Slots(settings.capacity)
+        self.counters = Counters()
+        self.rng = np.random.Generator(np.random.PCG64(settings.seed))
+        self.policy_version = 0
+        self.oldest_version = -float("inf")
+        """Items of an earlier version are too stale."""
+        self.sampling: Index = settings.sampler.build(settings.capacity, "sample")
+        remover = settings.remover
+        self.removing: Index | None = None if remover is None else remover.build(settings.capacity, "remove")
+        self._limiter = settings.limiter
+        self._capacity = settings.capacity
+        self._max_bytes = _unlimited(settings.capacity_bytes)
+        self._max_tokens = _unlimited(settings.capacity_tokens)
+        self._limits_size = settings.capacity_bytes is not None or settings.capacity_tokens is not None
+        self._on_evict = on_evict
+
+    def may_insert(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
+        slots, counters = self.slots, self.counters
+        held = len(slots.slot_of) - (key in slots.slot_of)
+        if not self._limiter.may_insert(counters.inserted, counters.sampled, held):
+            return False
+        return self.removing is not None or self._fits(key, num_bytes, num_tokens)
+
+    def is_stuck(self, key: Key) -> bool:
+        """Full by bytes or tokens, with too few items to sample: neither side could ever move again."""
+        held = len(self.slots) - (key in self.slots.slot_of)
+        leaves_otherwise = self.removing is not None or self.settings.max_staleness is not None
+        return held < self._limiter.min_size and not leaves_otherwise
+
+    def may_sample(self, count: int, *, replace: bool) -> bool:
+        held = len(self.slots.slot_of)
+        if held < (1 if replace else count):
+            return False
+        return self._limiter.may_sample(count, self.counters.inserted, self.counters.sampled, held)
+
+    def _fits(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
+        """Whether an item would fit as things are, in the place of the one it replaces."""
+        slots = self.slots
+        held, held_bytes, held_tokens = len(slots.slot_of), slots.num_bytes, slots.num_tokens
+        replaced = slots.slot_of.get(key)
+        if replaced is not None:
+            old_bytes, old_tokens = slots.sizes(replaced)
+            held, held_bytes, held_tokens = held - 1, held_bytes - old_bytes, held_tokens - old_tokens
+        return (
+            held < self._capacity
+            and held_bytes + num_bytes <= self._max_bytes
+            and held_tokens + num_tokens <= self._max_tokens
+        )
+
+    def insert(self, key: Key, item: Any, priority: float, num_bytes: int, num_tokens: int, policy_version: int) -> int:
+        """Hold an item, after evicting what must go: no limit is exceeded for an instant, and the newcomer
+        is never its own victim."""
+        slots, removing, counters = self.slots, self.removing, self.counters
+        if key in slots.slot_of:
+            self.evict([slots.slot_of[key]], "replaced")
+        while len(slots.slot_of) >= self._capacity or (
+            self._limits_size
+            and (slots.num_bytes + num_bytes > self._max_bytes or slots.num_tokens + num_tokens > self._max_tokens)
+        ):
+            assert removing is not None
+            self._evict_one(removing, removing.victim(self.rng))
+        counters.inserted += 1
+        counters.inserted_bytes += num_bytes
+        counters.inserted_tokens += num_tokens
+        slot, handle = slots.put(key, item, counters.inserted, policy_version, num_bytes, num_tokens)
+        self.sampling.insert(slot, priority, policy_version)
+        if removing is not None:
+            removing.insert(slot, priority, policy_version)
+        return handle
+
+    def sample(self, count: int, *, replace: bool) -> Batch:
+        return self.take(self.sampling.draw(count, self.rng, replace=replace), replace=replace)
+
+    def take(self, draw: Draw, *, replace: bool) -> Batch:
+        """Count a use of what was drawn."""
+        # All is copied before the last uses are evicted and their slots given away.
+        slots = self.slots
+        pairs, handles, rows = slots.gather(draw.slots)
+        rows.setflags(write=False)
+        self.counters.note_batch(rows, self.policy_version, draw.num_filled)
+        return Batch(
+            keys=pairs[:, 0].copy(),  # whoever keeps only the keys must not keep the items
+            items=pairs[:, 1],
+            handles=handles,
+            rows=rows,
+            arrivals=handles >> slots.bits,
+            probabilities=draw.probabilities,
+            inclusion=draw.inclusion,
+            last_use=self._count_uses(draw, rows, replace=replace),
+            num_filled=draw.num_filled,
+            num_inserted=self.counters.inserted,
+            policy_version=self.policy_version,
+        )
+
+    def _count_uses(self, draw: Draw, rows: NDArray[np.int64], *, replace: bool) -> NDArray[np.bool_]:
+        """Count one use of each slot and let go of those that have had their last; which ones."""
+        times = self.slots.rows[:, TIMES]
+        limit = self.settings.max_times_sampled
+        if replace:
+            np.add.at(times, draw.slots, 1)
+        else:
+            times[draw.slots] = rows[:, TIMES] + 1
+        if limit is None:
+            return np.zeros(len(rows), dtype=np.bool_)
+        last_use: NDArray[np.bool_] = rows[:, TIMES] + 1 >= limit
+        if last_use.any():
+            self.evict(draw.slots[last_use].tolist(), "sampled_out")
+        return last_use
+
+    def update(self, slots: NDArray[np.int64], priorities: NDArray[np.float64], num_stale: int) -> None:
+        self.counters.updates += len(slots)
+        self.counters.stale_updates += num_stale
+        if len(slots):
+            self.sampling.update(slots, priorities)
+            if self.removing is not None:
+                self.removing.update(slots, priorities)
+
+    def advance(self, policy_version: int) -> int:
+        """Take over the trainer's version and evict what is now too stale; how many that was."""
+        self.policy_version = policy_version
+        if self.settings.max_staleness is None:
+            return 0
+        self.oldest_version = policy_version - self.settings.max_staleness
+        live = self.slots.live()
+        stale = live[self.slots.rows[live, VERSION] < self.oldest_version]
+        return self.evict(stale.tolist(), "stale")
+
+    def evict(self, slots: Sequence[int], reason: Reason) -> int:
+        """Let go of slots in use; how many. Whoever asked to be told is told when the books are in order."""
+        dropped = [self.slots.drop(slot) for slot in slots]
+        self.sampling.remove(slots)
+        if self.removing is not None:
+            self.removing.remove(slots)
+        self.counters.evicted[reason] += len(slots)
+        for key, times in dropped:
+            if times == 0:
+                self.counters.evicted_unsampled += 1
+            if self._on_evict is not None:
+                self._on_evict(key, reason)
+        return len(slots)
+
+    def _evict_one(self, removing: Index, slot: int) -> None:
+        """What `evict` does, for the one victim that makes room: the hot path of a full table."""
+        key, times = self.slots.drop(slot)
+        gone = (slot,)
+        self.sampling.remove(gone)
+        removing.remove(gone)
+        self.counters.evicted["overflow"] += 1
+        if times == 0:
+            self.counters.evicted_unsampled += 1
+        if self._on_evict is not None:
+            self._on_evict(key, "overflow")
+
+    def occupancy(self) -> str:
+        """How full, in words, for messages."""
+        slots, settings = self.slots, self.settings
+        parts = [f"{len(slots)} of {settings.capacity} items"]
+        if settings.capacity_bytes is not None:
+            parts.append(f"{slots.num_bytes} of {settings.capacity_bytes} bytes")
+        if settings.capacity_tokens is not None:
+            parts.append(f"{slots.num_tokens} of {settings.capacity_tokens} tokens")
+        return ", ".join(parts)
+
+
+def _unlimited(limit: int | None) -> float:
+    return float("inf") if limit is None else limit

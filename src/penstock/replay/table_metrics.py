@@ -1,0 +1,126 @@
+"""What a table counts, in three namespaces that never mix: what arrived, what is held, what was trained on.
+
+`gen/` speaks of inserts only, `train/` of samples only, so that an item replayed five times counts once as
+generated and five times as trained. Everything in one report is taken at one moment, under the lock.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.arrays.counts import bounded_sum
+from penstock.replay.slots import FREE, TIMES, TOKENS, VERSION, Slots
+
+Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]
+"""Why an item left: made room, had its last use, grew too old, its key came again, by `remove`, by `clear`."""
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_FOLD_AFTER = 8192
+"""Items noted before their statistics are added up in one pass: 4 us per batch of 512 instead of 19 us one by one.
+No more than this, so that they are still in the cache."""
+
+
+class Counters:
+    """Running totals. All are plain numbers, so a checkpoint is their list."""
+
+    NAMES = (
+        "inserted", "inserted_tokens", "inserted_bytes", "refused_stale",
+        "sampled", "batches", "filled", "first_uses", "sampled_tokens", "staleness_sum", "staleness_max",
+        "reuse_sum", "updates", "stale_updates", "evicted_unsampled",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.inserted = 0
+        self.inserted_tokens = 0
+        self.inserted_bytes = 0
+        self.refused_stale = 0
+        self.sampled = 0
+        self.batches = 0
+        self.filled = 0
+        self.first_uses = 0
+        self.sampled_tokens = 0
+        self.staleness_sum = 0
+        self.staleness_max = 0
+        self.reuse_sum = 0
+        self.updates = 0
+        self.stale_updates = 0
+        self.evicted_unsampled = 0
+        self.evicted: dict[Reason, int] = dict.fromkeys(REASONS, 0)
+        self._noted: list[tuple[NDArray[np.int64], int]] = []
+        self._num_noted = 0
+
+    def note_batch(self, rows: NDArray[np.int64], policy_version: int, num_filled: int) -> None:
+        self.sampled += len(rows)
+        self.batches += 1
+        self.filled += num_filled
+        self._noted.append((rows, policy_version))
+        self._num_noted += len(rows)
+        if self._num_noted >= _FOLD_AFTER:
+            self.fold()
+
+    def fold(self) -> None:
+        """Add up the batches noted since the last time."""
+        if not self._noted:
+            return
+        rows = np.concatenate([rows for rows, _ in self._noted])
+        now = np.repeat([version for _, version in self._noted], [len(rows) for rows, _ in self._noted])
+        self._noted.clear()
+        self._num_noted = 0
+        staleness = np.maximum(now - rows[:, VERSION], 0)
+        # As floats: 1,024 times the highest version is beyond 64 bits. Exact up to 2**53.
+        self.staleness_sum = bounded_sum(self.staleness_sum + int(staleness.sum(dtype=np.float64)))
+        self.staleness_max = max(self.staleness_max, int(staleness.max()))
+        self.sampled_tokens += int(rows[:, TOKENS].sum())
+        self.first_uses += int(np.count_nonzero(rows[:, TIMES] == 0))
+        self.reuse_sum += int(rows[:, TIMES].sum())
+
+    def to_dict(self) -> dict[str, int]:
+        self.fold()
+        counts = {name: int(getattr(self, name)) for name in self.NAMES}
+        return counts | {f"evicted/{reason}": count for reason, count in self.evicted.items()}
+
+    def restore(self, counts: dict[str, int]) -> None:
+        for name in self.NAMES:
+            setattr(self, name, counts[name])
+        for reason in REASONS:
+            self.evicted[reason] = counts[f"evicted/{reason}"]
+
+
+def report(counters: Counters, slots: Slots, policy_version: int) -> dict[str, float]:
+    """One number per name. Times are added by the table, which does the waiting."""
+    counters.fold()
+    live = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
+    rows = slots.rows[live]
+    ages = counters.inserted - (slots.handles[live] >> slots.bits)
+    staleness = np.maximum(policy_version - rows[:, VERSION], 0)
+    sampled = max(counters.sampled, 1)
+    found: dict[str, float] = {
+        "gen/items": counters.inserted,
+        "gen/tokens": counters.inserted_tokens,
+        "gen/bytes": counters.inserted_bytes,
+        "gen/refused_stale": counters.refused_stale,
+        "buffer/items": len(slots),
+        "buffer/tokens": slots.num_tokens,
+        "buffer/bytes": slots.num_bytes,
+        "buffer/policy_version": policy_version,
+        "buffer/evicted_unsampled": counters.evicted_unsampled,
+        "train/items": counters.sampled,
+        "train/batches": counters.batches,
+        "train/tokens": counters.sampled_tokens,
+        "train/first_uses": counters.first_uses,
+        "train/filled": counters.filled,
+        "train/reuse_mean": counters.reuse_sum / sampled,
+        "train/staleness_mean": counters.staleness_sum / sampled,
+        "train/staleness_max": counters.staleness_max,
+        "train/priority_updates": counters.updates,
+        "train/priority_updates_stale": counters.stale_updates,
+    }
+    found |= {f"buffer/evicted/{reason}": count for reason, count in counters.evicted.items()}
+    for name, values in (("age", ages), ("times_sampled", rows[:, TIMES]), ("staleness", staleness)):
+        found[f"buffer/{name}_mean"] = float(values.mean()) if len(values) else 0.0
+        found[f"buffer/{name}_max"] = float(values.max(initial=0))
+    return found

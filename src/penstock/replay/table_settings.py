@@ -1,0 +1,79 @@
+"""Everything that defines a table, declared and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from penstock.config import check
+from penstock.errors import ConfigError
+from penstock.replay.fifo_lifo import Fifo
+from penstock.replay.limiters import Limiter, MinSize
+from penstock.replay.registry import LIMITERS, SELECTORS
+from penstock.replay.selector import Selector
+
+MAX_CAPACITY = 1 << 27
+"""Room for every item is made at once: beyond this it is a mistake, and no machine has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How items wait for training. The default is a queue: each item once, in order, nothing dropped.
+
+    Impossible combinations cannot be constructed.
+    """
+
+    capacity: Annotated[
+        int, Meta(ge=1, le=MAX_CAPACITY, description="items held at most; in a plane an item is a group")
+    ] = 1 << 16
+    sampler: Annotated[Selector, SELECTORS, Meta(description="chooses what is trained on next")] = field(
+        default_factory=Fifo
+    )
+    remover: Annotated[
+        Selector | None,
+        SELECTORS,
+        Meta(description="chooses what makes room when it is full; none: nothing is dropped, puts wait"),
+    ] = None
+    limiter: Annotated[Limiter, LIMITERS, Meta(description="decides who waits for whom")] = field(
+        default_factory=MinSize
+    )
+    max_times_sampled: Annotated[
+        int | None, Meta(ge=1, description="uses after which an item leaves; none: it stays")
+    ] = 1
+    max_staleness: Annotated[
+        int | None,
+        Meta(ge=0, description="policy versions behind the published one beyond which an item is dropped; none: any"),
+    ] = None
+    seed: Annotated[int, Meta(ge=0, description="of the random draws")] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.remover is None and self.max_times_sampled is None and self.max_staleness is None:
+            raise ConfigError(
+                "remover, max_times_sampled, max_staleness: all none, so nothing ever leaves and a full "
+                "table stops; give one of them (remover=Fifo() drops the oldest)"
+            )
+        self.limiter.check(
+            capacity=self.capacity,
+            max_times_sampled=self.max_times_sampled,
+            evicts=self.remover is not None,
+        )
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a table is composed of."""
+        return {"sampler": self.sampler, "remover": self.remover, "limiter": self.limiter}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Replay):
+    """A table's settings: those of replay, and limits by size."""
+
+    capacity_bytes: Annotated[
+        int | None, Meta(ge=1, description="sum of the items' `num_bytes` at most; none: any")
+    ] = None
+    capacity_tokens: Annotated[
+        int | None, Meta(ge=1, description="sum of the items' `num_tokens` at most; none: any")
+    ] = None

@@ -1,0 +1,173 @@
+"""Frames in files that no log knows: each is found, read and checked as if it had just been put."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from penstock.frames import Limits, read_head
+from penstock.errors import InvalidInput, PenstockError
+from penstock.frames.metadata import GroupFacts, check_group
+from penstock.plane.acceptance import MAX_ID
+from penstock.plane.intake import UNCUT
+from penstock.storage.interface import Part, Range
+from penstock.storage.scan import Piece, find_frames, read_at
+
+LIMITS = Limits(max_samples=1 << 16, max_tokens=1 << 26, max_bytes=2 << 30)
+"""What one group may unfold to."""
+Progress = Callable[[int], None]
+"""Called with the bytes that were looked at."""
+
+
+def no_progress(_: int) -> None:
+    """For those who do not want to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that may hold frames."""
+
+    part: Part
+    known: Sequence[Range] = ()
+    """Bytes of its segment that need not be looked at."""
+
+    @property
+    def known_here(self) -> list[Range]:
+        """Of the file."""
+        start, size = self.part.start, self.part.size
+        return [(max(a - start, 0), b - start) for a, b in self.known if b > start and a < start + size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostFrame:
+    """A whole frame of a group."""
+
+    part: Part
+    at: int
+    """In its file."""
+    size: int
+    group: str
+    digest: bytes
+    """XXH3-128 of the frame."""
+    content: bytes
+    """Digest of its samples: the same however they are encoded."""
+    samples: int
+    tokens: int
+    policy_version: int | None
+
+    @property
+    def location(self) -> str:
+        return f"{self.segment}:{self.part.start + self.at}:{self.size}"
+
+    @property
+    def segment(self) -> str:
+        return self.part.segment
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Bytes that look like a frame and cannot be accepted."""
+
+    part: Part
+    offset: int
+    """In its file."""
+    size: int
+    why: str
+
+
+@dataclass(slots=True)
+class Survey:
+    """What files hold."""
+
+    lost: list[LostFrame] = field(default_factory=list)
+    """Groups that the log does not have, each once."""
+    repeated: int = 0
+    """Frames of groups that the log has, or that were found twice."""
+    conflicts: list[Unusable] = field(default_factory=list)
+    """Frames of a group that is known with other samples."""
+    unusable: list[Unusable] = field(default_factory=list)
+    frames_in: dict[str, int] = field(default_factory=dict)
+    """Segment -> whole frames in it."""
+
+
+def survey(sources: Iterable[Source], known: Mapping[str, bytes | None], progress: Progress = no_progress) -> Survey:
+    """Look for frames. `known`: id of each group that the log has -> XXH3-128 of its frame; None: not told apart."""
+    found, contents = Survey(), dict[str, bytes]()
+    for source in sources:
+        try:
+            with source.part.opened() as file:
+                for piece in find_frames(file, source.known_here):
+                    _sort(found, contents, known, source, _read(file, source, piece))
+                    progress(piece.size)
+        except OSError as error:
+            found.unusable.append(Unusable(source.part, 0, 0, error.strerror or str(error)))
+    return found
+
+
+def _sort(
+    found: Survey,
+    contents: dict[str, bytes],
+    known: Mapping[str, bytes | None],
+    source: Source,
+    frame: LostFrame | Unusable,
+) -> None:
+    if isinstance(frame, Unusable):
+        found.unusable.append(frame)
+        return
+    found.frames_in[frame.segment] = found.frames_in.get(frame.segment, 0) + 1
+    if frame.group in known:
+        same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
+    elif frame.group in contents:
+        same, where = contents[frame.group] == frame.content, "found before with other samples"
+    else:
+        contents[frame.group] = frame.content
+        found.lost.append(frame)
+        return
+    if same:
+        found.repeated += 1
+    else:
+        why = f"group {frame.group!r}: {where}"
+        found.conflicts.append(Unusable(source.part, frame.at, frame.size, why))
+
+
+def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
+    if piece.problem:
+        return Unusable(source.part, piece.offset, piece.size, piece.problem)
+    try:
+        frame = read_at(file, piece.offset, piece.size)
+        facts = facts_of_frame(frame)
+    except (PenstockError, MemoryError) as error:
+        return Unusable(source.part, piece.offset, piece.size, str(error))
+    except Exception as error:  # noqa: BLE001 - whatever a frame provokes, the others are looked at
+        return Unusable(source.part, piece.offset, piece.size, f"{type(error).__name__}: {error}")
+    return LostFrame(
+        part=source.part,
+        at=piece.offset,
+        size=piece.size,
+        group=facts.group,
+        digest=xxhash.xxh3_128_digest(frame),
+        content=xxhash.xxh3_128_digest(b"".join(facts.digests)),
+        samples=facts.num_samples,
+        tokens=facts.num_tokens,
+        policy_version=facts.policy_version,
+    )
+
+
+def facts_of_frame(frame: bytes) -> GroupFacts:
+    """The metadata of a frame, which names its group itself; raises what is wrong with it.
+
+    It is made for a `seq_len` that cuts nothing. A plane makes it again for groups that its own one cuts.
+    """
+    group = next(iter(read_head(frame, limits=LIMITS).text["group"]), "")
+    if len(group) > MAX_ID:
+        raise InvalidInput(f"group id of {len(group)} characters; a plane takes 1 to {MAX_ID}")
+    return check_group(frame, group=group, seq_len=UNCUT, limits=LIMITS)
+
+
+def frames_of(part: Part, lost: Sequence[LostFrame]) -> Iterator[tuple[LostFrame, bytes]]:
+    """The bytes of frames that were found in a file."""
+    with part.opened() as file:
+        for frame in lost:
+            yield frame, read_at(file, frame.at, frame.size)

@@ -1,0 +1,229 @@
+"""What a run's log says, as plain data, read without owning it: beside a plane that works on it, or long after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.frames.layout import Buffer
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.log import FORMAT, LogReader, State, is_run, reading
+from penstock.log.decision_records import Advance, Discard, Shorten, read_record
+from penstock.log.sqlite_reader import LOG
+from penstock.plane.ledger import OVER_LENGTH, Ledger
+from penstock.plane.manifest import read_manifest
+from penstock.storage import KeptStorage, open_storage
+
+_ALL = 1 << 62
+_UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
+
+
+def storage_of_run(folder: Path) -> KeptStorage:
+    """Where the frames of a run are."""
+    with reading(folder) as log:
+        found = log.text("storage")
+    return open_storage(found or folder / "storage", create=False)
+
+
+def read_stored(folder: Path, location: str) -> Buffer:
+    """A frame of a run whose plane may be at work; raises Gone once it was deleted."""
+    return storage_of_run(folder).read(location)[0]
+
+
+def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:
+    """What a run's folder holds, as plain data: epoch, ledger, sizes, the last `steps` steps and `groups` groups.
+
+    None lists all of them.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise InvalidInput(f"{root}: not a folder; give the folder of a run")
+    if not is_run(root):
+        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
+    with reading(root) as log:
+        meta = log.all_meta()
+        if int(meta.get("format", FORMAT)) != FORMAT:
+            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+        next_step = int(meta.get("next_step", 1))
+        return {
+            "folder": str(root),
+            "run_id": meta.get("run_id", ""),
+            "log": log.where,
+            "epoch": int(meta.get("epoch", 0)),
+            "session": int(meta.get("session", 0)),
+            "next_step": next_step,
+            "retain": meta.get("retain", "steps"),
+            **_counts(log, next_step),
+            "steps": _steps(log, steps, next_step),
+            "groups": _groups(log, groups),
+            "files": _files(root),
+        }
+
+
+def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tuple[bytes, ...]]:
+    """The number of a step, the last one unless given, and each rank's part of its plan, while that is kept."""
+    root = Path(folder)
+    if not is_run(root):
+        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
+    with reading(root) as log:
+        plans = {n: read_manifest(data).rank_plans for n, data in log.rows("SELECT step, manifest FROM steps")}
+    kept = sorted(n for n, parts in plans.items() if parts)
+    number = step if step is not None else kept[-1] if kept else 0
+    if number not in kept:
+        raise InvalidInput(
+            f"step {number}: no plan of it in {root}; there are those of {', '.join(map(str, kept)) or 'no step'}, "
+            "as plans are kept until their step can no longer be asked for"
+        )
+    return number, plans[number]
+
+
+def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
+    """The groups of a run that were set aside and not decided upon since."""
+    names = ("id", "run", "samples", "reason")
+    with reading(folder) as log:
+        query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
+        return [dict(zip(names, row, strict=True)) for row in log.rows(query, (int(State.QUARANTINED),))]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationGroup:
+    """An evaluation group whose frame is kept."""
+
+    id: str
+    policy_version: int | None
+    location: str
+
+
+def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
+    """The evaluation groups of a run that were not given back, oldest first."""
+    with reading(folder) as log:
+        query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
+        return [EvaluationGroup(*row) for row in log.rows(query, (int(State.EVALUATION),))]
+
+
+def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
+    """(id, location) of every group whose frame is kept, oldest first, whatever became of it."""
+    with reading(folder) as log:
+        return list(log.rows("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusedGroup:
+    """A group that was accepted and that no step will train, or none has so far."""
+
+    id: str
+    run: str
+    prompt: str
+    state: str
+    """dropped, or quarantined."""
+    reason: str
+    samples: int
+    tokens: int
+    policy_version: int | None
+    location: str
+    """Of its frame; empty where that was given back."""
+
+
+def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[UnusedGroup]:
+    """The last groups that were dropped or set aside, newest first; with `group` the one of that id."""
+    names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
+    states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
+    query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
+    with reading(folder) as log:
+        rows = list(log.rows(query, (*states, *([] if group is None else [group]), most)))
+    found = (dict(zip(names, row, strict=True)) for row in rows)
+    return [UnusedGroup(**{**row, "state": State(row["state"]).name.lower()}) for row in found]
+
+
+def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
+    """The ledger from the recorded states, and what is held."""
+    ledger = Ledger()
+    totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
+    rows = log.rows(
+        "SELECT state, reason, COUNT(*), CAST(SUM(samples) AS BIGINT), CAST(SUM(samples * uses) AS BIGINT), "
+        "CAST(SUM(tokens) AS BIGINT), CAST(SUM(size) AS BIGINT), "
+        "CAST(SUM(CASE WHEN location = '' THEN 0 ELSE size END) AS BIGINT) FROM groups GROUP BY state, reason"
+    )
+    for state, reason, count, samples, uses, tokens, size, kept in rows:
+        ledger.accepted += samples
+        ledger.uses += uses
+        ledger.add(State(state), reason, samples)
+        totals["num_groups"] += count
+        totals["num_tokens"] += tokens
+        totals["frame_bytes"] += kept
+        if state in (State.HELD, *_UNDER_WAY):
+            totals["held_bytes"] += size
+        if state == State.HELD:
+            totals["held_groups"] += count
+    for state, samples, size in _trained_since(log, next_step):
+        ledger.add(state, "", -samples)
+        ledger.add(State.COMMITTED, "", samples)
+        totals["held_bytes"] -= size
+    return totals | _records(log, ledger) | {"ledger": ledger.as_dict()}
+
+
+def _trained_since(log: LogReader, next_step: int) -> Iterator[tuple[State, int, int]]:
+    """(recorded state, samples, bytes) of groups that are trained, though the log says so one transaction later."""
+    query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
+    done: set[int] = set()
+    for step, data in log.rows(query, _UNDER_WAY):
+        done = (
+            done.union(read_manifest(data).groups) if step < next_step else done.difference(read_manifest(data).groups)
+        )
+    for op, state, samples, size in log.rows(
+        "SELECT op, state, samples, size FROM groups WHERE state IN (?, ?)", _UNDER_WAY
+    ):
+        if op in done:
+            yield State(state), samples, size
+
+
+def _records(log: LogReader, ledger: Ledger) -> dict[str, Any]:
+    version = 0
+    for (data,) in log.rows("SELECT data FROM records ORDER BY op"):
+        record = read_record(data)
+        if isinstance(record, Advance):
+            version = record.policy_version
+        elif isinstance(record, Discard):
+            ledger.discarded[record.reason] += record.samples
+        elif isinstance(record, Shorten):
+            ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
+    return {"policy_version": version}
+
+
+def _steps(log: LogReader, limit: int | None, next_step: int) -> list[dict[str, Any]]:
+    query = "SELECT step, state, manifest FROM steps ORDER BY step DESC LIMIT ?"
+    found = []
+    for step, state, data in log.rows(query, (_ALL if limit is None else limit,)):
+        manifest = read_manifest(data)
+        low, total, high = manifest.staleness
+        found.append(
+            {
+                "step": step,
+                "state": "committed" if step < next_step else State(state).name.lower(),
+                "groups": len(manifest.groups),
+                "samples": manifest.samples,
+                "tokens": manifest.tokens,
+                "loss_tokens": manifest.loss_tokens,
+                "ranks": len(manifest.digests),
+                "policy_version": manifest.policy_version,
+                "staleness": {"min": low, "mean": total / max(manifest.num_versions, 1), "max": high},
+                "digests": list(manifest.digests),
+            }
+        )
+    return found[::-1]
+
+
+def _groups(log: LogReader, limit: int | None) -> list[dict[str, Any]]:
+    names = ("op", "id", "state", "reason", "samples", "tokens", "size", "policy_version", "uses")
+    query = f"SELECT {', '.join(names)} FROM groups ORDER BY op DESC LIMIT ?"  # noqa: S608 - our own names
+    rows = [dict(zip(names, row, strict=True)) for row in log.rows(query, (_ALL if limit is None else limit,))]
+    for row in rows:
+        row["state"] = State(row["state"]).name.lower()
+    return rows[::-1]
+
+
+def _files(root: Path) -> dict[str, int]:
+    names = (LOG, f"{LOG}-wal")
+    return {name: (root / name).stat().st_size for name in names if (root / name).exists()}

@@ -1,0 +1,219 @@
+"""Frames that a log has lost, put back into it: what would be done, and then doing it. Nothing is ever deleted.
+
+    log missing, damaged or empty     a new log takes the run over, with all groups that storage holds
+    log older than its storage        the groups behind it are accepted again
+    segments that nobody registered   the groups in them are accepted, and the segments are registered
+    marker or witness in the way      the log goes on behind both, in a new epoch
+
+`recover_into` does the same with frames of any files, of old folders and archives too, and copies them to another run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.frames.layout import MAGIC
+from penstock.errors import Conflict, InvalidInput
+from penstock.log import State, fork, is_run
+from penstock.log.sqlite_reader import LOG
+from penstock.log.volume import own
+from penstock.runs.lost_frames import Progress, Source, Survey, no_progress, survey
+from penstock.runs.storage_check import sources_of
+from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
+from penstock.storage import FolderStorage, Gone, KeptStorage, open_storage
+from penstock.storage.folder import file_part
+from penstock.storage.interface import Part
+from penstock.storage.object_requests import is_object_url
+from penstock.storage.scan import holds_data
+
+BUILDING = "recover.building"
+ASIDE = "before-recover"
+_NO_FRAMES = ("lock", "reserve", "marker", "marker.lock", "log.witness")
+_ENDED = (State.COMMITTED, State.DROPPED, State.EVALUATION)
+_WAITING = (State.HELD, State.SCHEDULED, State.DELIVERED, State.QUARANTINED)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a recovery would do to a run."""
+
+    run: StoredRun
+    log: LogView | None
+    """The log that is gone on with; None: a new one is made."""
+    run_id: str
+    """Empty: a new run."""
+    found: Survey
+    problems: dict[str, str] = field(default_factory=dict)
+    """What keeps a plane from starting now."""
+    register: list[str] = field(default_factory=list)
+    """Segments that the log will know."""
+    left: list[str] = field(default_factory=list)
+    """Segments without a whole frame, which it will not know: they are for an operator to look at."""
+    without_frame: int = 0
+    """Groups that wait in the log and have no frame in storage any more."""
+    ended: int = 0
+    """Groups that a damaged log says were trained, dropped or only evaluated: they are left out."""
+    copied: bool = False
+    """Whether frames are copied to a storage of their own."""
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.found.lost or self.problems or self.register)
+
+    @property
+    def told(self) -> LogView:
+        """What is known of steps, versions and tenants, from a damaged log if there is no better one."""
+        return self.log or self.run.salvaged or LogView()
+
+    @property
+    def next_step(self) -> int:
+        return self.told.next_step
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that the log or a group names."""
+        return max([self.told.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
+
+
+@contextmanager
+def owning(folder: Path) -> Iterator[None]:
+    """Keep planes away from a run; raises Conflict while one is at work on it."""
+    if not folder.is_dir():
+        raise InvalidInput(f"{folder}: no such folder; give the folder of a run")
+    lock = own(folder)
+    try:
+        yield
+    finally:
+        fork.close(lock)
+
+
+def plan_recovery(folder: str | Path, storage: str | Path | None = None, progress: Progress = no_progress) -> Plan:
+    """Find out what a run's log lacks. Changes nothing; raises where recovering would be wrong."""
+    run = look_at(folder, storage)
+    refuse_old(run)
+    find_damage(run)
+    log = run.usable
+    _check_belongs(run, log)
+    view = log or LogView()
+    known = {g.id: g.digest for g in view.groups.values()} | dict.fromkeys(_ended(run.salvaged))
+    found = survey(sources_of(run.storage, view), known, progress)
+    if log is None and not found.frames_in:
+        raise InvalidInput(
+            f"{run.folder}: no log and no frames ({run.storage.place}); nothing can be recovered here. Where are the "
+            "frames? Give their folder with --storage, or the files that hold them with --into"
+        )
+    plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
+    plan.register, plan.left = _sort_segments(run.storage, view, found)
+    plan.without_frame = _without_frame(run.storage, view)
+    return plan
+
+
+def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_progress) -> Plan:
+    """Find the frames of any files, to be copied into the run in another folder."""
+    root, target = Path(source), Path(into)
+    if is_object_url(str(source)):
+        sources = sources_of(open_storage(source), LogView())
+    elif not root.exists():
+        raise InvalidInput(f"{root}: no such folder or file")
+    elif root.resolve() == target.resolve():
+        raise InvalidInput(f"{target}: --into must be another folder than the one that is read")
+    else:
+        sources = _files(root, target.resolve())
+    known: dict[str, bytes | None] = {}
+    view = None
+    if is_run(target):
+        run = look_at(target)
+        view = run.usable
+        if run.disagreements():
+            raise Conflict(f"{target}: recover this run first: `penstock storage recover {target}`")
+        known = {} if view is None else {g.id: g.digest for g in view.groups.values()}
+    else:
+        run = StoredRun(target, FolderStorage(target / "storage", create=False), None)
+    found = survey(sources, known, progress)
+    return Plan(run, view, "" if view is None else view.run_id, found, copied=True)
+
+
+def _files(root: Path, without: Path) -> list[Source]:
+    """The files that may hold frames, oldest first."""
+    if root.is_file():
+        return [Source(file_part(root))]
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=False):
+        folders[:] = [name for name in folders if (Path(folder) / name).resolve() != without]
+        for name in names:
+            path = Path(folder) / name
+            if name not in _NO_FRAMES and not name.startswith(LOG) and path.is_file() and not path.is_symlink():
+                found.append(Source(file_part(path)))
+    return sorted(found, key=lambda one: (one.part.modified_ns, one.part.name))
+
+
+# ------------------------------------------------------------------ what belongs together
+
+
+def _check_belongs(run: StoredRun, log: LogView | None) -> None:
+    """Raise where frames of one run would come into the log of another, or where storage is not there."""
+    marker = run.marker
+    if log is not None and marker is not None and marker.run_id != log.run_id:
+        raise Conflict(
+            f"{run.storage.place}: belongs to run {marker.run_id[:12]}, and the log in {run.folder} is of run "
+            f"{log.run_id[:12]}; put the storage of this run back. The other run's frames can be used in a new folder: "
+            f"`penstock storage recover {run.storage.place} --into NEW_FOLDER`"
+        )
+    if log is not None and marker is None and log.kept and not run.storage.segments():
+        raise Conflict(
+            f"{run.storage.place}: empty, and the log needs {len(log.kept):,} frames there; mount the storage or put "
+            "it back; nothing was changed"
+        )
+
+
+def _ended(log: LogView | None) -> list[str]:
+    """The groups that no step will need."""
+    return [] if log is None else [group.id for group in log.groups.values() if group.state in _ENDED]
+
+
+def _run_id(run: StoredRun, log: LogView | None) -> str:
+    """Whose frames these are: as the log says, else as storage and witness say."""
+    if log is not None:
+        return log.run_id
+    if run.marker is not None:
+        return run.marker.run_id
+    if run.salvaged is not None:
+        return run.salvaged.run_id
+    return "" if run.witness is None else run.witness.run_id
+
+
+def _sort_segments(storage: KeptStorage, log: LogView, found: Survey) -> tuple[list[str], list[str]]:
+    """Unregistered segments: those that hold frames of this run or nothing at all, and the others."""
+    taken = {frame.segment for frame in found.lost}
+    doubtful = {one.part.segment for one in (*found.conflicts, *found.unusable)}
+    register: list[str] = []
+    left: list[str] = []
+    parts = storage.parts()
+    for name in sorted(parts.keys() - log.segments):
+        is_known = name in taken or (found.frames_in.get(name, 0) and name not in doubtful)
+        (register if is_known or not any(map(_holds_data, parts[name])) else left).append(name)
+    return register, left
+
+
+def _holds_data(part: Part) -> bool:
+    try:
+        with part.opened() as file:
+            return holds_data(file)
+    except OSError:  # it cannot be read: what it holds is unknown
+        return True
+
+
+def _without_frame(storage: KeptStorage, log: LogView) -> int:
+    """Groups that wait and whose frames do not begin as one does."""
+    missing = 0
+    for group, at in log.kept:
+        if group.state in _WAITING:
+            try:
+                missing += bytes(storage.read(group.location, [(0, min(len(MAGIC), at.size))])[0]) != MAGIC
+            except Gone:
+                missing += 1
+    return missing

@@ -1,0 +1,334 @@
+"""The log that a recovery makes: built beside the old one, then put in its place. The old one is copied first.
+
+A recovery that is killed leaves the old log or the new one, never half of either, and can be called again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.atomic import rename, sync
+from penstock.errors import Conflict, CorruptFile
+from penstock.frames.metadata import GroupFacts
+from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
+from penstock.log.decision_records import Advance, Lose, Quarantine
+from penstock.log.sqlite_copy import carry_over, copy_log, set_identity
+from penstock.log.sqlite_reader import LOG, typed_errors
+from penstock.log.witness import NAME as WITNESS
+from penstock.log.witness import Witness
+from penstock.runs.lost_frames import LostFrame, Progress, facts_of_frame, frames_of, no_progress
+from penstock.plane.manifest import Manifest
+from penstock.runs.recover import ASIDE, BUILDING, Plan
+from penstock.plane.segments import OWN
+from penstock.storage import (
+    Custody,
+    KeptStorage,
+    Marker,
+    Writer,
+    address_of,
+    check_log,
+    open_storage,
+    parse_location,
+)
+from penstock.storage.interface import new_segment_name
+
+As = Literal["held", "quarantined", "dropped"]
+WRITER = "recovered"
+"""Writer of segments that a recovery registers."""
+_BATCH = 256
+_WHY = "recovered: release it if it was not trained before"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What only an operator knows."""
+
+    state: As = "held"
+    """What becomes of the groups."""
+    step: int | None = None
+    """The step that the trainer goes on with."""
+    policy_version: int | None = None
+    """The version that the trainer has published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was done."""
+
+    groups: int
+    segments: int
+    epoch: int
+    commits: int
+    run_id: str
+    aside: str = ""
+    """Where the log and the marker are as they were before."""
+
+
+def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
+    """Put lost groups back into the log of a run; the caller owns its folder."""
+    if plan.run.log_url:
+        return _recover_database(plan, choices, progress)
+    folder, storage = plan.run.folder, plan.run.storage
+    building = folder / BUILDING
+    shutil.rmtree(building, ignore_errors=True)  # what a recovery that was killed left of its own log
+    building.mkdir(mode=0o700)
+    log = _begin(plan, building)
+    try:
+        with log.transaction():
+            for name in plan.register:
+                log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
+            if (where := address_of(storage.url)) != address_of(folder / "storage"):
+                log.set_meta("storage", where)
+        past = log.last_op
+        placed = ((frame, frame.location) for frame in plan.found.lost)
+        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+        _go_on(log, plan, choices, past)
+        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
+    finally:
+        log.close()
+    return _install(plan, building, done)
+
+
+def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recovered:
+    """The same in a database, which keeps its own backups. The marker refuses planes until the log is past it, which is
+    the last thing that is written: a recovery that is killed can be called again."""
+    from penstock.log.postgres_log import PostgresLog
+
+    log = open_existing(plan.run.folder)
+    assert isinstance(log, PostgresLog)
+    try:
+        known = {row.name for row in log.segments()}
+        with log.transaction():
+            for name in plan.register:
+                if name not in known:
+                    log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
+            if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
+                log.set_meta("storage", where)
+        past = log.last_op
+        placed = ((frame, frame.location) for frame in plan.found.lost)
+        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+        _go_on(log, plan, choices, past)
+        marker = plan.run.marker
+        log.move_past(plan.run_id, epoch=marker.epoch if marker else 0, commits=marker.commits if marker else 0)
+        done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
+    finally:
+        log.close()
+    _set_marker(plan, done)
+    return done
+
+
+def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
+    """Copy groups into the run in another folder, which may be new."""
+    storage = open_storage(plan.run.storage.url)
+    folder = plan.run.folder
+    log = open_existing(folder) if plan.run.log_url else SqliteLog(folder, guard=partial(check_log, storage))
+    try:
+        custody = Custody(storage, run_id=log.run_id, run=_name_of(plan), epoch=log.epoch, commits=log.commits)
+        names: list[str] = []
+
+        def next_segment() -> str:
+            names.append(new_segment_name())
+            with log.transaction():
+                log.add_segment(SegmentRow(names[-1], OWN, log.epoch))
+            return names[-1]
+
+        writer, past = Writer(storage, next_segment), log.last_op
+        read = _read_again(((frame, "") for frame in plan.found.lost), progress)
+        _accept(log, _written(read, writer), past + 1, choices, set() if plan.log is None else plan.log.members)
+        writer.finish()
+        _go_on(log, plan, choices, past)
+        return Recovered(len(plan.found.lost), len(names), custody.marker.epoch, log.commits, log.run_id)
+    finally:
+        log.close()
+
+
+# ------------------------------------------------------------------ the log
+
+
+def _begin(plan: Plan, building: Path) -> Log:
+    """The log to go on with, in a folder of its own: the old one as it can be read, or an empty one."""
+    path = building / LOG
+    with typed_errors(str(path)):
+        if plan.log is None:
+            SqliteLog(building).close()
+        else:
+            copy_log(plan.run.folder, path)
+        epoch = max(plan.run.marker.epoch if plan.run.marker else 0, plan.log.epoch if plan.log else 0)
+        # Behind everything that marker and witness have seen: else the plane would refuse this log too.
+        seen = [
+            plan.run.marker.commits if plan.run.marker else 0,
+            plan.run.witness.commits if plan.run.witness else 0,
+        ]
+        run_id, commits = set_identity(path, run_id=plan.run_id, epoch=epoch, least_commits=max(seen))
+    witness = Witness(building)
+    witness.write(run_id, commits)
+    witness.close()
+    return SqliteLog(building)
+
+
+def _read_again(
+    frames: Iterable[tuple[LostFrame, str]], progress: Progress
+) -> Iterator[tuple[LostFrame, str, bytes, GroupFacts]]:
+    """(frame, location, bytes, metadata); raises Conflict if it is not what the survey found."""
+    for name, some in groupby(frames, key=lambda one: one[0].part.name):
+        places = list(some)
+        part = places[0][0].part
+        for (frame, data), (_, location) in zip(frames_of(part, [one for one, _ in places]), places, strict=True):
+            facts = facts_of_frame(data)
+            if facts.group != frame.group or len(data) != frame.size:
+                raise Conflict(f"{name}: changed while it was read; is a plane at work on it? Call this again")
+            progress(frame.size)
+            yield frame, location, data, facts
+
+
+def _written(
+    frames: Iterable[tuple[LostFrame, str, bytes, GroupFacts]], writer: Writer
+) -> Iterator[tuple[LostFrame, str, bytes, GroupFacts]]:
+    """The same frames, in a storage: with one sync for each batch."""
+    batch: list[tuple[LostFrame, str, bytes, GroupFacts]] = []
+    size = 0
+    for one in frames:
+        batch.append(one)
+        size += len(one[2])
+        if len(batch) == _BATCH or size >= 16 << 20:
+            yield from _write(batch, writer)
+            batch, size = [], 0
+    yield from _write(batch, writer)
+
+
+def _write(
+    batch: list[tuple[LostFrame, str, bytes, GroupFacts]], writer: Writer
+) -> list[tuple[LostFrame, str, bytes, GroupFacts]]:
+    locations = writer.write([[data] for _, _, data, _ in batch]) if batch else []
+    return [(frame, at, data, facts) for (frame, _, data, facts), at in zip(batch, locations, strict=True)]
+
+
+def _accept(
+    log: Log,
+    frames: Iterable[tuple[LostFrame, str, bytes, GroupFacts]],
+    op: int,
+    choices: Choices,
+    members: set[str],
+) -> None:
+    """Write groups to the log, as a put does."""
+    batch: list[tuple[GroupRow, bytes]] = []
+    for frame, location, _, facts in frames:
+        batch.append((_row(op + len(batch), frame, location, facts, members), facts.to_bytes()))
+        if len(batch) == _BATCH:
+            op = _add(log, batch, choices.state)
+            batch = []
+    if batch:
+        _add(log, batch, choices.state)
+
+
+def _add(log: Log, rows: Sequence[tuple[GroupRow, bytes]], state: As) -> int:
+    """Returns the number of the next decision."""
+    op = rows[-1][0].op + 1
+    with log.transaction():
+        log.add_groups(rows)
+        if state == "quarantined":
+            log.add_record(op, Quarantine(groups={row.op: _WHY for row, _ in rows}))
+        elif state == "dropped":
+            log.add_record(op, Lose(groups={row.op: "dropped when the log was recovered" for row, _ in rows}))
+    return op + 1
+
+
+def _row(op: int, frame: LostFrame, location: str, facts: GroupFacts, members: set[str]) -> GroupRow:
+    return GroupRow(
+        op=op,
+        id=facts.group,
+        digest=frame.digest,
+        policy_version=facts.policy_version,
+        samples=facts.num_samples,
+        tokens=facts.num_tokens,
+        size=parse_location(location).size,
+        run=facts.run if facts.run in members else "",
+        prompt=facts.prompt,
+        kinds=tuple(sorted(facts.kinds.items())),
+        location=location,
+    )
+
+
+def _name_of(plan: Plan) -> str:
+    return "" if plan.run.marker is None else plan.run.marker.run
+
+
+def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
+    """Where trainer and plane go on: step, policy version, and a last decision that is behind the marker's."""
+    known = 0 if plan.log is None else plan.log.policy_version
+    last_step = 0 if plan.log is None else plan.log.last_step
+    step = plan.next_step if choices.step is None else choices.step
+    version = plan.newest_version if choices.policy_version is None else choices.policy_version
+    op = max(log.last_op, past)
+    with log.transaction():
+        if version != known or log.last_op < past:
+            op += 1
+            log.add_record(op, Advance(policy_version=version))
+        if plan.log is None or step != plan.log.next_step:
+            log.set_meta("next_step", step)
+        if step > last_step + 1:  # a step without groups stands for those that the log has lost
+            manifest = Manifest(groups=(), policy_version=version, samples=0, tokens=0)
+            log.add_step(step - 1, op + 1, msgspec.msgpack.encode(manifest))
+            log.set_meta("oldest_step", step)
+
+
+# ------------------------------------------------------------------ in the place of the old one
+
+
+def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
+    folder, storage = plan.run.folder, plan.run.storage
+    aside = _copy_aside(folder, storage)
+    _set_marker(plan, done)
+    _carry_over(folder, is_sound=plan.log is not None)
+    for name in (LOG, WITNESS):  # in this order: a new log with the old witness is refused, and recovered again
+        sync(building / name)
+        rename(building / name, folder / name)
+    shutil.rmtree(building, ignore_errors=True)
+    return Recovered(done.groups, done.segments, done.epoch, done.commits, done.run_id, aside)
+
+
+def _copy_aside(folder: Path, storage: KeptStorage) -> str:
+    """Copy log, witness and marker as they are; returns where to, or nothing if there is none of them."""
+    old = [path for path in (folder / LOG, folder / f"{LOG}-wal", folder / WITNESS) if path.exists()]
+    marker = storage.marker()
+    if not old and marker is None:
+        return ""
+    number = next(n for n in range(1, 1_000_000) if not (folder / f"{ASIDE}-{n}").exists())
+    aside = folder / f"{ASIDE}-{number}"
+    aside.mkdir(mode=0o700)
+    for path in old:
+        sync(Path(shutil.copy2(path, aside / path.name)))
+    if marker is not None:
+        (aside / "marker").write_bytes(marker)
+        sync(aside / "marker")
+    sync(aside)
+    sync(folder)
+    return str(aside)
+
+
+def _set_marker(plan: Plan, done: Recovered) -> None:
+    """Take the storage over: planes of earlier epochs delete nothing from now on."""
+    storage, name = plan.run.storage, _name_of(plan)
+    if plan.run.marker_problem:
+        new = Marker(run_id=done.run_id, epoch=done.epoch, commits=done.commits, run=name)
+        if not storage.set_marker(new.to_bytes(), storage.marker()):
+            raise Conflict(f"{storage.url}: somebody else wrote the marker; call this again")
+        return
+    Custody(storage, run_id=done.run_id, run=name, epoch=done.epoch, commits=done.commits)
+
+
+def _carry_over(folder: Path, *, is_sound: bool) -> None:
+    """Leave no write-ahead log behind, which SQLite would take for that of the new log; there are copies."""
+    if is_sound and not carry_over(folder / LOG):
+        raise CorruptFile(f"{folder / LOG}: another process has it open; stop it and call this again")
+    for suffix in ("-wal", "-shm"):
+        (folder / f"{LOG}{suffix}").unlink(missing_ok=True)

@@ -1,0 +1,296 @@
+"""A recorded run decided again: the same groups and decisions in the same order, step by step compared with the record.
+
+A plane is made in a folder of its own with the settings that were recorded. Groups are checked, drawn and planned by
+the code of today. The digest of a rank's step covers its plan and every value of every sample it is sent, so steps with
+the same digests would train the same.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from penstock.config import build
+from penstock.config.removed import without_removed
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
+from penstock.frames import GroupFacts
+from penstock.log import GroupRow, SqliteLog
+from penstock.log.decision_records import (
+    DropGroup,
+    Lose,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Report,
+    Shorten,
+    read_record,
+)
+from penstock.plane.engine import Engine
+from penstock.plane.intake import Dropped, Incoming, Intake, Refused
+from penstock.plane.open_log import storage_of
+from penstock.runs.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
+from penstock.plane.step_builder import StepBuilder
+from penstock.plane.settings import PlaneSettings
+from penstock.storage import Gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """The first difference, and how much was the same before it."""
+
+    same: bool
+    sentence: str
+    """For people."""
+    steps: int = 0
+    """Compared and the same."""
+    skipped: int = 0
+    """Steps whose plan, or not all of whose frames, the run still has."""
+    step: int | None = None
+    rank: int | None = None
+    recorded: str | None = None
+    replayed: str | None = None
+
+
+class _Differs(Exception):
+    """The first difference."""
+
+    def __init__(self, sentence: str, step: int, rank: int | None = None, pair: tuple[str, str] | None = None) -> None:
+        super().__init__(sentence)
+        self.step, self.rank, self.pair = step, rank, pair
+
+
+def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = lambda _step: None) -> Rerun:
+    """Decide a recorded run again in an empty folder, and compare its steps."""
+    if not recorded.settings:
+        raise InvalidInput(f"{recorded.folder}: its log does not say which settings it began with")
+    if not recorded.steps:
+        raise InvalidInput(f"run {recorded.run!r}: no step was committed yet; there is nothing to compare")
+    life = _Life(recorded, folder)
+    try:
+        for entry in _in_order(recorded):
+            life.begin(entry.op)
+            if isinstance(entry, GroupEntry):
+                life.put(entry)
+            elif isinstance(entry, RecordEntry):
+                life.decide(entry)
+            else:
+                life.step(entry)
+                each(entry.step)
+    except _Differs as found:
+        pair = found.pair or (None, None)
+        return Rerun(
+            same=False,
+            sentence=str(found),
+            steps=life.same,
+            skipped=life.skipped,
+            step=found.step,
+            rank=found.rank,
+            recorded=pair[0],
+            replayed=pair[1],
+        )
+    finally:
+        life.close()
+    left_out = f" {life.skipped} steps could not be compared: not all of them is kept." if life.skipped else ""
+    return Rerun(
+        same=True,
+        sentence=f"No difference in {life.same:,} steps of run {recorded.run!r}.{left_out}",
+        steps=life.same,
+        skipped=life.skipped,
+    )
+
+
+def _in_order(recorded: RecordedRun) -> Iterator[GroupEntry | RecordEntry | StepEntry]:
+    """What was decided, up to the last step that was committed."""
+    last = max(entry.op for entry in recorded.steps.values())
+    groups = [entry for entry in recorded.groups.values() if not entry.evaluation]
+    entries: list[GroupEntry | RecordEntry | StepEntry] = [*groups, *recorded.records.values()]
+    yield from sorted([*(e for e in entries if e.op <= last), *recorded.steps.values()], key=lambda entry: entry.op)
+
+
+class _Life:
+    """A plane that decides again; begun anew where the recorded one was started with other settings."""
+
+    def __init__(self, recorded: RecordedRun, folder: Path) -> None:
+        self._recorded, self._folder = recorded, folder
+        self._to_come = list(recorded.settings)
+        self._without: set[int] = set()
+        """Groups that were put without a frame."""
+        self._next_step = 1
+        self._engine: Engine | None = None
+        self.same = self.skipped = 0
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def begin(self, op: int) -> None:
+        """The settings that hold from a decision on."""
+        while self._to_come and (self._engine is None or op >= self._to_come[0][0]):
+            _, text = self._to_come.pop(0)
+            self.close()
+            self._settings = settings_of(text)
+            log = SqliteLog(self._folder, disk_reserve_bytes=0)
+            self._engine = Engine(self._settings, log, storage_of(self._settings, self._folder))
+            self._intake = Intake(self._settings, self._engine.writer)
+            self._builder = StepBuilder(self._settings.packing, self._engine.storage)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine.log.close()
+            self._engine = None
+
+    def put(self, entry: GroupEntry) -> None:
+        frame = self._frame(entry)
+        if frame is not None:
+            self._put_frame(entry, frame)
+            return
+        self._without.add(entry.op)
+        row = GroupRow(
+            op=self.engine.state.op + 1,
+            id=entry.id,
+            digest=entry.digest,
+            policy_version=entry.policy_version,
+            samples=entry.samples,
+            tokens=entry.tokens,
+            size=entry.size,
+            run=entry.run,
+            prompt=entry.prompt,
+            kinds=entry.kinds,
+        )
+        with self.engine.journal.transaction():
+            self.engine.log.add_groups([(row, b"")])
+        self.engine.state.take_in(row)
+
+    def _frame(self, entry: GroupEntry) -> bytes | None:
+        """A group's frame; None if it is freed or damaged: draws depend on the group all the same."""
+        if not self._recorded.has_frame(entry.op):
+            return None
+        try:
+            return self._recorded.frame(entry.op)
+        except (Gone, CorruptFile):
+            return None
+
+    def _put_frame(self, entry: GroupEntry, frame: bytes) -> None:
+        acceptance = self.engine.acceptance
+        digest = xxhash.xxh3_128_digest(frame)
+        outcomes = [acceptance.offer(None, entry.id, digest, len(frame), entry.run)]
+        if outcomes[0] is True:
+            found = self._intake.take([Incoming(entry.id, frame)])[0]
+            if isinstance(found, Refused):
+                self._refused(entry, found.error)
+            elif isinstance(found, Dropped):
+                self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
+            else:
+                acceptance.arrive(found.group, found.facts, found.location, over_length=found.over_length)
+                outcomes = list(acceptance.flush())
+        for outcome in outcomes:
+            if not isinstance(outcome, bool) and outcome.error is not None:
+                self._refused(entry, outcome.error)
+
+    def _refused(self, entry: GroupEntry, error: PenstockError) -> None:
+        words = f"Group {entry.id} was accepted when it was recorded, and is refused now: {error}"
+        raise _Differs(words, self._next_step)
+
+    def decide(self, entry: RecordEntry) -> None:
+        record = read_record(entry.data)
+        if isinstance(record, (Shorten, Report)):
+            return  # a put counts again what it shortens; reports take effect with a decision of their own
+        self.engine.journal.decide(self._of_today(record))
+
+    def _of_today(self, record: Record) -> Record:
+        """The same decision, about the same groups under the numbers they have here."""
+        state = self.engine.state
+        set_aside = {row.id: row.op for row in state.quarantined.values()}
+        names = {op: entry.id for op, entry in self._recorded.groups.items()}
+        if isinstance(record, Quarantine):
+            return Quarantine(groups={state.by_id[names[op]]: why for op, why in record.groups.items()})
+        if isinstance(record, Lose):
+            return Lose(
+                groups={state.by_id[names[op]]: why for op, why in record.groups.items() if names[op] in state.by_id}
+            )
+        if isinstance(record, (ReleaseGroup, DropGroup)):
+            return type(record)(op=set_aside[names[record.op]])
+        return record
+
+    # -------------------------------------------------------------- steps
+
+    def step(self, entry: StepEntry) -> None:
+        """Draw and plan a step, and compare it."""
+        self._next_step = entry.step
+        if not entry.digests or not self._without.isdisjoint(entry.groups):
+            self._draw_only(entry)
+            self.skipped += 1
+        else:
+            self._compare(entry)
+            self.same += 1
+        self.engine.commit(entry.step, None)
+
+    def _compare(self, entry: StepEntry) -> None:
+        drawn = self.engine.draw_step(entry.step)
+        if isinstance(drawn, str):
+            raise _Differs(
+                f"Step {entry.step} was trained when it was recorded, and waits now for {drawn}.", entry.step
+            )
+        self._compare_groups(entry, [place.group for place in drawn.groups])
+        try:
+            planned = self._builder.plan([GroupFacts.from_bytes(data) for data in drawn.facts])
+        except PenstockError as error:
+            raise _Differs(f"Step {entry.step} cannot be planned now: {error}", entry.step) from None
+        self.engine.record(drawn, planned)
+        for rank, pair in enumerate(zip(entry.digests, planned.digests, strict=False)):
+            if pair[0] != pair[1]:
+                words = f"The run first differs at step {entry.step}, rank {rank}: recorded {pair[0]}, now {pair[1]}."
+                raise _Differs(words, entry.step, rank, pair)
+        if len(entry.digests) != len(planned.digests):
+            ranks = f"{len(entry.digests)} ranks when it was recorded, {len(planned.digests)} now"
+            raise _Differs(f"Step {entry.step} is for {ranks}.", entry.step)
+
+    def _compare_groups(self, entry: StepEntry, drawn: list[str]) -> None:
+        names = [self._recorded.groups[op].id for op in entry.groups]
+        for at, (was, now) in enumerate(zip_longest(names, drawn, fillvalue="none"), start=1):
+            if was != now:
+                words = (
+                    f"Step {entry.step} is made of other groups: number {at} was {was} when recorded, and is {now} now."
+                )
+                raise _Differs(words, entry.step, None, (was, now))
+
+    def _draw_only(self, entry: StepEntry) -> None:
+        """A step that cannot be planned, for want of frames: its groups leave the tables all the same."""
+        engine = self.engine
+        counts = engine.state.apportion(engine.settings.target)
+        if counts is None:
+            raise _Differs(f"Step {entry.step} was trained when it was recorded, and lacks groups now.", entry.step)
+        op = engine.state.op + 1
+        manifest = engine.state.draw(op, entry.step, counts)
+        self._compare_groups(entry, [row.id for row in engine.log.groups_of(manifest.groups)])
+        with engine.log.transaction():
+            engine.log.add_step(entry.step, op, msgspec.msgpack.encode(manifest))
+            engine.log.count_uses(manifest.groups)
+        engine.state.planned(entry.step, manifest)
+
+
+def settings_of(text: str) -> PlaneSettings:
+    """The settings that were recorded, for a plane that nobody talks to and nothing limits."""
+    found = build(PlaneSettings, without_removed(tomllib.loads(text)), "the recorded settings")
+    return replace(
+        found,
+        # What was accepted was checked then; runs recorded before there was this setting truncated.
+        over_length="drop" if found.over_length == "drop" else "truncate",
+        listen=(),
+        keys=None,
+        storage=None,
+        retain="steps",
+        shares={},  # given by the decisions that were recorded
+        max_held_bytes=1 << 60,
+        max_disk_bytes=None,
+        disk_reserve_bytes=0,
+        retain_steps=0,
+    )

@@ -1,0 +1,211 @@
+"""Compares a run's log with its storage: frames that are missing or damaged, and bytes that no group needs.
+
+Nothing is written, and a plane may be at work on the run. It may free a frame between the moment in which the log was
+read and the one in which the frame is looked at, so whatever is wrong with a frame is looked up in the log again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.arrays.digests import sample_digests
+from penstock.frames.layout import Buffer
+from penstock.frames.reading import describe
+from penstock.errors import CorruptFrame, PenstockError
+from penstock.frames.metadata import GroupFacts
+from penstock.log import State, reading
+from penstock.runs.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
+from penstock.runs.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
+from penstock.storage import Away, Gone, KeptStorage, Location, read_each
+from penstock.storage.interface import Part
+
+_BATCH = 256
+"""Groups whose metadata is read at a time: a long transaction would keep a plane's write-ahead log from shrinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadFrame:
+    """A frame that the log needs and storage does not have as it was."""
+
+    group: str
+    location: str
+    why: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found."""
+
+    folder: str
+    storage: str
+    fast: bool
+    run_id: str = ""
+    epoch: int = 0
+    commits: int = 0
+    marker: dict[str, Any] | None = None
+    witness: dict[str, Any] | None = None
+    disagreements: dict[str, str] = field(default_factory=dict)
+    """What keeps a plane from starting here: log, marker or witness -> why."""
+    frames: int = 0
+    """Needed by the log."""
+    bytes: int = 0
+    missing: list[BadFrame] = field(default_factory=list)
+    damaged: list[BadFrame] = field(default_factory=list)
+    segments: int = 0
+    unregistered: dict[str, int] = field(default_factory=dict)
+    """Segments that the log never registered -> bytes. While there are any, nothing is deleted."""
+    dead_bytes: int = 0
+    """In registered segments, that no group needs."""
+    pending_frees: int = 0
+    """Frames and segments that are to be deleted."""
+    lost: int = 0
+    """Groups in storage that the log does not have: `penstock storage recover` adds them."""
+    lost_groups: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Pieces of frames that the log does not know either."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.damaged or self.disagreements)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok}
+
+
+def check(
+    folder: str | Path, *, storage: str | Path | None = None, fast: bool = False, progress: Progress = no_progress
+) -> Report:
+    """Compare log and storage. `fast` looks at the sizes of segments only; otherwise every frame is read."""
+    run = look_at(folder, storage)
+    refuse_old(run)
+    if not fast:
+        find_damage(run)
+    report = Report(str(run.folder), run.storage.place, fast, disagreements=run.disagreements())
+    report.marker = (
+        None if run.marker is None else {k: getattr(run.marker, k) for k in ("run", "run_id", "epoch", "commits")}
+    )
+    report.witness = None if run.witness is None else asdict(run.witness)
+    log = run.log or LogView()
+    report.run_id, report.epoch, report.commits = log.run_id, log.epoch, log.commits
+    _check_frames(run, log, report, progress)
+    _count_bytes(run.storage, log, report)
+    if not fast:
+        found = survey(sources_of(run.storage, log), {g.id: g.digest for g in log.groups.values()}, progress)
+        _add_survey(run, found, report)
+    return report
+
+
+def sources_of(storage: KeptStorage, log: LogView) -> list[Source]:
+    """The segments of a storage, oldest first, without the bytes that the log knows."""
+    extents = log.extents()
+    found = [
+        Source(part, extents.get(name, ()))
+        for name, parts in storage.parts().items()
+        if name not in log.frees
+        for part in parts
+    ]
+    return sorted(found, key=lambda one: (one.part.modified_ns, one.part.name))
+
+
+def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
+    since = _groups_now(run) if found.lost else set()  # a plane at work accepts groups meanwhile
+    report.lost_groups = [frame.group for frame in found.lost if frame.group not in since]
+    report.lost = len(report.lost_groups)
+    report.broken = [_words(one) for one in (*found.unusable, *found.conflicts)]
+
+
+def _words(one: Unusable) -> str:
+    return f"{one.part.segment or one.part.name} at {one.part.start + one.offset}: {one.why}"
+
+
+def _groups_now(run: StoredRun) -> set[str]:
+    if run.log is None:
+        return set()
+    with reading(run.folder) as log:
+        return {name for (name,) in log.rows("SELECT id FROM groups")}
+
+
+# ------------------------------------------------------------------ frames
+
+
+def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progress) -> None:
+    parts = run.storage.parts() if report.fast and log.kept else {}
+    kept = sorted(log.kept, key=lambda one: (one[1].segment, one[1].offset))
+    for first in range(0, len(kept), _BATCH):
+        batch = kept[first : first + _BATCH]
+        facts = None if report.fast else _facts(run, [group.op for group, _ in batch])
+        frames = None if facts is None else read_each(run.storage, [group.location for group, _ in batch])
+        for group, at in batch:
+            report.frames += 1
+            report.bytes += at.size
+            try:
+                if facts is None or frames is None:
+                    _check_size(parts, at)
+                else:
+                    _check_frame(next(frames), group, facts.get(group.op))
+            except PenstockError as error:
+                if isinstance(error, Away):
+                    run.storage.segments()  # raises Away, too, where all of the storage is away
+                if _is_needed(run, group):
+                    found = BadFrame(group.id, group.location, str(error))
+                    (report.missing if isinstance(error, Gone) else report.damaged).append(found)
+            progress(at.size)
+
+
+def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
+    mine = [part for part in parts.get(at.segment, ()) if part.start <= at.offset]
+    if not mine:
+        raise Gone(f"{at}: its segment is missing")
+    end = mine[-1].start + mine[-1].size
+    if end < at.end:
+        raise Gone(f"{mine[-1].name}: ends {at.end - end} bytes before the frame at {at.offset} does")
+
+
+def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, facts: bytes | None) -> None:
+    """Raise unless the samples in storage are those that were accepted."""
+    if isinstance(frame, PenstockError):
+        raise frame
+    if not any(frame):
+        raise Gone(f"{group.location}: was deleted: nothing but zeros is there")
+    if group.state is State.EVALUATION or facts is None:
+        if xxhash.xxh3_128_digest(frame) != group.digest:
+            raise CorruptFrame(f"{group.location}: not the bytes that were accepted")
+        return
+    _, samples, _ = describe(frame, limits=LIMITS)
+    if tuple(sample_digests(samples)) != GroupFacts.from_bytes(facts).digests:
+        raise CorruptFrame(f"{group.location}: other samples than were accepted")
+
+
+def _facts(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
+    """The metadata of groups, by op."""
+    with reading(run.folder) as log:
+        return log.facts_of(ops)
+
+
+def _is_needed(run: StoredRun, group: KnownGroup) -> bool:
+    """Whether the log still has the frame: a plane at work may have freed it since."""
+    with reading(run.folder) as log:
+        return log.location_at(group.op) == group.location
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def _count_bytes(storage: KeptStorage, log: LogView, report: Report) -> None:
+    found = storage.segments()
+    needed: dict[str, int] = {}
+    for _, at in log.kept:
+        needed[at.segment] = needed.get(at.segment, 0) + at.size
+    report.segments = len(found)
+    report.unregistered = {name: size for name, size in sorted(found.items()) if name not in log.segments}
+    parts = storage.parts()
+    for name, size in found.items():
+        if name in log.segments:
+            # A file takes whole blocks, and less than its size where frames were deleted.
+            written = min(size, sum(part.size for part in parts.get(name, ())))
+            report.dead_bytes += max(written - needed.get(name, 0), 0)
+    report.pending_frees = len(log.frees)

@@ -1,0 +1,316 @@
+"""The HTTP door: producers in other languages, and in sandboxes, put groups and look at the ledger.
+
+    POST /v1/groups     a group as JSON, or a frame: 201 it is new and durable, 200 it was there already
+    GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
+    GET  /openapi.json  the description of all this, which needs no token
+
+The server runs in a thread of its own and is a client of the plane like any other: bodies are read and parsed beside
+the plane's loop, and a group is answered when it is durable. It keeps a bounded number of bytes in hand. Errors are
+those of `penstock.errors`, in the same words, with the status that `STATUS` gives them. Where there is no room a put
+waits in the plane's line like any other, for `timeout` seconds. Then the answer is 429 with Retry-After, and the
+producer sends the group again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock import errors
+from penstock.atomic import replacing
+from penstock.client.encoded_group import EncodedGroup
+from penstock.client.plane import Plane
+from penstock.convert.json_group import read_json_group
+from penstock.errors import ConfigError, InvalidInput, PenstockError
+from penstock.extras import require
+from penstock.frames import read_head
+from penstock.plane.ledger import OVER_LENGTH
+from penstock.protocol.messages import Accepted
+from penstock.server.bearer import has_token, is_loopback, parse_address, read_token
+from penstock.server.http_server import HttpThread
+from penstock.server.openapi import FRAME, describe
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+STATUS: dict[type[PenstockError], int] = {
+    errors.Conflict: 409,
+    errors.Evicted: 403,
+    errors.UnknownKey: 404,
+    errors.CallerError: 400,
+    errors.CorruptFrame: 400,
+    errors.Overloaded: 429,
+    errors.DiskFull: 507,
+    errors.Away: 503,
+    errors.FlowError: 503,
+    errors.PeerError: 503,
+    errors.PenstockError: 500,
+}
+"""The status of an error: of the first class here that it is."""
+MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
+MAX_BYTES_IN_HAND = 512 << 20
+"""Of all requests together, from the first byte of a body until its group is answered."""
+_BODY_S = 60.0
+WAIT_S, MOST_WAIT_S = 20.0, 300.0
+"""How long a put waits for room, unless its request says otherwise, and at most."""
+_THREADS = 8
+_LATER_S = 1.0
+Answer = Callable[["Request"], Awaitable["Response"]]
+
+
+class HttpDoor:
+    """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one."""
+
+    def __init__(self, address: str, plane: Plane, *, token: str) -> None:
+        require("the HTTP door", "starlette", "uvicorn", extra="http")
+        host, port = parse_address(address, "http")
+        self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
+        app = make_app(plane, self._pool, token=token)
+        self._server = HttpThread(app, host, port, setting="http", extra="http")
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def close(self) -> None:
+        """Take no further requests. Requests that wait for the plane fail with it."""
+        self._server.stop()
+        self._plane.close()
+        self._server.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
+    """The routes, behind the token."""
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    in_hand = BytesInHand(MAX_BYTES_IN_HAND)
+
+    async def put(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in ("application/json", FRAME):
+            return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
+        timeout = _timeout(request)
+        size, refusal = _length(request, MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES)
+        if refusal is not None:
+            return refusal
+        with in_hand.taking(size) as fits:
+            if not fits:
+                return _later(f"the HTTP door: {MAX_BYTES_IN_HAND} bytes of groups are on their way; send it again")
+            body = await _body(request, size)
+            if body is None:
+                return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+            if kind == FRAME:
+                evaluation = request.query_params.get("evaluation") == "true"
+                samples, encoded = await _beside(pool, _of_frame, body, evaluation)
+            else:
+                samples, encoded = await _beside(pool, _of_json, plane, body)
+            answer = await _while_connected(request, plane.adeliver(encoded, timeout))
+        found, status = _accepted(samples, encoded, answer)
+        return _json(found, status)
+
+    async def status(_: Request) -> Response:
+        return _json(await _beside(pool, plane.status))
+
+    async def ledger(_: Request) -> Response:
+        return _json((await _beside(pool, plane.status))["ledger"])
+
+    async def openapi(_: Request) -> Response:
+        return _json(describe(STATUS))
+
+    guarded = {"/v1/groups": ("POST", put), "/v1/status": ("GET", status), "/v1/ledger": ("GET", ledger)}
+    routes = [Route(path, _safely(_guard(answer, token)), methods=[verb]) for path, (verb, answer) in guarded.items()]
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+def _of_json(plane: Plane, body: bytes) -> tuple[int, EncodedGroup]:
+    """The number of samples, and the group to put."""
+    group, evaluation = read_json_group(body, lambda: plane.columns)
+    return len(group), EncodedGroup.of(group, evaluation=evaluation, columns=lambda: plane.columns)
+
+
+def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
+    """The number of samples, and the group to put."""
+    head = read_head(body)
+    groups = sorted(set(head.text.get("group", ())))
+    if len(groups) != 1 or not groups[0]:
+        raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
+    return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
+
+
+def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict[str, Any], int]:
+    is_new = not answer.duplicate
+    found: dict[str, Any] = {"group": group.name, "samples": samples, "new": is_new}
+    if any(answer.over_length):
+        found["over_length"] = dict(zip(OVER_LENGTH, answer.over_length, strict=True))
+    return found, 201 if is_new else 200
+
+
+async def _while_connected(request: Request, putting: Coroutine[Any, Any, Accepted]) -> Accepted:
+    """The result of a put; a client that goes away meanwhile leaves the line."""
+    from starlette.requests import ClientDisconnect
+
+    put, gone = asyncio.ensure_future(putting), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([put, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not put.done():  # behind a body that was read nothing comes but the end of the connection
+            raise ClientDisconnect
+        return put.result()
+    finally:
+        put.cancel()
+        gone.cancel()
+
+
+async def _beside(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+
+
+# ------------------------------------------------------------------ requests
+
+
+class BytesInHand:
+    """Counts the bytes of requests at work; used by one thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self.num_bytes = limit, 0
+
+    @contextmanager
+    def taking(self, size: int) -> Iterator[bool]:
+        """Whether so many more fit, while the block runs."""
+        fits = self.num_bytes + size <= self._limit
+        self.num_bytes += size * fits
+        try:
+            yield fits
+        finally:
+            self.num_bytes -= size * fits
+
+
+def _timeout(request: Request) -> float:
+    """How long the put may wait for room, in seconds."""
+    text = request.query_params.get("timeout", str(WAIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_WAIT_S:
+        raise InvalidInput(f"timeout: {text[:80]!r}; must be seconds, from 0 to {MOST_WAIT_S:g}")
+    return seconds
+
+
+def _length(request: Request, limit: int) -> tuple[int, Response | None]:
+    """The length that a body will have, or the answer that rejects it."""
+    if "transfer-encoding" in request.headers:
+        # Beside a content-length it would win: the body would have no limit, and a proxy that believes the length would
+        # take the rest of the body for the next request. So the connection ends with the answer.
+        said = "transfer-encoding: not taken; send a body with content-length only"
+        return 0, _problem(411, "InvalidInput", said, {"connection": "close"})
+    text = request.headers.get("content-length", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        return 0, _problem(411, "InvalidInput", "content-length: missing; send a body of known length")
+    if int(text) > limit:
+        hint = "smaller groups, or a frame" if limit == MAX_JSON_BYTES else "smaller groups"
+        return 0, _problem(413, "InvalidInput", f"body: {text} bytes; at most {limit}; send {hint}")
+    return int(text), None
+
+
+async def _body(request: Request, size: int) -> bytes | None:
+    """The body; None if it is too slow. Raises InvalidInput at the first byte beyond `size`."""
+    body = bytearray()
+
+    async def read() -> None:
+        async for chunk in request.stream():
+            if len(body) + len(chunk) > size:
+                raise InvalidInput(f"body: more than the {size} bytes of its content-length")
+            body.extend(chunk)
+
+    try:
+        await asyncio.wait_for(read(), _BODY_S)
+    except TimeoutError:
+        return None
+    return bytes(body)
+
+
+def _guard(answer: Answer, token: str) -> Answer:
+    """Only to those who have the token."""
+
+    async def guarded(request: Request) -> Response:
+        if not has_token(request.headers.get("authorization", ""), token):
+            said = "authorization: no token, or another; send the header Authorization: Bearer TOKEN"
+            return _problem(401, "InvalidInput", said, {"www-authenticate": "Bearer"})
+        return await answer(request)
+
+    return guarded
+
+
+def _safely(answer: Answer) -> Answer:
+    """Our errors as answers; what else goes wrong is the server's to report."""
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import Response
+
+    async def answering(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except errors.Overloaded as error:
+            return _later(str(error), error.retry_after_s)
+        except PenstockError as error:
+            return _problem(status_of(error), type(error).__name__, str(error))
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody hears it
+
+    return answering
+
+
+def status_of(error: PenstockError) -> int:
+    """The HTTP status that says whose fault it is."""
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
+
+
+def _later(message: str, seconds: float = _LATER_S) -> Response:
+    wait = max(seconds, _LATER_S)
+    headers = {"retry-after": str(-int(-wait // 1))}
+    return _json({"error": "Overloaded", "message": message, "retry_after_s": wait}, 429, headers)
+
+
+def _problem(status: int, error: str, message: str, headers: dict[str, str] | None = None) -> Response:
+    return _json({"error": error, "message": message}, status, headers)
+
+
+def _json(found: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    from starlette.responses import Response
+
+    more = {"x-content-type-options": "nosniff", "cache-control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(found), status, more, "application/json")
+
+
+# ------------------------------------------------------------------ address and token
+
+
+def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
+    """The token, and whether it was made here: one that is made is kept in the run's folder, for the next start."""
+    host, _ = parse_address(address, "http")
+    if file is not None:
+        return read_token(Path(file), "http_token"), False
+    if not is_loopback(host):
+        raise ConfigError(
+            f"http: {address!r} can be reached by other hosts; give http_token, a file with a token of your own, and "
+            "let a proxy with TLS stand in front"
+        )
+    if folder in ("", "memory:"):
+        return secrets.token_urlsafe(32), True
+    kept = Path(folder) / "http-token"
+    if not kept.exists():
+        with replacing(kept) as made:  # a token cut short by a kill would refuse every later start
+            os.fchmod(made.fileno(), 0o600)
+            made.write(secrets.token_urlsafe(32).encode() + b"\n")
+    return read_token(kept, "http_token"), True

@@ -1,0 +1,89 @@
+"""The connections of `http_server`: uvicorn's own, with deadlines and a guard that counts them. Imports uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from penstock.server.http_server import REJECTION, Guard, Limits
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection. Servers use subclasses that `protocol_of` makes."""
+
+    guard: ClassVar[Guard]
+    _counted = False
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._counted = self.guard.admit(self._address)
+        if not self._counted:
+            transport.write(REJECTION)
+            transport.close()
+            return
+        self.guard.waiting[self] = self._address
+        self._deadline = self.loop.call_later(self.guard.limits.header_s, self.drop)
+
+    def data_received(self, data: bytes) -> None:
+        # Not restarted by further bytes: a header, or the rest of a body that was rejected, that drips in has the
+        # same deadline as one that does not come.
+        if self in self.guard.waiting and self._deadline is None:
+            self._deadline = self.loop.call_later(self.guard.limits.header_s, self.drop)
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def _look(self) -> None:
+        """Note whether the connection waits for a request, or its request is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its type says
+        if cycle is None or cycle.response_complete:
+            if self._counted:
+                self.guard.waiting.setdefault(self, self._address)
+            return
+        self.guard.waiting.pop(self, None)
+        self._deadline = _cancelled(self._deadline)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.guard.limits.send_s, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread = _cancelled(self._unread)
+
+    def drop(self) -> None:
+        """Close the connection at once: a client that reads nothing would keep an orderly end waiting."""
+        self._leave()
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def _leave(self) -> None:
+        self.guard.waiting.pop(self, None)
+        self._deadline, self._unread = _cancelled(self._deadline), _cancelled(self._unread)
+        if self._counted:
+            self._counted = False
+            self.guard.left(self._address)
+
+
+def protocol_of(limits: Limits) -> type[GuardedProtocol]:
+    """A protocol for `uvicorn.Config(http=...)`; connections that share it are limited together."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"guard": Guard(limits)})
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancel a timer. Returns what to put in its place."""
+    if timer is not None:
+        timer.cancel()
+    return None

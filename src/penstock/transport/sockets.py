@@ -1,0 +1,279 @@
+"""Messages over ZeroMQ: two point-to-point connections per process, over tcp or ipc.
+
+One connection carries payloads, the other everything else, so that heartbeats and bad news do not wait behind a step
+that takes seconds on a slow link. ROUTER on the plane, two DEALERs at each client. Never PUB/SUB: that drops without a
+word when a subscriber is slow or late. Payloads are handed to ZeroMQ without a copy. Beyond the loopback interface
+CURVE keys are required: see `keys.py` and docs/security.md.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import zmq
+
+from penstock.errors import ConfigError
+from penstock.protocol.messages import Buffer, Frames, Peer
+from penstock.transport import forked_sockets
+from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
+from penstock.transport.interface import Envelope
+from penstock.transport.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.transport.wake import Wake
+
+logger = logging.getLogger("penstock.sockets")
+MAX_MESSAGE = 2**31 - 1
+MAX_FRAMES = 16
+MAX_PORT = 65535
+_NO_COPY_FROM = 1 << 16
+"""Below this, copying is cheaper than keeping track of the buffer."""
+_URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
+_QUEUE = 256
+_PAYLOAD_MS = 1 << 30
+"""How long a payload may be under way before ZeroMQ gives up its connection: the protocol's deadlines come first."""
+SMALL, LARGE = b"c", b"d"
+"""How the names of a client's two connections begin; the rest is the same."""
+_WRITER = b"w"
+"""How the peer of a writer begins: by its key, whatever name its connection has."""
+
+
+def check_url(url: str, *, secured: bool) -> None:
+    """Refuse what is not an address, and addresses that other hosts can reach when there are no keys."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"address {url!r}: must be tcp://HOST:PORT or ipc://PATH")
+    if (match["port"] or "*") != "*" and not 1 <= int(match["port"]) <= MAX_PORT:
+        raise ConfigError(f"address {url!r}: port {match['port']}; must be from 1 to {MAX_PORT}, or * for a free one")
+    host = match["host"]
+    if host is None or secured or host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"address {url!r}: other hosts can reach it, and there are no keys; make some with "
+            "`penstock keys DIR` and pass keys=DIR (a command takes --keys DIR), or use 127.0.0.1"
+        )
+
+
+class SocketPlane:
+    """The plane's end."""
+
+    poll_s: float | None = None
+    _url = ""
+
+    def __init__(
+        self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None, max_message: int = MAX_MESSAGE
+    ) -> None:
+        """`max_message`: bytes of the largest message. A peer that sends a larger part is cut off by ZeroMQ, one that
+        sends more parts by `Inbound`."""
+        self.keys = keys
+        """Its own, and those of whom it lets in."""
+        check_url(url, secured=keys is not None)
+        self._max_message = min(max_message, MAX_MESSAGE)
+        if url.startswith("ipc://"):
+            _check_free(url.removeprefix("ipc://"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure(self._socket, payloads=True, max_message=self._max_message)
+        self._inbound = self._watch() if url.startswith("tcp://") else None
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
+        self._guard = guard(self._context, self._socket, keys) if keys else None
+        try:
+            self._socket.bind(url)
+        except zmq.ZMQError as error:
+            self.close()
+            busy = error.errno == zmq.EADDRINUSE
+            remedy = "is another plane running there?" if busy else "give an address that this host has"
+            raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
+        forked_sockets.close_in_children(self._url)
+        if self._url.startswith("ipc://"):
+            os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
+        if keys and self._guard:
+            try:
+                refuse_strangers(self._url, keys, self._guard)
+            except Exception:
+                self.close()
+                raise
+
+    def _watch(self) -> Inbound | None:
+        if not is_supported():
+            logger.warning("this kernel does not say what connections received: unfinished messages are not bounded")
+            return None
+        return Inbound(self._socket, self._max_message + SLACK_BYTES)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def pollable(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
+        got: list[tuple[Peer, Buffer, Frames]] = []
+        room = self._max_message  # of one turn: what is not taken yet waits in ZeroMQ, where `Inbound` counts it
+        while len(got) < _QUEUE and room > 0:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            room -= sum(len(part) for part in parts)
+            if self._inbound is not None:
+                self._inbound.took(parts)
+            if 2 <= len(parts) <= MAX_FRAMES:
+                kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
+                got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
+        return got
+
+    def is_writer(self, peer: Peer) -> bool:
+        assert isinstance(peer, bytes)
+        return self._guard is None or peer.startswith(_WRITER)
+
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
+        assert isinstance(peer, bytes)
+        ways = [SMALL + peer[1:], LARGE + peer[1:]]
+        for way in reversed(ways) if frames else ways:  # the other one if this is not there, or not there yet
+            try:
+                send_parts(self._socket, [way, header], frames)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    continue
+                if error.errno != zmq.EAGAIN:  # so slow that its queue is full: it asks again when it can
+                    raise
+            return True
+        return False
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is kept for a client but what it has not read."""
+
+    def close(self) -> None:
+        with forked_sockets.letting_go(self._url) if self._url else nullcontext():
+            if self._inbound is not None:
+                self._inbound.close()
+            if self._guard is not None:
+                self._guard.stop()
+            self._socket.close(linger=200)
+            self._context.term()
+
+
+def connected_pair(
+    context: zmq.Context[zmq.Socket[bytes]], url: str, keys: ClientKeys | None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A client's two sockets to an address, for messages without and with payloads, under one name of their own."""
+    name = secrets.token_bytes(15)
+    small, large = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    for kind, end in ((SMALL, small), (LARGE, large)):
+        configure(end, payloads=kind == LARGE)
+        end.setsockopt(zmq.IDENTITY, kind + name)
+        if keys is not None:
+            keys.apply(end)
+        end.connect(url)
+    return small, large
+
+
+class SocketClient:
+    """A client's end."""
+
+    def __init__(self, url: str, *, keys: ClientKeys | None = None) -> None:
+        self.keys = keys
+        """What it connects with."""
+        check_url(url, secured=keys is not None)
+        self._context = zmq.Context()
+        self._wake = Wake()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake.descriptor, zmq.POLLIN)
+        self._small, self._large = connected_pair(self._context, url, keys)
+        for end in (self._small, self._large):
+            self._poller.register(end, zmq.POLLIN)
+
+    def send(self, header: bytes, frames: Frames = ()) -> None:
+        try:
+            send_parts(self._large if frames else self._small, [header], frames)
+        except zmq.Again:
+            return  # the plane is away and the queue full; the protocol asks again
+
+    def receive(self, timeout_s: float) -> Envelope | None:
+        got = self._take()
+        if got is None and self._poller.poll(int(max(timeout_s, 0) * 1000)):
+            self._wake.clear()
+            got = self._take()
+        return got
+
+    def _take(self) -> Envelope | None:
+        for end in (self._small, self._large):
+            try:
+                parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                continue
+            return parts[0].buffer, [part.buffer for part in parts[1:]]
+        return None
+
+    def wake(self) -> None:
+        self._wake.call()
+
+    def close(self) -> None:
+        for end in (self._small, self._large):
+            end.close(linger=500)
+        self._context.term()
+        self._wake.close()
+
+
+def _user_of(part: zmq.Frame) -> str:
+    """Who sent it, as the guard said when the connection was made."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _check_free(path: str) -> None:
+    """ZeroMQ would take the path from a plane that lives; refuse, unless nobody answers there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
+        try:
+            knock.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
+
+
+def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_MESSAGE) -> None:
+    end.setsockopt(zmq.SNDHWM, _QUEUE)
+    end.setsockopt(zmq.RCVHWM, _QUEUE)
+    end.setsockopt(zmq.MAXMSGSIZE, max_message)
+    end.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    end.setsockopt(zmq.RECONNECT_IVL, 50)
+    end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # A connection that is idle for long, or whose other end vanished without a word, must be kept or found dead; else
+    # what is sent over it would wait for TCP to give up, a quarter of an hour later. Where payloads pass, TCP itself
+    # has to find out (unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so
+    # a payload that takes a slow link longer than the heartbeat's timeout would be cut off and sent again for ever.
+    end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PAYLOAD_MS if payloads else 15_000)
+    end.setsockopt(zmq.TCP_MAXRT, 30_000)
+    end.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    end.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
+    end.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    end.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    end.setsockopt(zmq.IPV6, 1)
+
+
+def send_parts(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
+    if not frames:
+        end.send_multipart(head, zmq.NOBLOCK)
+        return
+    for part in head:
+        end.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+    for i, frame in enumerate(frames):
+        more = zmq.SNDMORE if i + 1 < len(frames) else 0
+        end.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NO_COPY_FROM)

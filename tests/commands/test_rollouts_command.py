@@ -1,0 +1,144 @@
+"""`penstock rollouts`: what it prints, how it ends, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import penstock as ps
+from penstock.cli import main
+from penstock.client import Plane
+from penstock.demo.chat_model import save_model
+from penstock.demo.endpoint import Endpoint, Engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TASKSETS = Path(__file__).parent / "tasksets"
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with Endpoint(Engine(save_model(tmp_path_factory.mktemp("model") / "tiny"))) as found:
+        yield found
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[Plane]:
+    with ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=2, listen=[f"ipc://{tmp_path}/s"]) as found:
+        yield found
+
+
+def words(endpoint: Endpoint, tmp_path: Path) -> list[str]:
+    given = f"--endpoint {endpoint.url} --plane ipc://{tmp_path}/s --runtime subprocess --group-size 4 --max-tokens 5"
+    return ["rollouts", "verifiers", "reverse-words", *given.split()]
+
+
+def test_groups_are_put_and_counted(
+    endpoint: Endpoint,
+    plane: Plane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(TASKSETS)  # a module of the current folder
+    assert main([*words(endpoint, tmp_path), "--groups", "2", "--set", "taskset.words=3"]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"reverse-words: 2 groups put, 8 rollouts, \d+ tokens, mean reward 0\.\d{3}\n", said)
+    assert plane.ledger.held == 8
+    assert main([*words(endpoint, tmp_path), "--groups", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["groups"] == 1 and captured.err == ""
+
+
+def test_an_interrupt_ends_it_with_130_and_says_what_was_put(endpoint: Endpoint, plane: Plane, tmp_path: Path) -> None:
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-W", "ignore", "-c", program, *words(endpoint, tmp_path)]
+    with subprocess.Popen(
+        command, cwd=TASKSETS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            with plane.source(rank=0) as source:
+                source.step(timeout=240)  # two groups have come
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    found = re.fullmatch(r"reverse-words: ([\d,]+) groups put, .*\n", out)
+    assert found, out + err
+    assert "Traceback" not in err
+    # What it says was put is there; a group that was under way may be as well.
+    assert plane.ledger.accepted >= 4 * int(found[1].replace(",", "")) >= 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--plane", "runs/x"], "--plane runs/x: not an address"),
+        (["--endpoint", "http://127.0.0.1:1/v1"], "endpoint http://127.0.0.1:1/v1: ConnectError"),
+        (["--group-size", "0"], "group_size: 0; must be at least 1"),
+        (["--set", "words"], "--set 'words': must be KEY=VALUE"),
+        (["--assets", "x"], "--assets and --image-model belong together"),
+        (["--assets", "x", "--image-model", "nowhere"], "--image-model nowhere: "),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    endpoint: Endpoint,
+    plane: Plane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(TASKSETS)
+    assert main([*words(endpoint, tmp_path), *extra]) == 1
+    captured = capsys.readouterr()
+    err = captured.err
+    assert captured.out == "" and err.startswith("penstock rollouts: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["verifiers", "endpoint", "annotate"])
+def test_every_kind_explains_itself_with_examples(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["rollouts", kind, "--help"])
+    assert stopped.value.code == 0
+    assert f"  penstock rollouts {kind} " in capsys.readouterr().out
+
+
+def test_the_endpoint_is_written_and_served_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tiny"
+    assert main(["rollouts", "endpoint", str(folder), "--write-model"]) == 0
+    assert "penstock rollouts endpoint" in capsys.readouterr().out
+    assert main(["rollouts", "endpoint", str(tmp_path)]) == 1
+    assert "no config.json; give a model's folder" in capsys.readouterr().err
+    with Endpoint(Engine(folder)) as other:
+        port = other.url.rpartition(":")[2].removesuffix("/v1")
+        assert main(["rollouts", "endpoint", str(folder), "--port", port]) == 1
+        assert "give another --port" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_endpoint_with_130(endpoint: Endpoint) -> None:
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-W", "ignore", "-c", program, "rollouts", "endpoint", endpoint.engine.name, "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            url = said.rpartition(" at ")[2].strip()
+            assert httpx.get(f"{url}/models", timeout=120).json()["data"][0]["id"] == endpoint.engine.name
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "Traceback" not in err, err

@@ -1,0 +1,24 @@
+"""Faults that a plane must outlive: the same as `scripts/torture faults`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import FAULTS, provoke
+
+
+def _can_mount() -> bool:
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plane_outlives(fault: str, tmp_path: Path) -> None:
+    if fault == "disk" and not _can_mount():
+        pytest.skip("needs a private mount namespace")
+    result = provoke(fault, tmp_path / fault)
+    assert result.good, result.words
+    assert result.tries > 0

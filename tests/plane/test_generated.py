@@ -1,0 +1,56 @@
+"""`gen/` says how good what is generated is, apart from what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import penstock as ps
+from penstock.commands.top import _from_plane, page
+from penstock.server.prometheus import render
+from tests.support.pace import pace
+from tests.support.planes import OpenPlane
+
+PATIENCE_S = 60 * pace()
+
+
+def put(plane: ps.Plane, name: str, reward: float, **fields: Any) -> None:
+    turns = [ps.Turn([1, 2]), ps.Turn([3, 4, 5], logprobs=[-0.5] * 3)]
+    with plane.group(name, policy_version=0) as group:
+        group.add(ps.Trajectory(turns=turns, reward=reward, **fields))
+        group.add(ps.Trajectory(turns=turns, reward=reward))
+
+
+def test_a_step_says_what_was_put_since_the_one_before(open_plane: OpenPlane) -> None:
+    replay = {"sampler": ps.Lifo(), "remover": ps.Fifo(), "max_times_sampled": None}
+    plane = open_plane(ranks=1, groups_per_step=1, **replay)
+    put(plane, "a", 1.0, truncated=True, seconds=3.0)
+    with plane.source(0, prefetch=0) as source:
+        first = source.step(timeout=PATIENCE_S)
+        source.commit(first, policy_version=1)
+        put(plane, "b", 0.0)
+        put(plane, "c", 0.5)
+        second = source.step(timeout=PATIENCE_S)
+        source.commit(second, policy_version=2)
+        third = source.step(timeout=PATIENCE_S)  # nothing was put: replayed
+    expected = {"samples": 2, "reward": 1.0, "length": 5.0, "completion_length": 3.0, "truncated": 0.5, "seconds": 3.0}
+    assert {name: first.numbers[f"gen/{name}"] for name in expected} == expected
+    assert (second.numbers["gen/samples"], second.numbers["gen/reward"]) == (4, 0.25)
+    assert second.numbers["buffer/staleness_mean"] == 1.0 and second.numbers["buffer/items"] == 3
+    assert third.numbers["gen/samples"] == 0 and "gen/reward" not in third.numbers
+
+
+def test_status_top_and_metrics_page_have_the_newest(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    put(plane, "a", 0.5, truncated=True, seconds=3.0)
+    status = plane.status()
+    assert status["metrics"]["gen/reward"] == 0.5
+    line = next(line for line in page(_from_plane(status), {}) if line.startswith("generated"))
+    assert "reward 0.500, 5 tokens, 50% truncated, 3.0 s" in line
+    assert "penstock_gen_truncated" in render(status)
+
+
+def test_evaluation_groups_do_not_count(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    with plane.group("e", policy_version=0, evaluation=True) as group:
+        group.add(ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-1])], reward=1.0))
+    assert plane.status()["metrics"]["gen/samples"] == 0

@@ -1,0 +1,40 @@
+"""System calls that fail, or kill, in a run of two writers: the short form of `scripts/torture failing-syncs`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plane.test_kill_points import _strace_works
+from tests.support.injected import TARGETS, cut_logs
+
+INJECT = """
+import sys
+from pathlib import Path
+from tests.support.injected import Total, inject
+
+folder, target, error, every = sys.argv[1:]
+found = inject(Path(folder), target, error.strip("+"), goes_on=error.endswith("+"), every=int(every))
+print(found)
+sys.exit(0 if found.good else 1)
+"""
+
+
+@pytest.mark.skipif(not _strace_works(), reason="needs strace")
+@pytest.mark.parametrize("error", ["", "EIO", "ENOSPC+"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_writers_outlive_a_call_that_kills_or_fails(target: str, error: str, tmp_path: Path) -> None:
+    """In a process of its own: it forks."""
+    every = {"": 200, "EIO": 30, "ENOSPC+": 30}[error] if target == "plane-0" else 12
+    words = [sys.executable, "-c", INJECT, str(tmp_path / "run"), target, error, str(every)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+def test_a_write_ahead_log_that_is_cut_is_refused_unless_nothing_is_missing(tmp_path: Path) -> None:
+    cuts = cut_logs(tmp_path / "run", copies=3, seed=2)
+    assert cuts.good, cuts
+    assert cuts.copies == 3

@@ -1,0 +1,155 @@
+"""Mistakes in a training loop are reported: by our errors, or by a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.errors import ConfigError, InvalidInput, StepAborted
+from penstock.packing.denominators import Denominators
+from penstock.train.terms import Terms
+from penstock.view import TokenExporter
+from tests.support.groups import named_group
+from tests.support.pace import pace
+from tests.support.planes import OpenPlane
+
+PATIENCE_S = 30 * pace()
+
+
+def test_eight_steps_without_a_commit_are_warned_of_once(
+    open_plane: OpenPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    with plane.source(0, prefetch=0) as source:
+        for i in range(12):
+            plane.put(named_group(f"g{i}"))
+            source.step(timeout=PATIENCE_S)
+            warned = [line for line in caplog.messages if "none of them committed" in line]
+            assert len(warned) == (i >= 8), i
+    assert "steps 1 to 8 were taken" in warned[0]
+
+
+def test_who_commits_is_not_warned(open_plane: OpenPlane, caplog: pytest.LogCaptureFixture) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    with plane.source(0, prefetch=0) as source:
+        for i in range(12):
+            plane.put(named_group(f"g{i}"))
+            source.commit(source.step(timeout=PATIENCE_S))
+    assert "committed" not in caplog.text
+
+
+def test_a_second_trainer_is_named_with_process_and_host(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    plane.put(named_group("a"))
+    first = plane.source(0)
+    first.step(timeout=PATIENCE_S)
+    second = plane.source(0, resume_step=1)
+    with pytest.raises(StepAborted, match=rf"another process \(pid {os.getpid()} on .+\) joined as this rank"):
+        first.step(timeout=PATIENCE_S)
+    second.close()
+    first.close()
+
+
+CHANGES = [
+    ({"seq_len": 32}, "seq_len: was 64, is now 32"),
+    ({"groups_per_step": 3}, "step: was 2 groups, is now 3 groups"),
+    ({"run": "other"}, "run: was demo, is now other"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES, ids=[words for _, words in CHANGES])
+def test_a_setting_that_changed_since_is_logged_with_both_values(
+    open_plane: OpenPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], words: str
+) -> None:
+    given: dict[str, Any] = {"ranks": 1, "run": "demo"}
+    with caplog.at_level(logging.WARNING, "penstock"):
+        open_plane(tmp_path, **given).close()
+        open_plane(tmp_path, **given).close()
+        assert "is now" not in caplog.text
+        open_plane(tmp_path, **given | change).close()
+        assert words in caplog.text
+        caplog.clear()
+        open_plane(tmp_path, **given | change).close()
+        assert "is now" not in caplog.text
+
+
+@pytest.mark.parametrize("rank", [2, 7, -1, "0"])
+def test_a_rank_outside_the_world_is_rejected_at_once(open_plane: OpenPlane, rank: Any) -> None:
+    with pytest.raises(InvalidInput, match="must be from 0 to world - 1"):
+        open_plane(ranks=2).source(rank)
+
+
+def sample() -> ps.Sample:
+    return named_group("a")[0]
+
+
+def test_what_is_put_must_be_samples(open_plane: OpenPlane) -> None:
+    plane, wrong = open_plane(), ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-0.5])])
+    with pytest.raises(InvalidInput, match=r"put: a Sample; .*plane.put\(\[sample"):
+        plane.put(sample())  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"put: samples\[0\] is a Trajectory"):
+        plane.put([wrong])  # type: ignore[list-item]
+    with pytest.raises(InvalidInput, match="put: a str"):
+        plane.put("group")  # type: ignore[arg-type]
+
+
+def test_what_is_put_from_a_task_must_be_samples(open_plane: OpenPlane) -> None:
+    with pytest.raises(InvalidInput, match="put: a Sample"):
+        asyncio.run(open_plane().aput(sample()))  # type: ignore[arg-type]
+
+
+def test_what_is_added_must_be_a_trajectory(open_plane: OpenPlane) -> None:
+    with pytest.raises(InvalidInput, match=r"add\(Sample\); add a Trajectory"), open_plane().group("p") as group:
+        group.add(sample())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [None, "1", 1.0, {}])
+def test_what_is_committed_must_be_a_step(open_plane: OpenPlane, step: Any) -> None:
+    with open_plane(ranks=1).source(0) as source:
+        with pytest.raises(InvalidInput, match=r"commit: .*pass the step that source.step"):
+            source.commit(step)
+        with pytest.raises(InvalidInput, match=r"report: .*pass the step that source.step"):
+            source.report(step, metrics={"loss": 1.0})
+
+
+def test_a_version_that_is_text_is_shown_as_text() -> None:
+    with pytest.raises(InvalidInput, match="policy_version: '3'; must be a whole number"):
+        ps.Sample(group="g", token_ids=[1, 2], loss_mask=[0, 1], policy_version="3")  # type: ignore[arg-type]
+
+
+def test_a_mean_needs_denominators() -> None:
+    torch = pytest.importorskip("torch")
+    terms = Terms(loss=torch.zeros(2), trainer_logprobs=torch.zeros(2))
+    with pytest.raises(InvalidInput, match=r"mean of int 8; pass step.denominators"):
+        terms.mean(8)  # type: ignore[arg-type]
+    assert terms.mean(Denominators(loss_tokens=2)).item() == 0.0
+
+
+def test_an_exporter_needs_a_micro_batch_and_terms(tmp_path: Path) -> None:
+    with (
+        TokenExporter(tmp_path) as exporter,
+        pytest.raises(InvalidInput, match=r"write\(dict, dict\); pass a micro-batch"),
+    ):
+        exporter.write(10, {}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("where", "meant"), [("memory", "memory:"), ("localhost:7440", "tcp://localhost:7440")])
+def test_an_address_without_its_scheme_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, meant: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"give '{meant}', or './{where}' for a folder"):
+        ps.open(where, ranks=1, seq_len=16, groups_per_step=1)
+    assert list(tmp_path.iterdir()) == []
+    ps.open(f"./{where}", ranks=1, seq_len=16, groups_per_step=1).close()
+
+
+def test_a_missing_step_target_is_named_by_its_settings() -> None:
+    with pytest.raises(ConfigError, match="memory:: when a step is full: missing; give one of groups_per_step, samp"):
+        ps.open("memory:", ranks=1, seq_len=16)

@@ -1,0 +1,61 @@
+"""A folder that cannot be made, read or written is our error, with the path and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.errors import StorageError
+from penstock.view import TokenExporter
+from tests.support.groups import named_group
+
+
+def use(where: str | Path, **settings: str | list[str]) -> None:
+    with ps.open(where, ranks=1, seq_len=64, groups_per_step=1, **settings) as plane:  # type: ignore[arg-type]
+        plane.put(named_group("a"))
+
+
+def with_file(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("a file")
+    return folder
+
+
+def with_folder(folder: Path, name: str) -> Path:
+    (folder / name).mkdir(parents=True)
+    return folder
+
+
+ODD: dict[str, Callable[[Path], None]] = {
+    "a file": lambda at: use(with_file(at, "run") / "run"),
+    "under a file": lambda at: use(with_file(at, "run") / "run" / "deeper"),
+    "not to be made": lambda _: use("/proc/penstock"),
+    "not to be written": lambda _: use("/sys/penstock"),
+    "NUL": lambda at: use(f"{at}/a\0b"),
+    "too long": lambda at: use(at / ("x" * 300)),
+    "lock is a folder": lambda at: use(with_folder(at, "lock")),
+    "log is a folder": lambda at: use(with_folder(at, "log.sqlite")),
+    "write-ahead log is a folder": lambda at: use(with_folder(at, "log.sqlite-wal")),
+    "storage is a file": lambda at: use(with_file(at, "storage")),
+    "file:// of a file": lambda at: use("memory:", listen=[f"file://{with_file(at, 'mail')}/mail"]),
+    "file:// not to be made": lambda _: use("memory:", listen=["file:///proc/penstock"]),
+    "client, file:// of a file": lambda at: ps.open(f"file://{with_file(at, 'mail')}/mail").close(),
+    "source, file:// not to be made": lambda _: ps.connect("file:///proc/penstock", rank=0, world=1).close(),
+    "export not to be made": lambda _: TokenExporter("/proc/penstock").close(),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_folder_is_our_error(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(StorageError, match=r".+: .+"):
+        ODD[kind](tmp_path)
+
+
+def test_what_was_in_the_way_can_be_moved_away(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"storage.*a file is where a folder should be"):
+        use(with_file(tmp_path, "storage"))
+    (tmp_path / "storage").unlink()
+    use(tmp_path)  # nothing of the failed open is left, the lock included

@@ -1,0 +1,159 @@
+"""One group's way through a plane, counted: docs/path.md says how often each hop happens, and it is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from types import CodeType, FrameType
+
+import penstock as ps
+from penstock.capture import Trajectory, Turn
+from penstock.client.source import Source, SourceStep
+from penstock.frames import decode, encode
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "path.md").read_text()
+RANKS, ROLLOUTS = 2, 4
+_HOP = re.compile(r"(?m)^\|.*\| `(penstock[\w.]+):([\w.]+)` \|(?: ([^|]+) \|)?$")
+_CALLS = re.compile(r"(?:(\d+)(?: \+ |$))?(?:(\d+) per (rank|rollout))?")
+
+
+THROUGH = "## Through the plane"
+DIRECT_PART, _, _rest = PAGE.partition(THROUGH)
+THROUGH_PART, _, _ = _rest.partition("\n## ")
+
+
+def hops(text: str = PAGE) -> dict[str, str]:
+    """`module:function` of every hop on the page -> how often it says that it happens; empty where it does not say."""
+    return {f"{module}:{name}": calls for module, name, calls in _HOP.findall(text)}
+
+
+def promised(calls: str) -> int:
+    """The number that words such as "1 + 1 per rank" mean here."""
+    found = _CALLS.fullmatch(calls)
+    assert found is not None, calls
+    once, each, what = found.groups()
+    return int(once or 0) + int(each or 0) * {"rank": RANKS, "rollout": ROLLOUTS, None: 0}[what]
+
+
+def code_of(hop: str) -> CodeType:
+    module, _, name = hop.partition(":")
+    found: CodeType = reduce(getattr, name.split("."), importlib.import_module(module)).__code__
+    return found
+
+
+@contextmanager
+def counting(hops: list[str]) -> Iterator[Callable[[], dict[str, int]]]:
+    """Counts calls of these functions, in this thread and in those begun meanwhile."""
+    codes, called = {code_of(hop): hop for hop in hops}, deque[str]()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code in codes:
+            called.append(codes[frame.f_code])
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield lambda: dict(Counter(called))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def trained(
+    hops: list[str], where: Path | str = "memory:", *, also: Callable[[SourceStep], object] = lambda _step: None
+) -> dict[str, int]:
+    """How often each hop happens for one group that is put, drawn, trained and committed."""
+
+    def train(source: Source) -> None:
+        step = source.step()
+        assert any(not batch.is_dummy for batch in step)
+        also(step)
+        source.commit(step, policy_version=1)
+        source.flush()
+
+    with counting(hops) as counts:
+        with ps.open(where, ranks=RANKS, seq_len=64, groups_per_step=1) as plane:
+            with plane.group("prompt") as group:
+                for i in range(ROLLOUTS):
+                    turns = [Turn(range(40)), Turn([50 + i] * 20, logprobs=[-0.5] * 20)]
+                    group.add(Trajectory(turns=turns, reward=float(i)))
+            sources = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
+            with ThreadPoolExecutor(RANKS) as pool:
+                list(pool.map(train, sources))
+            for source in sources:
+                source.close()
+        return counts()
+
+
+def test_a_group_takes_the_way_that_the_page_describes(tmp_path: Path) -> None:
+    counted = {hop: promised(calls) for hop, calls in hops(DIRECT_PART).items() if calls}
+    assert len(counted) > 15
+    assert trained(list(counted), tmp_path / "run") == counted
+
+
+def test_a_group_takes_the_other_way_through_the_plane() -> None:
+    counted = {hop: promised(calls) for hop, calls in hops(THROUGH_PART).items() if calls}
+    assert len(counted) > 5
+    assert trained(list(counted)) == counted
+
+
+def test_straight_to_storage_no_frame_is_joined_decoded_or_gathered(tmp_path: Path) -> None:
+    never = [
+        "penstock.client.encoded_group:EncodedGroup.frame",
+        "penstock.frames.reading:decode",
+        "penstock.frames.reading:describe",
+        "penstock.frames.gathering:gather",
+        "penstock.frames.gathering:open_frame",
+    ]
+    assert trained(never, tmp_path / "run") == {}
+
+
+def test_through_the_plane_a_group_is_encoded_checked_gathered_and_decoded_once() -> None:
+    assert trained(
+        [
+            "penstock.frames.writing:encode_group",
+            "penstock.frames.metadata:check_group",
+            "penstock.frames.gathering:gather",
+            "penstock.frames.reading:decode",
+            "penstock.frames.reading:describe",
+            "penstock.frames.reading:open_stored",
+            "penstock.frames.writing:frame_pieces",
+        ]
+    ) == {
+        "penstock.frames.writing:encode_group": 1,
+        "penstock.frames.metadata:check_group": 1,
+        "penstock.frames.gathering:gather": RANKS,
+        "penstock.frames.reading:decode": RANKS,
+        "penstock.frames.reading:describe": 1 + RANKS,
+        "penstock.frames.reading:open_stored": 1,
+        "penstock.frames.writing:frame_pieces": 1 + RANKS,
+    }
+
+
+def test_one_call_more_is_noticed_in_any_thread() -> None:
+    again = encode([ps.Sample(id="a", token_ids=[1, 2])])
+    counts = trained(["penstock.frames.reading:decode"], also=lambda _step: decode(again))
+    assert counts == {"penstock.frames.reading:decode": 2 * RANKS}
+
+
+def test_every_function_on_the_page_exists() -> None:
+    found = hops()
+    assert len(found) > 25
+    for hop in found:
+        module, _, name = hop.partition(":")
+        path = ROOT / "src" / Path(*module.split(".")).with_suffix(".py")
+        body: list[ast.stmt] = ast.parse(path.read_text()).body
+        for part in name.split("."):
+            named = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part]
+            assert named, f"{hop}: {path.name} has no {part}"
+            body = named[0].body

@@ -1,0 +1,119 @@
+"""A plane that dies gives every rank the same error, whatever each of them was doing."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.client.source import Source
+from penstock.client.source_settings import SourceSettings
+from penstock.errors import Closed, Conflict, PenstockError, StepAborted, StorageError
+from tests.plane.test_plane import close, put, sources, together
+from tests.plane.test_plane_failures import NonsenseClient
+from tests.support.groups import named_group
+from tests.support.pace import pace
+from tests.support.planes import FAST, OpenPlane
+
+
+def failing(plane: object, text: str) -> None:
+    """Let the next turn of the plane's loop end it."""
+
+    def end(_now: float) -> None:
+        raise StorageError(text)
+
+    server = plane._server  # type: ignore[attr-defined]
+    server.turn = end
+
+
+def raised(act: object) -> PenstockError:
+    assert callable(act)
+    try:
+        act()
+    except PenstockError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_every_rank_of_a_dying_plane_gets_the_same_words(open_plane: OpenPlane) -> None:
+    for attempt in range(5):
+        plane = open_plane(ranks=4)
+        ranks = sources(plane, 4)
+        put(plane, "a", "b")
+        together(*(source.step for source in ranks))
+        failing(plane, f"attempt {attempt}")
+        found = together(*(lambda source=source: raised(lambda: source.step(timeout=60)) for source in ranks))
+        words = f"step 1: the plane: the plane ended: StorageError: attempt {attempt}"
+        assert {(type(error), str(error)) for error in found} == {(StepAborted, words)}
+        close(ranks)
+
+
+def test_a_rank_that_had_not_joined_yet_gets_the_words_of_the_others(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=2)
+    first = plane.source(0, world=2)
+    failing(plane, "no more")
+    late = plane.source(1, world=2)
+    errors = [raised(lambda source=source: source.step(timeout=60)) for source in (first, late)]
+    assert {str(error) for error in errors} == {"step 1: the plane: the plane ended: StorageError: no more"}
+    assert "the plane in this process ended: no more" in str(raised(lambda: plane.put(named_group("a"))))
+    close([first, late])
+
+
+def test_ranks_of_a_plane_that_is_closed_in_order_are_told_that(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=2)
+    ranks = sources(plane, 2)
+    plane.close()
+    found = together(*(lambda source=source: raised(lambda: source.step(timeout=60)) for source in ranks))
+    assert {(type(error), str(error)) for error in found} == {(Closed, "the plane in this process was closed")}
+    close(ranks)
+
+
+def test_a_rank_that_fails_while_it_fills_gives_all_the_same_words(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=2)
+    for attempt in range(8):
+        good = plane.source(0, world=2)
+        bad = Source(NonsenseClient(plane._connect()), SourceSettings(rank=1, world=2, timeouts=FAST))
+        put(plane, f"a{attempt}", f"b{attempt}")
+
+        def take(source: Source) -> str:
+            with source:  # as a trainer does: whoever fails leaves at once
+                source.step(timeout=60)
+            return "nothing was raised"
+
+        found = together(*(lambda source=source: str(raised(lambda: take(source))) for source in (good, bad)))
+        assert len(set(found)) == 1, found
+        assert "step 1: rank 1: CorruptFrame" in str(found[0])
+
+
+# ------------------------------------------------------------------ a handle that is dropped without close
+
+
+def test_a_plane_that_is_only_deleted_frees_its_folder(tmp_path: Path) -> None:
+    for life in range(3):
+        plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+        assert plane.put(named_group(f"g{life}"))
+        assert plane.ledger.accepted == 2 * (life + 1)
+        del plane
+        gc.collect()
+
+
+def test_a_plane_lives_as_long_as_its_source(tmp_path: Path) -> None:
+    plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+    plane.put(named_group("a"))
+    source = plane.source(0)
+    del plane
+    gc.collect()
+    assert source.step(timeout=30 * pace()).number == 1
+    source.close()
+    del source
+    gc.collect()
+    ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1).close()
+
+
+def test_a_folder_open_in_this_process_says_what_to_do(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
+    with ps.open(tmp_path, **settings), pytest.raises(Conflict, match=r"this process has it open already; call close"):
+        ps.open(tmp_path, **settings)

@@ -1,0 +1,164 @@
+"""Groups that are nothing but a name, and steps of them: so that thousands of runs can be simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+import xxhash
+
+from penstock.arrays.digests import step_digest
+from penstock.errors import CorruptFrame
+from penstock.frames import GroupFacts
+from penstock.plane.engine import Engine
+from penstock.plane.evaluations import EvalFacts
+from penstock.plane.intake import Intake, Stored
+from penstock.plane.pipeline import Pipeline
+from penstock.plane.step_builder import Place, PlannedStep
+from penstock.plane.workers import Workers
+from penstock.protocol.messages import Buffer, Frames
+from penstock.protocol.picks import PickedGroup, StepPicks
+from penstock.protocol.steps import Staged
+from penstock.storage import DamagedFrame, Storage
+
+RUNS = ("a", "b")
+"""Each group belongs to one of them, by its name."""
+
+
+class PlainIntake(Intake):
+    """Takes groups that are nothing but a name, so that thousands of runs can be simulated."""
+
+    def run_of(self, frame: Buffer) -> str:
+        name, _, _ = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+        return run_of_group(name)
+
+    def check(self, group: str, frame: Buffer) -> GroupFacts:
+        return plain_facts(group, frame)
+
+    def _facts_of(self, stored: Stored) -> GroupFacts:
+        facts = GroupFacts.from_bytes(stored.metadata)
+        if facts.group != stored.group:
+            raise CorruptFrame(f"group {stored.group!r}: the metadata is of group {facts.group!r}")
+        return facts
+
+    def _check_facts(self, facts: GroupFacts) -> None:
+        """There is nothing in a name that a plane could have something against."""
+
+    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
+        return self.check(group, frame), EvalFacts()
+
+
+def plain_facts(group: str, frame: Buffer) -> GroupFacts:
+    """Of a group that is only a name."""
+    name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
+    if name != group:
+        raise CorruptFrame(f"group {group!r}: holds {name!r}")
+    zeros = bytes(8 * samples)
+    return GroupFacts(
+        group=group,
+        prompt="",
+        run=run_of_group(group),
+        seq_len=64,
+        num_tokens=10 * samples,
+        policy_version=version,
+        kinds={},
+        columns=(),
+        ids=tuple(f"{group}/{i}" for i in range(samples)),
+        modes=("rl",),
+        lengths=zeros,
+        kept=zeros,
+        loss_tokens=zeros,
+        kept_loss_tokens=zeros,
+        patches=zeros,
+        stub=zeros,
+        stub_patches=zeros,
+        term_tokens=b"",
+        modality=b"",
+        has=b"",
+        parents=(),
+        shared=(),
+        versions=(),
+        digests=(xxhash.xxh3_128_digest(frame),),
+    )
+
+
+def run_of_group(group: str) -> str:
+    """Each group belongs to a run, by its name."""
+    return RUNS[sum(group.encode()) % len(RUNS)]
+
+
+class PlainBuilder:
+    """Deals whole groups to ranks."""
+
+    def __init__(self, ranks: int, storage: Storage) -> None:
+        self._ranks, self._storage = ranks, storage
+
+    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+        plans = [f"{rank}:{[f.group for f in facts[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
+        digests = [
+            step_digest(plan, [f.digests[0] for f in facts[rank :: self._ranks]]) for rank, plan in enumerate(plans)
+        ]
+        return PlannedStep(rank_plans=tuple(plans), needs=(b"",) * self._ranks, digests=tuple(digests), loss_tokens=1)
+
+    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+        return {}
+
+    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+        parts = [groups[rank :: self._ranks] for rank in range(self._ranks)]
+        return Staged(
+            step=step,
+            plans=list(planned.rank_plans),
+            payloads=[list(map(self._frame, part)) if rank in inline else None for rank, part in enumerate(parts)],
+            digests=list(planned.digests),
+            picks=[_picks_of(part).to_bytes() for part in parts],
+        )
+
+    def _frame(self, place: Place) -> Buffer:
+        try:
+            found = self._storage.read(place.location)[0]
+        except CorruptFrame as error:
+            raise DamagedFrame(place.group, str(error)) from None
+        if wrong := _wrong_with(found, place.metadata):
+            raise DamagedFrame(place.group, wrong)
+        return found
+
+
+def _picks_of(groups: Sequence[Place]) -> StepPicks:
+    return StepPicks(
+        groups=tuple(
+            PickedGroup(
+                group=place.group,
+                location=place.location,
+                rows=(0,),
+                front=b"",
+                digests=GroupFacts.from_bytes(place.metadata).digests,
+            )
+            for place in groups
+        )
+    )
+
+
+def _wrong_with(frame: Buffer, metadata: bytes) -> str:
+    """What is wrong with a stored frame; empty if nothing is."""
+    is_same = xxhash.xxh3_128_digest(frame) == GroupFacts.from_bytes(metadata).digests[0]
+    return "" if is_same else "not the frame that was put"
+
+
+def plain_look(storage: Storage, location: str, metadata: bytes) -> CorruptFrame | None:
+    """How the plane looks at a frame that a rank could not read."""
+    try:
+        wrong = _wrong_with(storage.read(location)[0], metadata)
+    except CorruptFrame as error:
+        return error
+    return CorruptFrame(wrong) if wrong else None
+
+
+def plain_pipeline(engine: Engine, workers: Workers) -> Pipeline:
+    """How groups that are only names go in, and steps of them come out."""
+    builder = PlainBuilder(engine.settings.packing.ranks, engine.storage)
+    return Pipeline(engine, PlainIntake(engine.settings, engine.writer), builder, workers)
+
+
+def plain_digests(frames: Frames) -> list[bytes]:
+    """The digests of what a rank was sent."""
+    return [xxhash.xxh3_128_digest(frame) for frame in frames]

@@ -1,0 +1,221 @@
+"""Who may talk to a plane that other hosts can reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from penstock.errors import ConfigError
+from penstock.testing.transport_suite import hear
+from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _gets_in, guard, make_keys, refuse_strangers
+from penstock.transport.sockets import SocketClient, SocketPlane, check_url
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def plane(folder: Path) -> Iterator[SocketPlane]:
+    made = SocketPlane("tcp://127.0.0.1:*", keys=PlaneKeys.load(folder))
+    yield made
+    made.close()
+
+
+def _is_heard(plane: SocketPlane, keys: ClientKeys | None) -> bool:
+    client = SocketClient(plane.url, keys=keys)
+    client.send(b"hello")
+    heard = bool(hear(plane, 1, patience_s=2.0 if keys and keys.plane else 0.5))
+    client.close()
+    return heard
+
+
+def test_a_client_with_an_allowed_key_gets_in(plane: SocketPlane, folder: Path) -> None:
+    assert _is_heard(plane, ClientKeys.load(folder))
+
+
+def test_a_client_without_keys_does_not(plane: SocketPlane) -> None:
+    assert not _is_heard(plane, None)
+
+
+def test_a_key_that_is_not_allowed_does_not(plane: SocketPlane, folder: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    assert not _gets_in(plane.url, ClientKeys(public=public, secret=secret, plane=ClientKeys.load(folder).plane), 2.0)
+
+
+def test_the_keys_of_another_plane_do_not(plane: SocketPlane, tmp_path: Path) -> None:
+    make_keys(tmp_path / "other")
+    assert not _gets_in(plane.url, ClientKeys.load(tmp_path / "other"), 2.0)
+
+
+def test_a_client_refuses_a_plane_that_is_not_the_one_it_knows(plane: SocketPlane, folder: Path) -> None:
+    own = ClientKeys.load(folder)
+    impostor = ClientKeys(public=own.public, secret=own.secret, plane=zmq.curve_keypair()[0])
+    assert not _gets_in(plane.url, impostor, 2.0)
+
+
+def test_every_client_named_gets_a_key_of_its_own(tmp_path: Path) -> None:
+    make_keys(tmp_path, clients=("trainer", "worker"))
+    keys = PlaneKeys.load(tmp_path)
+    assert {ClientKeys.load(tmp_path, name).public for name in ("trainer", "worker")} == keys.allowed
+
+
+def test_the_plane_tells_a_writer_from_a_client_by_its_key(tmp_path: Path) -> None:
+    make_keys(tmp_path, writers=("writer",))
+    keys = PlaneKeys.load(tmp_path)
+    assert keys.writers == {ClientKeys.load(tmp_path, "writer").public} and not keys.writers & keys.allowed
+    plane = SocketPlane("tcp://127.0.0.1:*", keys=keys)
+    found = {}
+    for name in ("client", "writer"):
+        client = SocketClient(plane.url, keys=ClientKeys.load(tmp_path, name))
+        client.send(name.encode())
+        ((peer, header, _),) = hear(plane, 1)
+        found[bytes(header).decode()] = plane.is_writer(peer)
+        client.close()
+    plane.close()
+    assert found == {"client": False, "writer": True}
+
+
+@pytest.mark.parametrize("url", ["tcp://0.0.0.0:7440", "tcp://*:7440", "tcp://10.1.2.3:7440", "tcp://[::]:7440"])
+def test_an_address_others_can_reach_needs_keys(url: str) -> None:
+    with pytest.raises(ConfigError, match="no keys"):
+        check_url(url, secured=False)
+    with pytest.raises(ConfigError, match="no keys"):
+        SocketPlane(url)
+    check_url(url, secured=True)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:*", "tcp://localhost:1", "tcp://[::1]:5", "tcp://127.9.9.9:1"])
+def test_loopback_needs_none(url: str) -> None:
+    check_url(url, secured=False)
+
+
+@pytest.mark.parametrize("url", ["tcp://host", "http://x:1", "inproc://x", "tcp://:1", "ipc://", "tcp://a:b"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        check_url(url, secured=True)
+
+
+class _Unlocked:
+    """A CURVE socket that lets every key in, as one without a ZAP handler does."""
+
+    def __init__(self, keys: PlaneKeys) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.url = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+def test_the_self_test_finds_a_door_that_lets_everybody_in(folder: Path) -> None:
+    keys = PlaneKeys.load(folder)
+    other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    handler, door = Guard(other, keys.allowed), _Unlocked(keys)
+    with pytest.raises(ConfigError, match="a stranger's key was let in"):
+        refuse_strangers(door.url, keys, handler)
+    door.close()
+    handler.stop()
+    other.term()
+
+
+def test_the_self_test_finds_a_door_without_curve(folder: Path) -> None:
+    keys = PlaneKeys.load(folder)
+    other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    handler, plain = Guard(other, keys.allowed), SocketPlane()
+    with pytest.raises(ConfigError, match="no key was let in"):
+        refuse_strangers(plain.url, keys, handler)
+    plain.close()
+    handler.stop()
+    other.term()
+
+
+def test_when_the_guard_stops_nobody_gets_in_and_the_self_test_says_so(folder: Path) -> None:
+    keys = PlaneKeys.load(folder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    handler = guard(context, socket, keys)
+    socket.bind("tcp://127.0.0.1:*")
+    url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    refuse_strangers(url, keys, handler)
+    handler.stop()
+    assert not _gets_in(url, ClientKeys.load(folder), 1.0)
+    with pytest.raises(ConfigError, match="nobody could connect"):
+        refuse_strangers(url, keys, handler, timeout_s=1.0)
+    socket.close(linger=0)
+    context.term()
+
+
+def test_secrets_are_their_owners_alone(folder: Path) -> None:
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for secret in folder.glob("*.secret"):
+        assert secret.stat().st_mode & 0o777 == 0o600
+    (folder / "plane.secret").chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        PlaneKeys.load(folder)
+
+
+def test_secrets_are_never_overwritten(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="exists"):
+        make_keys(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["plane.key", "plane.secret"])
+def test_a_key_that_is_missing_or_short_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"short\n")
+    (folder / name).chmod(0o600)
+    with pytest.raises(ConfigError, match=f"{name}: 5 characters"):
+        PlaneKeys.load(folder)
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match="make keys"):
+        PlaneKeys.load(folder)
+
+
+def test_a_plane_without_any_client_key_does_not_start(folder: Path) -> None:
+    (folder / "allowed" / "client.key").unlink()
+    with pytest.raises(ConfigError, match="no client keys"):
+        PlaneKeys.load(folder)
+
+
+@pytest.mark.parametrize("part", ["", "allowed", "writers"])
+def test_a_key_folder_that_others_may_write_is_rejected(folder: Path, part: str) -> None:
+    for mode in (0o777, 0o720, 0o702):
+        (folder / part).chmod(mode)
+        with pytest.raises(ConfigError, match=rf"others may write there.*mode {mode:o}.*chmod 700"):
+            PlaneKeys.load(folder)
+    (folder / part).chmod(0o755)
+    assert PlaneKeys.load(folder).allowed
+
+
+def test_a_client_rejects_a_key_folder_that_others_may_write(folder: Path) -> None:
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write there"):
+        ClientKeys.load(folder)
+
+
+def test_keys_made_under_any_umask_are_taken(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_keys(tmp_path / "keys")
+    finally:
+        os.umask(before)
+    assert PlaneKeys.load(tmp_path / "keys").allowed
+
+
+@pytest.mark.parametrize("text", ["~" * 40, "\x00" * 40, "é" * 20])
+def test_a_file_in_allowed_that_is_no_key_is_named(folder: Path, text: str) -> None:
+    (folder / "allowed" / "bad.key").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"allowed/bad\.key: not a CURVE key"):
+        PlaneKeys.load(folder)

@@ -1,0 +1,73 @@
+"""A client that is told where its plane is: the carrier suite over planes that come back somewhere else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from penstock.errors import PlaneLost
+from penstock.testing.transport_suite import Ends, RestartableSuite, answer, hear
+from penstock.transport.resolving import Address, ResolvingClient
+from penstock.transport.sockets import SocketPlane
+
+
+class MovingPlane:
+    """Planes at an address that is new each time, and who knows the last one."""
+
+    def __init__(self) -> None:
+        self.places: list[Address] = []
+        self.asked = threading.Semaphore(0)
+
+    def plane(self) -> SocketPlane:
+        plane = SocketPlane()
+        self.places.append(Address(url=plane.url))
+        return plane
+
+    def where(self) -> Address:
+        self.asked.release()
+        if not self.places:
+            raise PlaneLost("no plane yet")
+        return self.places[-1]
+
+    def client(self) -> ResolvingClient:
+        return ResolvingClient(self.where, first=self.places[-1] if self.places else None, silence_s=0.05)
+
+
+class TestResolving(RestartableSuite):
+    def ends(self, folder: Path) -> Ends:
+        moving = MovingPlane()
+        return Ends(plane=moving.plane, client=moving.client)
+
+
+def test_a_client_that_is_answered_does_not_ask_where_the_plane_is() -> None:
+    moving = MovingPlane()
+    plane, client = moving.plane(), moving.client()
+    for _ in range(5):
+        client.send(b"beat")
+        plane.send(hear(plane, 1)[0][0], b"pulse")
+        assert answer(client)[0] == b"pulse"
+        assert client.receive(0.1) is None  # silent, but nothing was asked
+    assert not moving.asked.acquire(blocking=False)
+    client.close()
+    plane.close()
+
+
+def test_a_resolver_that_hangs_stops_nobody() -> None:
+    moving, go = MovingPlane(), threading.Event()
+    plane = moving.plane()
+
+    def hangs() -> Address:
+        go.wait(60)
+        return moving.places[-1]
+
+    client = ResolvingClient(hangs, first=moving.places[-1], silence_s=0.01)
+    began = time.monotonic()
+    for _ in range(50):
+        client.send(b"beat")
+        client.receive(0.01)
+    assert time.monotonic() - began < 30
+    assert len(hear(plane, 50)) == 50
+    go.set()
+    client.close()
+    plane.close()

@@ -1,0 +1,15 @@
+"""Tests with packages that do not fit the test environment: `make test-upstream` makes one and runs this folder.
+
+Plain `pytest` does not collect it (tests/conftest.py). The wheels that `scripts/setup_upstream` unpacked are beside the
+environment that runs this.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(sys.prefix).parent
+for name in ("nemo-gym", "verl"):
+    assert (FOLDER / name).is_dir(), f"{FOLDER / name} is missing; run `make test-upstream`"
+    sys.path.append(str(FOLDER / name))
