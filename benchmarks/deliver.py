@@ -33,7 +33,7 @@ from benchmarks.links import (
     digest,
 )
 from benchmarks.report import Row, faster
-from penstock.client.api import client_carrier, plane_carrier
+from penstock.client import client_carrier, plane_carrier
 from penstock.server.watchdog import die_with_parent
 
 RANKS = 4

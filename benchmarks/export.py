@@ -30,7 +30,7 @@ from penstock.view.parquet import ParquetFile
 from penstock.view.reader import Export
 from penstock.view.record import filled
 from penstock.view.step_files import Format
-from penstock.view.tally import tally
+from penstock.view.tallies import tally
 from tests.support.exports import terms_of
 
 _Fed = list[tuple[MicroBatch, Terms]]

@@ -31,7 +31,7 @@ from penstock.frames import GroupFacts
 from penstock.log import GroupRow, Log
 from penstock.packing import Packing
 from penstock.plane.engine import Drawn, Engine
-from penstock.plane.open_log import open_log, storage_of
+from penstock.plane.opening import open_log, storage_of
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import StepBuilder
 

@@ -24,7 +24,7 @@ from benchmarks.programs.serving import Crew
 from benchmarks.protocol import protocol_time
 from benchmarks.report import Row
 from penstock.arrays import Sample
-from penstock.client.api import client_carrier, plane_carrier
+from penstock.client import client_carrier, plane_carrier
 from penstock.client.plane import Plane
 from penstock.errors import Overloaded
 from penstock.frames import GroupFacts, encode

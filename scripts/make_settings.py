@@ -27,9 +27,9 @@ def modules() -> dict[Path, str]:
     plane = typed_dict("PlaneKeywords", ClusterSettings, f"The keyword arguments of `penstock.open`. {_MADE}")
     packing = typed_dict("PackingKeywords", Packing, f"The keyword arguments of `pack`. {_MADE}", required=True)
     return {
-        package / "packing" / "packing_keywords.py": packing,
-        package / "replay" / "table_keywords.py": table,
-        package / "client" / "plane_keywords.py": plane,
+        package / "packing" / "packing_keywords.pyi": packing,
+        package / "replay" / "table_keywords.pyi": table,
+        package / "client" / "plane_keywords.pyi": plane,
     }
 
 

@@ -63,6 +63,7 @@ PROCESS = {
     "test_state_diagram.py",
     "test_transcript.py",
     "train/test_ranks.py",
+    "test_imports.py::test_a_producer_loads_no_plane_packer_or_database",
     "train/test_trainer_kit_ranks.py",
     "frames/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_compared_pages.py",

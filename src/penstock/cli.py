@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from penstock.config.removed import removed_words
+from penstock.config import removed_words
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__

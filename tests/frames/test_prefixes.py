@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.arrays import offsets_of
-from penstock.arrays.common_prefix import common_prefix
+from penstock.arrays.shared_prefixes import common_prefix
 from penstock.frames.prefixes import MIN_SHARED, cut, find_prefixes, restore, shares_values
 from penstock.testing import reference
 

@@ -20,7 +20,7 @@ from penstock.log import SqliteLog
 from penstock.runs.read_log import kept_groups, read_run, read_stored
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.run_copy import RunCopy
-from penstock.runs.rerun import rerun
+from penstock.runs.rerunning import rerun
 from penstock.storage import FolderStorage, read_marker
 from tests.support.engines import damage_frame
 from tests.support.groups import named_group

@@ -17,9 +17,9 @@ from penstock.cli import main
 from penstock.frames import encode
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.replay import Fifo, Prioritized, Uniform
-from penstock.client.feed import feed
+from penstock.client.feeding import feed
 from penstock.runs.recorded_run import RecordedRun
-from penstock.runs.rerun import rerun
+from penstock.runs.rerunning import rerun
 from penstock.plane.settings import Replay
 from penstock.storage import Gone
 from tests.support.engines import DirectEngine, damage_frame

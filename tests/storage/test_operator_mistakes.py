@@ -12,7 +12,7 @@ from penstock.errors import Conflict, CorruptFile, PenstockError, StorageError
 from penstock.frames import decode, encode
 from penstock.log import State
 from penstock.packing import Packing
-from penstock.plane.open_log import open_log
+from penstock.plane.opening import open_log
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.storage import FolderStorage
 from tests.support.engines import DirectEngine

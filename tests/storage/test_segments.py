@@ -12,7 +12,7 @@ from penstock.errors import Conflict, InvalidInput
 from penstock.frames import check_group, encode
 from penstock.log import SqliteLog
 from penstock.packing import Packing
-from penstock.plane.open_log import open_log
+from penstock.plane.opening import open_log
 from penstock.plane.segments import Outside, Sealed
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.workers import Inline, Job, Then

@@ -9,7 +9,7 @@ from penstock.log import Log
 from penstock.plane.acceptance import Outcome
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
-from penstock.plane.open_log import storage_of
+from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.errors import Conflict, CorruptFile
-from penstock.plane.open_log import open_log
+from penstock.plane.opening import open_log
 from penstock.plane.settings import PlaneSettings
 from tests.support import processes
 from tests.support.processes import Notes, settings

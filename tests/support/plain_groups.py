@@ -9,9 +9,8 @@ import xxhash
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
-from penstock.frames import GroupFacts
+from penstock.frames import EvalFacts, GroupFacts
 from penstock.plane.engine import Engine
-from penstock.plane.evaluations import EvalFacts
 from penstock.plane.intake import Intake, Stored
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.step_builder import Place, PlannedStep

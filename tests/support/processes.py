@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import penstock as ps
-from penstock.client.api import plane_carrier
+from penstock.client import plane_carrier
 from penstock.errors import PenstockError
 from penstock.packing import Packing
 from penstock.plane.loop import Server
-from penstock.plane.open_log import open_log
+from penstock.plane.opening import open_log
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.timeouts import Timeouts
 from penstock.server.watchdog import die_with_parent

@@ -100,7 +100,7 @@ def test_later_changes_to_the_tensors_do_not_reach_the_export(tmp_path: Path) ->
 
 
 def test_the_summary_of_markers_equals_the_summary_of_records(tmp_path: Path) -> None:
-    from penstock.view.tally import Tally, tally
+    from penstock.view.tallies import Tally, tally
 
     make_export(tmp_path, steps=1, ranks=2, groups=5, size=2)
     step = Export(tmp_path).step(1)

@@ -13,7 +13,7 @@ from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, reader
 from penstock.view.skipped import Skipped
-from penstock.view.tally import tally
+from penstock.view.tallies import tally
 from tests.support.exports import make_export
 
 

@@ -1,24 +1,161 @@
 """The column table, ragged columns and their codings: arrays in, arrays out, nothing but numpy."""
 
-from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, Column
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import teacher_topk
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.rollout import RolloutInfo, read_rollout
+from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
+from penstock.arrays.byte_planes import join_bytes, split_bytes
+from penstock.arrays.coercion import (
+    MAX_EXTENT,
+    MAX_TEXT,
+    Values,
+    check_text,
+    coerce,
+    coerce_cells,
+    coerce_lists,
+    run_name_problem,
+)
+from penstock.arrays.columns import (
+    ALL_OR_NONE,
+    APART,
+    COLUMNS,
+    MODES,
+    NO_VERSION,
+    PER_NODE,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    TOPK,
+    WEIGHTS,
+    Array,
+    Cells,
+    Column,
+    Description,
+    allows_all,
+    first_bad,
+)
+from penstock.arrays.counts import MAX_PRIORITY, bounded_sum, check_count, check_priority
+from penstock.arrays.digests import sample_digests, step_digest
+from penstock.arrays.images import ImageSpan, check_spans, types_of
+from penstock.arrays.kept_sets import check_kept, first_bad_set
+from penstock.arrays.list_steps import lists_of, steps_of
+from penstock.arrays.own_columns import (
+    NO_COLUMNS,
+    Given,
+    Own,
+    check_name,
+    declared,
+    joined_own,
+    own_of,
+    read_own,
+    table_with,
+    teacher_topk,
+    words_for,
+)
+from penstock.arrays.pieced import LARGE_BYTES, Pieced
+from penstock.arrays.ragged import Offsets, Ragged, arrays_in, copied, freeze, joined, offsets_of
+from penstock.arrays.rollout import (
+    MAX_ERROR,
+    Roles,
+    RolloutInfo,
+    check_info,
+    check_metrics,
+    check_seconds,
+    read_rollout,
+)
+from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.arrays.sample import Sample
+from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS, TEXT, SampleFacts, Shape
 from penstock.arrays.samples import Samples
+from penstock.arrays.shared_prefixes import SharedPrefixes, common_prefix, earliest_parents
+from penstock.arrays.versions import MAX_VERSION, check_version, known
 
 __all__ = [
+    "ALL_OR_NONE",
+    "APART",
     "COLUMNS",
+    "LARGE_BYTES",
+    "MAX_ERROR",
+    "MAX_EXTENT",
+    "MAX_PRIORITY",
+    "MAX_TEXT",
+    "MAX_VERSION",
+    "MODALITIES",
     "MODES",
+    "MODE_WEIGHTS",
+    "NO_COLUMNS",
+    "NO_VERSION",
+    "PER_NODE",
+    "TEXT",
+    "TEXT_COLUMNS",
     "TOKEN_COLUMNS",
+    "TOPK",
+    "WEIGHTS",
+    "WIDTHS",
+    "Array",
+    "Cells",
     "Column",
+    "Description",
+    "Given",
     "ImageSpan",
+    "MaskRuns",
+    "Offsets",
+    "Own",
+    "Pieced",
     "Ragged",
+    "Roles",
     "RolloutInfo",
     "Sample",
+    "SampleFacts",
     "Samples",
+    "Shape",
+    "SharedPrefixes",
+    "Values",
+    "allows_all",
+    "arrays_in",
+    "bit_view",
+    "bounded_sum",
+    "check_count",
+    "check_info",
+    "check_kept",
+    "check_metrics",
+    "check_name",
+    "check_priority",
+    "check_seconds",
+    "check_spans",
+    "check_text",
+    "check_version",
+    "coerce",
+    "coerce_cells",
+    "coerce_lists",
+    "common_prefix",
+    "copied",
+    "declared",
+    "decode_runs",
+    "earliest_parents",
+    "encode_runs",
+    "first_bad",
+    "first_bad_set",
+    "freeze",
+    "has_few_runs",
+    "join_bytes",
+    "joined",
+    "joined_own",
+    "known",
+    "lists_of",
     "offsets_of",
+    "own_of",
+    "pack_uints",
+    "plane_bytes",
+    "planes_of",
+    "read_own",
     "read_rollout",
+    "run_name_problem",
+    "run_starts",
+    "sample_digests",
+    "split_bytes",
+    "step_digest",
+    "steps_of",
+    "table_with",
     "teacher_topk",
+    "types_of",
+    "unpack_uints",
+    "width_of",
+    "words_for",
 ]

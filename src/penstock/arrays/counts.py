@@ -10,6 +10,9 @@ import numpy as np
 
 from penstock.errors import InvalidInput
 
+MAX_PRIORITY = 1e100
+"""Beyond this, sums of powers of priorities could overflow."""
+
 MAX_COUNT = 2**32
 MAX_SUM = 2**63 - 1
 
@@ -33,3 +36,9 @@ def bounded_sum(total: int) -> int:
     (7, True, True)
     """
     return max(-MAX_SUM, min(total, MAX_SUM))
+
+
+def check_priority(name: str, value: float) -> None:
+    """Raise InvalidInput unless a group's priority is a finite number from 0 to `MAX_PRIORITY`."""
+    if not 0.0 <= value <= MAX_PRIORITY:
+        raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")

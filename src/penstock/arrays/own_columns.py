@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from penstock.arrays.coerce import Values, as_lists, coerce_cells
+from penstock.arrays.coercion import Values, as_lists, coerce_cells
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, Description, Per
 from penstock.arrays.ragged import Ragged
 from penstock.errors import ConfigError, InvalidInput

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values, check_text, coerce, coerce_columns
+from penstock.arrays.coercion import Values, check_text, coerce, coerce_columns
 from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells, Column
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own, table_with, words_for

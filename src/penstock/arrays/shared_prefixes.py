@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays.columns import Array
+
 
 def earliest_parents(parents: NDArray[np.int64], shared: NDArray[np.int64]) -> NDArray[np.int64]:
     """[n] of each sample, the first on the way up from its parent that has all the tokens it shares; -1 where it
@@ -95,3 +97,26 @@ class SharedPrefixes:
             out.append(i)
             stack += listed[edges[i + 1] : edges[i + 2]]
         return np.array(out, np.intp)
+
+
+def common_prefix(a: Array, b: Array, guess: int = 0) -> int:
+    """Length of the longest common prefix of two one-dimensional arrays.
+
+    `guess` is tried first, with one memcmp: all answers to a prompt part at the same place. Otherwise in growing
+    strides, so that an early difference costs little.
+
+    >>> import numpy as np
+    >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
+    2
+    """
+    limit = min(len(a), len(b))
+    if 0 < guess < limit and a[guess] != b[guess] and a[:guess].tobytes() == b[:guess].tobytes():
+        return guess
+    at, stride = 0, 512
+    while at < limit:
+        end = min(limit, at + stride)
+        differs = a[at:end] != b[at:end]
+        if differs.any():
+            return at + int(differs.argmax())
+        at, stride = end, stride * 4
+    return limit

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.assets.probe import DEFAULT_LIMITS, Limits, probe
+from penstock.assets.image_header import DEFAULT_LIMITS, Limits, probe
 from penstock.errors import ConfigError, CorruptAsset
 from penstock.extras import require
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import ImageSpan
+from penstock.assets.image_header import EXTENSIONS
 from penstock.assets.layouts import Grid
-from penstock.assets.probe import EXTENSIONS
 
 
 class Geometry(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.assets.claims import claims, hash_of, stored
 from penstock.assets.features import TTL_S, sweep
-from penstock.assets.probe import probe, upright_size
+from penstock.assets.image_header import probe, upright_size
 from penstock.assets.store import AssetStore
 from penstock.errors import AssetError, StorageError
 

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import ImageSpan
 from penstock.assets.image_ref import Geometry, ImageRef, span
 from penstock.assets.store import AssetStore
 from penstock.errors import AssetError, ImageRefused, StorageError

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from penstock.assets.blobs import BlobInfo, Blobs
 from penstock.assets.claims import claim_name, hash_of, pending_name
+from penstock.assets.image_header import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
 from penstock.assets.image_ref import ImageRef
 from penstock.assets.local_folder import LocalFolder
-from penstock.assets.probe import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
 from penstock.assets.sources import ImageSource, check_declared, read_source
 from penstock.errors import ConfigError, CorruptAsset, InvalidReference, MissingAsset
 

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values, coerce
-from penstock.arrays.columns import COLUMNS
+from penstock.arrays import COLUMNS, Values, coerce
 from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_list
 from penstock.capture.routing import read_routing

@@ -15,9 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values, coerce
-from penstock.arrays.columns import COLUMNS
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import COLUMNS, ImageSpan, Values, coerce
 from penstock.capture.fold import Step, fold
 from penstock.capture.image_descriptors import HashLookup, read_descriptors
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required

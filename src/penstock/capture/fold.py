@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values
-from penstock.arrays.columns import Array
-from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays import Array, ImageSpan, Values, check_spans
 from penstock.capture.prefix_tree import ROOT, Keys, PrefixIndex, prefix_hashes
 from penstock.capture.routing import Routing
 from penstock.capture.trajectory import Trajectory

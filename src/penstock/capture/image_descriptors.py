@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import ImageSpan
 from penstock.capture.records import field_of, list_of, optional_mapping
 from penstock.errors import InvalidInput
 

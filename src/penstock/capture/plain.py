@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.coerce import Values
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import ImageSpan, Ragged, Values
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.common_prefix import common_prefix
+from penstock.arrays import common_prefix
 
 Keys = NDArray[np.uint64]
 

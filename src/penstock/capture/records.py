@@ -8,8 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import coerce
-from penstock.arrays.columns import COLUMNS, Array
+from penstock.arrays import COLUMNS, Array, coerce
 from penstock.errors import InvalidInput
 
 

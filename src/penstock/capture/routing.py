@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.coerce import coerce
-from penstock.arrays.columns import COLUMNS, Array
+from penstock.arrays import COLUMNS, Array, coerce
 from penstock.capture.records import ABSENT, field_of
 from penstock.errors import InvalidInput
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.coerce import coerce
-from penstock.arrays.columns import COLUMNS, Array
-from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays import COLUMNS, Array, Ragged, coerce, offsets_of
 from penstock.capture.records import field_of, numbers_of
 from penstock.errors import InvalidInput
 

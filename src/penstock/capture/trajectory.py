@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.arrays.coerce import check_text
-from penstock.arrays.rollout import check_info, check_metrics, check_seconds
-from penstock.arrays.versions import check_version
+from penstock.arrays import check_info, check_metrics, check_seconds, check_text, check_version
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
 

@@ -14,13 +14,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import MAX_TEXT, Values, coerce, coerce_lists
-from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, first_bad
-from penstock.arrays.images import ImageSpan, check_spans, types_of
-from penstock.arrays.kept_sets import check_kept
-from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own
-from penstock.arrays.ragged import Ragged, copied, freeze, offsets_of
-from penstock.arrays.run_lengths import bit_view
+from penstock.arrays import (
+    COLUMNS,
+    MAX_TEXT,
+    NO_COLUMNS,
+    TOKEN_COLUMNS,
+    TOPK,
+    Array,
+    Cells,
+    Column,
+    Given,
+    ImageSpan,
+    Own,
+    Ragged,
+    Values,
+    bit_view,
+    check_kept,
+    check_spans,
+    coerce,
+    coerce_lists,
+    copied,
+    first_bad,
+    freeze,
+    offsets_of,
+    read_own,
+    types_of,
+)
 from penstock.errors import InvalidInput
 
 TURN_COLUMNS: dict[str, Column] = {

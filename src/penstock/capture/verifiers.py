@@ -20,9 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values, coerce
-from penstock.arrays.columns import COLUMNS, Array
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import COLUMNS, Array, ImageSpan, Values, coerce
 from penstock.capture.records import array_of, field_of, ids_of, list_of, number_of, optional_list, optional_mapping
 from penstock.capture.sampling_masks import sampling_mask_of
 from penstock.capture.trajectory import Trajectory

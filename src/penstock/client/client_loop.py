@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.errors import Closed, CorruptFrame, PenstockError, PlaneLost
-from penstock.protocol.message_header import pack_message, read_from_plane
-from penstock.protocol.messages import Frames, FromClient, FromPlane
-from penstock.transport.interface import ClientCarrier, Envelope
+from penstock.protocol import Frames, FromClient, FromPlane, pack_message, read_from_plane
+from penstock.transport import ClientCarrier, Envelope
 
 OnMessage = Callable[[FromPlane, Frames, float], None]
 OnTick = Callable[[float], None]

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from penstock.client.async_puts import AsyncPuts
 from penstock.client.producer_line import ProducerLine
-from penstock.plane.loop import Server
+
+if TYPE_CHECKING:
+    from penstock.plane import Server
 
 _PATIENCE_S = 20.0
 _closing: set[threading.Thread] = set()

@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.producer_line import Written
 from penstock.client.reachable import reachable
 from penstock.errors import PenstockError
-from penstock.protocol.messages import Attached, Rejected
-from penstock.protocol.producer import Answer
-from penstock.storage import KeptStorage, Writer
-from penstock.storage.interface import Pieces
-from penstock.storage.object_ranges import OBJECT_BYTES
+from penstock.protocol import Answer, Attached, Rejected
+
+if TYPE_CHECKING:  # a producer whose frames pass the plane needs no storage
+    from penstock.storage import KeptStorage, Pieces
 
 logger = logging.getLogger("penstock.storage")
 _MOST_REPEATS = 20
@@ -45,7 +45,9 @@ class DirectWriter:
 
     def __init__(self, storage: KeptStorage, open_segment: Callable[[], str]) -> None:
         """`open_segment` asks the plane for a registered segment."""
-        self._storage, self._writer = storage, Writer(storage, open_segment)
+        from penstock.storage import OBJECT_BYTES, Writer
+
+        self._storage, self._writer, self._enough = storage, Writer(storage, open_segment), OBJECT_BYTES
         self._waiting: deque[_Waiting] = deque()
         self._writing = threading.Lock()
 
@@ -64,7 +66,7 @@ class DirectWriter:
         """Give others a moment to join, where each write costs a request."""
         until = time.monotonic() + self._storage.gather_s
         while (left := until - time.monotonic()) > 0:
-            if sum(one.size for one in list(self._waiting)) >= OBJECT_BYTES:
+            if sum(one.size for one in list(self._waiting)) >= self._enough:
                 return
             time.sleep(min(left, 0.002))
 

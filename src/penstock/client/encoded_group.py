@@ -8,17 +8,24 @@ from functools import partial
 
 import xxhash
 
-from penstock.arrays import Sample
-from penstock.arrays.own_columns import Own
+from penstock.arrays import Own, Sample, check_priority
 from penstock.client.producer_line import Question
 from penstock.convert import Group
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import FramePieces, Limits, check_group, encode_group, facts_of_pieces, read_head
-from penstock.frames.layout import Buffer, join
-from penstock.plane.evaluations import EvalFacts
-from penstock.plane.intake import UNCUT, facts_for_evaluation
-from penstock.plane.priorities import check_priority
-from penstock.protocol.producer import ProducerSession
+from penstock.frames import (
+    UNCUT,
+    Buffer,
+    EvalFacts,
+    FramePieces,
+    Limits,
+    check_group,
+    encode_group,
+    facts_for_evaluation,
+    facts_of_pieces,
+    join,
+    read_head,
+)
+from penstock.protocol import ProducerSession
 
 _LARGE_BYTES = 1 << 20
 _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)

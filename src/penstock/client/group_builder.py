@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.arrays.own_columns import NO_COLUMNS
+from penstock.arrays import NO_COLUMNS
 from penstock.capture import Trajectory
-from penstock.convert import Group, make_group, unique_id
-from penstock.convert.advantages import Advantage
-from penstock.convert.filters import Filter
+from penstock.convert import Advantage, Filter, Group, make_group, unique_id
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.protocol.timeouts import Timeouts
+from penstock.protocol import Timeouts
 
 if TYPE_CHECKING:
     from penstock.client.plane import Plane

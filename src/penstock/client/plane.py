@@ -14,13 +14,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.arrays import Sample
-from penstock.arrays.counts import check_count
-from penstock.arrays.own_columns import Own, own_of
+from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
 from penstock.client.closing import close_when_collected, end
 from penstock.client.direct import Direct, DirectPut
@@ -29,36 +27,35 @@ from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, build
 from penstock.client.handles import Handle, nowhere
 from penstock.client.producer_line import ProducerLine, Question, error_of
 from penstock.client.put_counts import PutCounts
-from penstock.client.source import Source
-from penstock.client.source_settings import SourceSettings
-from penstock.convert import Group, grpo
-from penstock.convert.advantages import Advantage
-from penstock.convert.filters import Filter
+from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import Away, Closed, DiskFull, InvalidInput, StorageError
-from penstock.frames.layout import Buffer
-from penstock.plane.ledger import Ledger
-from penstock.plane.loop import Server
-from penstock.protocol.decision_limits import check_decision
-from penstock.protocol.messages import (
+from penstock.frames import Buffer
+from penstock.protocol import (
     Accepted,
+    Answer,
     Ask,
     Attach,
     Attached,
     Discard,
     FromClient,
     OpenSegment,
+    ProducerSession,
     Rejected,
     SegmentOpened,
     SettleGroup,
     SetWeight,
     Status,
+    Timeouts,
+    check_decision,
 )
-from penstock.protocol.producer import Answer, ProducerSession
-from penstock.protocol.timeouts import Timeouts
-from penstock.transport.interface import ClientCarrier
+
+if TYPE_CHECKING:
+    from penstock.client.source import Source
+    from penstock.plane import Ledger, Server
+    from penstock.transport import ClientCarrier
 
 T = TypeVar("T")
-Connect = Callable[[], ClientCarrier]
+Connect: TypeAlias = "Callable[[], ClientCarrier]"
 
 
 class Plane:
@@ -351,6 +348,9 @@ class Plane:
     ) -> Source:
         """The steps of one rank. `resume_step` is one above the last step of the checkpoint that is loaded; by
         default the first step that is not committed."""
+        from penstock.client.source import Source
+        from penstock.client.source_settings import SourceSettings
+
         self._line.check_process()
         settings = SourceSettings(
             rank=rank,
@@ -390,6 +390,8 @@ class Plane:
     @property
     def ledger(self) -> Ledger:
         """What became of every sample that was accepted."""
+        from penstock.plane import Ledger
+
         return Ledger.from_dict(self.status()["ledger"])
 
     def close(self) -> None:

@@ -17,10 +17,8 @@ from typing import TypeAlias
 from penstock import errors
 from penstock.client.client_loop import ClientLoop
 from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
-from penstock.protocol.messages import Frames, FromPlane, Rejected, Room
-from penstock.protocol.producer import Answer, Answered, Event, ProducerSession
-from penstock.protocol.retry import Out
-from penstock.transport.interface import ClientCarrier
+from penstock.protocol import Answer, Answered, Event, Frames, FromPlane, Out, ProducerSession, Rejected, Room
+from penstock.transport import ClientCarrier
 
 Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
 """Asks the session at a time; gives the ticket that comes back with the answer."""

@@ -6,9 +6,8 @@ import logging
 import threading
 from collections import Counter
 
-from penstock.convert import Group
-from penstock.convert.forks import RETOKENIZED
-from penstock.plane.ledger import OVER_LENGTH
+from penstock.convert import RETOKENIZED, Group
+from penstock.protocol import OVER_LENGTH
 
 logger = logging.getLogger("penstock.producer")
 

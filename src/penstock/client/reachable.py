@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.protocol.messages import Attached
-from penstock.storage import FolderStorage, KeptStorage, ObjectStorage, open_storage, read_marker
-from penstock.storage.object_requests import is_object_url
+from penstock.protocol import Attached
+
+if TYPE_CHECKING:
+    from penstock.storage import KeptStorage
 
 logger = logging.getLogger("penstock.storage")
 _LOOK_S = 3.0
@@ -19,6 +21,8 @@ def reachable(attached: Attached) -> KeptStorage | None:
     """The plane's storage, if this process sees it: the marker must be that of this run and this start of the plane."""
     if not attached.storage:
         return None
+    from penstock.storage import open_storage, read_marker
+
     try:
         storage = _opened(attached.storage)
         marker = None if storage is None else read_marker(storage)
@@ -32,6 +36,8 @@ def reachable(attached: Attached) -> KeptStorage | None:
 
 def _opened(address: str) -> KeptStorage | None:
     """A storage to read the marker from; None for a folder that is not here."""
+    from penstock.storage import FolderStorage, ObjectStorage, is_object_url
+
     if is_object_url(address):
         return ObjectStorage(address, patience_s=_LOOK_S)
     return FolderStorage(address, create=False) if Path(address).is_dir() else None

@@ -11,9 +11,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from penstock.arrays import Samples
-from penstock.arrays.digests import sample_digests, step_digest
-from penstock.arrays.versions import MAX_VERSION
+from penstock.arrays import MAX_VERSION, Samples, sample_digests, step_digest
 from penstock.client.client_loop import ClientLoop
 from penstock.client.handles import Handle, nowhere
 from penstock.client.source_settings import SourceSettings
@@ -22,11 +20,9 @@ from penstock.client.storage_reader import Reach, Unreadable
 from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.frames import ANY_SIZE, decode
 from penstock.packing import BlockPool, RankPlan, fill
-from penstock.protocol.messages import Frames, FromPlane
-from penstock.protocol.picks import StepPicks
-from penstock.protocol.rank_session import Arrived, Event, Ready, Released, StepDone
-from penstock.protocol.retry import Failed, Out
-from penstock.transport.interface import ClientCarrier
+from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
+from penstock.protocol.rank_session import Event
+from penstock.transport import ClientCarrier
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.log.pids import pid_space
-from penstock.protocol.messages import MAX_NAME, Attached
-from penstock.protocol.rank_session import RankSession
-from penstock.protocol.timeouts import Timeouts
+from penstock.log import pid_space
+from penstock.protocol import MAX_NAME, Attached, RankSession, Timeouts
 
 _MAX_STEP = 2**53
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from penstock.arrays import Samples
 from penstock.client.reachable import reachable
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.frames import ANY_SIZE, Pieces, RangedFrame, StepMemory, assemble
-from penstock.frames.parts import Range
-from penstock.protocol.messages import Attached
-from penstock.protocol.picks import PickedGroup, StepPicks
-from penstock.storage import Away, KeptStorage, Location, parse_location
-from penstock.storage.interface import Wanted
+from penstock.frames import ANY_SIZE, Pieces, Range, RangedFrame, StepMemory, assemble
+from penstock.protocol import Attached, PickedGroup, StepPicks
+from penstock.storage import Away, KeptStorage, Location, Wanted, parse_location
 
 
 class Unreadable(CorruptFrame):

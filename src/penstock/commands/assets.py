@@ -14,9 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.assets import AssetStore
-from penstock.assets.features import TTL_S
-from penstock.assets.maintenance import list_assets, sweep_assets, verify_assets
+from penstock.assets import TTL_S, AssetStore, list_assets, sweep_assets, verify_assets
 from penstock.errors import InvalidInput
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from penstock.commands.tables import size
 from penstock.commands.which_run import plane_folder
-from penstock.runs.run_copy import Copied, RunCopy
+from penstock.runs import Copied, RunCopy
 
 _REST = 9
 """Times as long as a round took, the next one is waited for: copying takes a tenth of one core and disk at most."""

@@ -36,7 +36,7 @@ from penstock.extras import EXTRAS, install
 from penstock.packing import Packing
 from penstock.plane import Target
 from penstock.replay import MinPriority, Prioritized, Replay
-from penstock.train.run_config import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
+from penstock.train import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
 
 LEARNED = 0.8
 _FAST_STEPS = 5

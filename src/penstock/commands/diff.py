@@ -17,9 +17,7 @@ from typing import Any
 from penstock.commands.tables import printable
 from penstock.commands.view import open_library, port, serve
 from penstock.commands.which_run import RUN_HELP, export_folder
-from penstock.view.diff import Parting, compare
-from penstock.view.library import Library
-from penstock.view.reader import Export
+from penstock.view import Export, Library, Parting, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

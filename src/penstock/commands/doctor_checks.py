@@ -23,8 +23,7 @@ import zmq
 
 from penstock.commands.tables import size
 from penstock.extras import DISTRIBUTION, EXTRAS, install
-from penstock.transport.keys import PlaneKeys
-from penstock.transport.sockets import SocketPlane
+from penstock.transport import PlaneKeys, SocketPlane
 from penstock.version import __version__
 
 Verdict = Literal["ok", "warning", "failure"]

@@ -26,8 +26,8 @@ def examine_run(where: str, keys: Path | None) -> Iterator[Finding]:
 
 
 def _at_work(url: str, keys: Path | None) -> Finding:
-    from penstock.client.api import open as open_plane
-    from penstock.protocol.timeouts import Timeouts
+    from penstock.client import open as open_plane
+    from penstock.protocol import Timeouts
 
     begin = time.monotonic()
     try:
@@ -44,7 +44,7 @@ def _at_work(url: str, keys: Path | None) -> Finding:
 
 
 def _in_folder(folder: Path) -> Finding:
-    from penstock.runs.read_log import read_run
+    from penstock.runs import read_run
 
     try:
         found = read_run(folder, steps=1, groups=0)

@@ -16,14 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.arrays.versions import known
+from penstock.arrays import known
 from penstock.commands.tables import aligned, printable
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.frames.codings import NAMES
-from penstock.frames.head import Head
-from penstock.frames.layout import PREFIX_SIZE, Block, frame_size
-from penstock.frames.reading import describe
+from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, describe, frame_size
 
 _SHOWN = 20
 _NUMBERS = ("tokens", "loss_tokens", "policy_version")

@@ -9,8 +9,7 @@ from typing import Any
 
 from penstock.commands.tables import aligned, printable
 from penstock.errors import CorruptFrame
-from penstock.frames.frame_files import raw_frames
-from penstock.frames.reading import decode
+from penstock.frames import decode, raw_frames
 
 _SHOWN = 20
 _COUNTS = ("samples", "tokens", "loss_tokens", "bytes")

@@ -7,8 +7,8 @@ from pathlib import Path
 from penstock.errors import InvalidInput
 from penstock.frames import decode
 from penstock.packing import Cost, Packing, RankPlan, pack_with
-from penstock.runs.read_log import planned_step
-from penstock.view.plot_step import draw, timing_of
+from penstock.runs import planned_step
+from penstock.view import draw, timing_of
 
 
 def plot_frame(frame: Path, picture: Path, *, ranks: int, cap: int | None, trees: bool) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.tables import aligned, ledger_line, over_length_line, reasons_line, size
-from penstock.runs.read_log import read_run
-from penstock.server.log_format import printable
+from penstock.runs import read_run
+from penstock.server import printable
 
 _SHOWN = 20
 

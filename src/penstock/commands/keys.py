@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.transport.keys import make_keys
+from penstock.transport import make_keys
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.commands.tables import aligned
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
-from penstock.server.log_format import printable
+from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _at_work(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from penstock.client.api import open as open_plane
-    from penstock.protocol.timeouts import Timeouts
+    from penstock.client import open as open_plane
+    from penstock.protocol import Timeouts
 
     with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
         if args.release or args.drop:
@@ -50,8 +50,7 @@ def _at_work(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _in_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from penstock.runs.offline import settle_offline
-    from penstock.runs.read_log import quarantine_of
+    from penstock.runs import quarantine_of, settle_offline
 
     folder = plane_folder(args.where)
     if args.release or args.drop:

@@ -24,13 +24,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.client.api import open as open_plane
-from penstock.client.feed import Fed, feed
+from penstock.client import Fed, feed
+from penstock.client import open as open_plane
 from penstock.commands.tables import size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.runs.recorded_run import GroupEntry, RecordedRun
-from penstock.runs.rerun import rerun
+from penstock.runs import GroupEntry, RecordedRun, rerun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import itertools
 from pathlib import Path
 
 from penstock.commands.which_run import RUN_HELP, export_folder
-from penstock.view.reader import Export
+from penstock.view import Export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

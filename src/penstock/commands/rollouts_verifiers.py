@@ -23,11 +23,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config.given import Given
+from penstock.config import Given
 from penstock.errors import InvalidInput, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.capture.verifiers import ImageLookup
+    from penstock.capture import ImageLookup
     from penstock.integrations.environments.verifiers_rollouts import Rollouts, Tally
 
 _EVERY_S = {True: 0.5, False: 10.0}
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.client.api import open as open_plane
+    from penstock.client import open as open_plane
     from penstock.integrations.environments.verifiers_rollouts import Tally
 
     if "://" not in args.plane:

@@ -21,7 +21,7 @@ from typing import Any
 from penstock.commands.tables import aligned, printable, size
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.log.postgres_address import is_postgres, split_run
+from penstock.log import is_postgres, split_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     if is_postgres(args.where):
         require("postgresql://", "psycopg")
-        from penstock.log.postgres_runs import runs_in
+        from penstock.log import runs_in
 
         found = [asdict(one) for one in runs_in(args.where)]
         head = ["run", "plane", "storage", "epoch", "groups", "log"]
@@ -80,7 +80,7 @@ def _delete(args: argparse.Namespace) -> int:
     if not is_postgres(args.where):
         raise InvalidInput(f"{args.where}: give postgresql://USER@HOST/DB#RUN; a run with an SQLite log is a folder")
     require("postgresql://", "psycopg")
-    from penstock.log.postgres_runs import DatabaseRun, drop_run, runs_in
+    from penstock.log import DatabaseRun, drop_run, runs_in
     from penstock.storage import erase
 
     _, name = split_run(args.where)

@@ -28,8 +28,8 @@ from typing import Any
 
 from penstock.config import Given, add_flags, read_flags, template
 from penstock.errors import ConfigError
-from penstock.plane.settings import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
-from penstock.server.daemon import Ready, run_plane
+from penstock.plane import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
+from penstock.server import Ready, run_plane
 
 _TARGETS = ("groups", "samples", "tokens")
 

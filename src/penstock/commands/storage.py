@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.tables import aligned, printable, size
 from penstock.commands.which_run import folder_for
 from penstock.errors import InvalidInput
-from penstock.log.postgres_address import is_postgres
+from penstock.log import is_postgres
 
 if TYPE_CHECKING:
-    from penstock.runs.recover import Plan
-    from penstock.runs.storage_check import Report
+    from penstock.runs import Plan, Report
 
 _SHOWN = 20
 """Lines of each kind that are printed for people; `--json` has all of them."""
@@ -98,7 +97,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from penstock.runs.storage_check import check
+    from penstock.runs import check
 
     if args.into or args.step is not None or args.policy_version is not None:
         raise InvalidInput("check: --into, --step and --policy-version are for recover")
@@ -175,8 +174,7 @@ def _advice(report: Report) -> list[str]:
 
 
 def _recover(args: argparse.Namespace) -> int:
-    from penstock.runs.recover import owning, plan_copy, plan_recovery
-    from penstock.runs.recovered_log import Choices, recover, recover_into
+    from penstock.runs import Choices, owning, plan_copy, plan_recovery, recover, recover_into
 
     _check_choices(args)
     if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
@@ -304,7 +302,7 @@ def _warning(plan: Plan) -> list[str]:
 
 def _forget(args: argparse.Namespace) -> int:
     from penstock.commands.which_run import plane_folder
-    from penstock.runs.forgetting import forget, forgettable
+    from penstock.runs import forget, forgettable
 
     folder = plane_folder(args.where)
     found = forgettable(folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
-from penstock.server.log_format import printable
+from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.client.api import open as open_plane
-    from penstock.protocol.timeouts import Timeouts
+    from penstock.client import open as open_plane
+    from penstock.protocol import Timeouts
 
     if "://" not in args.where:
         raise InvalidInput(

@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.which_run import RUN_HELP, export_folder
-from penstock.view.evaluation_runs import EVALUATION
-from penstock.view.reader import Export, Step
-from penstock.view.skipped import Skipped
-from penstock.view.tally import tally
+from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

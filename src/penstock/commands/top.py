@@ -24,7 +24,7 @@ from penstock.commands import tenants
 from penstock.commands.tables import ledger_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
-from penstock.server.log_format import printable
+from penstock.server import printable
 
 Look = Callable[[], dict[str, Any]]
 _CLEAR = "\x1b[H\x1b[J"
@@ -56,16 +56,16 @@ def run(args: argparse.Namespace) -> int:
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
     if is_address(where):
-        from penstock.client.api import client_carrier
-        from penstock.client.api import open as open_plane
-        from penstock.protocol.timeouts import Timeouts
+        from penstock.client import client_carrier
+        from penstock.client import open as open_plane
+        from penstock.protocol import Timeouts
 
         if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
             client_carrier(where)  # says which addresses there are
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())
     else:
-        from penstock.runs.read_log import read_run
+        from penstock.runs import read_run
 
         folder = plane_folder(where)
         yield lambda: _from_folder(read_run(folder, steps=1, groups=0))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from penstock.commands.demo import run_config
 from penstock.errors import ConfigError
-from penstock.train.run_config import load
-from penstock.transport.keys import PlaneKeys
+from penstock.train import load
+from penstock.transport import PlaneKeys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

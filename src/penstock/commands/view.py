@@ -19,13 +19,18 @@ from pathlib import Path
 
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.errors import ConfigError
-from penstock.transport.sockets import MAX_PORT
-from penstock.view.access import new_token
-from penstock.view.library import Library, is_run_folder
-from penstock.view.reader import Export
-from penstock.view.static_page import write_page
-from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import listening, make_app, make_server
+from penstock.transport import MAX_PORT
+from penstock.view import (
+    Export,
+    Library,
+    is_run_folder,
+    listening,
+    make_app,
+    make_server,
+    new_token,
+    open_vocabulary,
+    write_page,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

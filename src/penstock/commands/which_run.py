@@ -17,7 +17,7 @@ from pathlib import Path
 from socket import gethostname
 
 from penstock.errors import InvalidInput
-from penstock.log.postgres_address import check_address, is_postgres, split_run, with_run
+from penstock.log import check_address, is_postgres, split_run, with_run
 
 RUN_HELP = "the run: its folder, its plane's folder, its plane's address, or postgresql://...#NAME"
 _PLANE = "plane"
@@ -31,8 +31,7 @@ def is_address(where: str) -> bool:
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
     """The folder of a run's plane."""
-    from penstock.log import is_run
-    from penstock.log.sqlite_reader import LOG
+    from penstock.log import LOG, is_run
 
     folder = _folder(where, keys)
     for path in (folder, folder / _PLANE):
@@ -43,7 +42,7 @@ def plane_folder(where: str, keys: Path | None = None) -> Path:
 
 def export_folder(where: str, keys: Path | None = None) -> Path:
     """The folder that has a run's token exports beside its plane, or instead of one."""
-    from penstock.view.folders import EXPORTS
+    from penstock.view import EXPORTS
 
     folder = _folder(where, keys)
     is_laid_out = folder.name == _PLANE and not (folder / EXPORTS).is_dir()
@@ -64,8 +63,8 @@ def _folder(where: str, keys: Path | None) -> Path:
 def _folder_of_plane(url: str, keys: Path | None) -> Path:
     """Where the plane at an address keeps its run, if that can be read from here: on its host, on a filesystem that
     both hosts see, or in a database."""
-    from penstock.client.api import open as open_plane
-    from penstock.protocol.timeouts import Timeouts
+    from penstock.client import open as open_plane
+    from penstock.protocol import Timeouts
 
     with open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S)) as plane:
         status = plane.status()
@@ -96,7 +95,7 @@ def _holds(folder: Path, run_id: str) -> bool:
 
 def folder_for(log: str) -> Path:
     """A folder that leads to a log in a database, until this process ends."""
-    from penstock.log.finding import note_url
+    from penstock.log import note_url
 
     base, run = split_run(log)
     check_address(base)

@@ -7,31 +7,6 @@ From such records are made: the check of every value (`check`), the reader of TO
 the tables of the docs (`docs_table`). Nothing else lists a setting.
 """
 
-from penstock.config.build import build
-from penstock.config.docs_table import docs_table, kinds_table
-from penstock.config.flags import add_flags, read_flags
-from penstock.config.given import COMMAND_LINE, Given
-from penstock.config.keywords import Keyword, keywords_of, nested, signature_of, typed_dict
-from penstock.config.setting import Checked, Kinds, Setting, check, settings_of
-from penstock.config.template import template
+from penstock.lazy import exports_of
 
-__all__ = [
-    "COMMAND_LINE",
-    "Checked",
-    "Given",
-    "Keyword",
-    "Kinds",
-    "Setting",
-    "add_flags",
-    "build",
-    "check",
-    "docs_table",
-    "keywords_of",
-    "kinds_table",
-    "nested",
-    "read_flags",
-    "settings_of",
-    "signature_of",
-    "template",
-    "typed_dict",
-]
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

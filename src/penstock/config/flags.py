@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.config.given import Given, toml_value
 from penstock.config.keywords import Keyword, keywords_of
-from penstock.config.template import toml
+from penstock.config.toml_template import toml
 
 _PREFIX = "setting_"
 

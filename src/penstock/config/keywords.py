@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.config.build import unknown
+from penstock.config.building import unknown
 from penstock.config.given import Given
 from penstock.config.setting import Setting, settings_of
 from penstock.errors import ConfigError
@@ -60,7 +60,10 @@ def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> Given:
 
 def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signature:
     """A function's signature with `**settings` spelled out, for `help` and for editors."""
-    own = inspect.signature(function)
+    return _spelled_out(inspect.signature(function), kind)
+
+
+def _spelled_out(own: inspect.Signature, kind: type[Any]) -> inspect.Signature:
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     more = [
         inspect.Parameter(
@@ -74,8 +77,21 @@ def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signa
     return own.replace(parameters=[*kept, *more])
 
 
+class LateSignature(inspect.Signature):
+    """`signature_of` a function whose settings are too heavy to import before somebody asks for it."""
+
+    def __init__(self, function: Callable[..., Any], kind: Callable[[], type[Any]]) -> None:
+        own = inspect.signature(function)
+        super().__init__(list(own.parameters.values()), return_annotation=own.return_annotation)
+        self._make: Callable[[], inspect.Signature] = lambda: _spelled_out(own, kind())
+
+    @property
+    def parameters(self) -> types.MappingProxyType[str, inspect.Parameter]:
+        return self._make().parameters
+
+
 def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = False) -> str:
-    """The source of a module with a TypedDict of the keyword arguments, for type checkers.
+    """The source of a stub with a TypedDict of the keyword arguments, for type checkers.
 
     With `required`, those without a default must be given.
     """
@@ -83,7 +99,7 @@ def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = Fal
     for keyword in keywords_of(kind) if required else ():
         if keyword.default is dataclasses.MISSING:
             types_[keyword.name] = f"Required[{types_[keyword.name]}]"
-    lines = [f'"""{meaning}"""', "", *_imports(kind, types_), "", "", *_class(name, kind, meaning, types_)]
+    lines = [f'"""{meaning}"""', "", *_imports(kind, types_), "", *_class(name, kind, meaning, types_)]
     return "\n".join(lines) + "\n"
 
 
@@ -99,7 +115,7 @@ def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
     ours = {(one.__module__, one.__name__) for one in classes}
     lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
     more = [f"from {home} import {one}" for home, one in sorted(ours)]
-    return ["from __future__ import annotations", "", *lines, *(["", *more] if more else [])]
+    return [*lines, *(["", *more] if more else [])]
 
 
 def _class(name: str, kind: type[Any], meaning: str, types_: Mapping[str, str]) -> list[str]:

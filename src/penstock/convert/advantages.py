@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.capture.trajectory import Trajectory
+from penstock.capture import Trajectory
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import InvalidInput
 

@@ -19,14 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import NO_VERSION, TOKEN_COLUMNS, WEIGHTS, Array
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import NO_COLUMNS, Own
-from penstock.arrays.rollout import MAX_ERROR, Roles, RolloutInfo
-from penstock.arrays.sample import Sample
-from penstock.arrays.versions import known
-from penstock.capture.trajectory import Trajectory
-from penstock.capture.turn import Turn
+from penstock.arrays import (
+    MAX_ERROR,
+    NO_COLUMNS,
+    NO_VERSION,
+    TOKEN_COLUMNS,
+    WEIGHTS,
+    Array,
+    ImageSpan,
+    Own,
+    Roles,
+    RolloutInfo,
+    Sample,
+    known,
+)
+from penstock.capture import Trajectory, Turn
 from penstock.convert.joined_columns import along, own_columns
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.capture.trajectory import Trajectory
+from penstock.capture import Trajectory
 from penstock.convert.branches import openers_of
 
 RETOKENIZED = "retokenized"

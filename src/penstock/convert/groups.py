@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import Values, check_text
-from penstock.arrays.own_columns import NO_COLUMNS, Own
-from penstock.arrays.sample import Sample
-from penstock.capture.trajectory import Trajectory
+from penstock.arrays import NO_COLUMNS, Own, Sample, Values, check_text
+from penstock.capture import Trajectory
 from penstock.convert.advantages import Advantage, grpo
-from penstock.convert.attach import attach
+from penstock.convert.attached import attach
 from penstock.convert.branches import to_samples
 from penstock.convert.filters import Filter, apply_filters
 from penstock.convert.forks import fork_causes

@@ -7,11 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.arrays.coerce import coerce_cells
-from penstock.arrays.columns import Array, Cells, Column
-from penstock.arrays.own_columns import Own, joined_own
-from penstock.arrays.ragged import Ragged, joined
-from penstock.capture.turn import Turn
+from penstock.arrays import Array, Cells, Column, Own, Ragged, coerce_cells, joined, joined_own
+from penstock.capture import Turn
 from penstock.errors import InvalidInput
 
 

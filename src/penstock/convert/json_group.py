@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.arrays.own_columns import NO_COLUMNS, Own
-from penstock.capture import Trajectory, Turn
-from penstock.capture.turn import TURN_COLUMNS
+from penstock.arrays import NO_COLUMNS, Own
+from penstock.capture import TURN_COLUMNS, Trajectory, Turn
 from penstock.convert.advantages import Advantage, grpo, leave_one_out, max_rl, raw_rewards
 from penstock.convert.groups import Group, make_group, unique_id
 from penstock.errors import InvalidInput

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.capture.trajectory import Trajectory
+from penstock.capture import Trajectory
 from penstock.convert.branches import paths
 from penstock.errors import InvalidInput
 

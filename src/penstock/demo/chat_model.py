@@ -14,7 +14,7 @@ from typing import Any
 from penstock.demo import reverse
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError
-from penstock.train.model import build_model
+from penstock.train import build_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<eos>"

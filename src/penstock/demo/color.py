@@ -19,13 +19,11 @@ import numpy as np
 import torch
 
 from penstock.arrays import ImageSpan
-from penstock.assets import AssetStore
-from penstock.assets.image_ref import span
-from penstock.assets.layouts import layout_from_config
+from penstock.assets import AssetStore, layout_from_config, span
 from penstock.capture import Turn
 from penstock.demo.tasks import standardized
 from penstock.demo.words import COLOR, COLORS, SHAPES
-from penstock.train.materialize import Materializer
+from penstock.train import Materializer
 
 TOKENS = COLOR
 _ID = {token: i for i, token in enumerate(TOKENS)}

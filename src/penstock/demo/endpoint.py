@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.extras import require
-from penstock.server.http_server import server_config
+from penstock.server import server_config
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
     from penstock.demo.sampler import Rollout
-    from penstock.train.published_weights import Weights
+    from penstock.train import Weights
 
 _MOST_TOKENS = 64
 """Of a completion, unless the request says how many."""
@@ -64,7 +64,7 @@ class Engine:
         import torch
         import transformers
 
-        from penstock.train.published_weights import Weights
+        from penstock.train import Weights
 
         path = Path(folder).resolve()
         if not (path / "config.json").is_file():

@@ -28,9 +28,9 @@ from penstock.demo.preflight import check_surroundings
 from penstock.demo.role import ABORTED, REFUSED
 from penstock.demo.words import write_tokenizer
 from penstock.errors import PenstockError
-from penstock.protocol.timeouts import Timeouts
-from penstock.train.run_config import TrainConfig, template
-from penstock.view.run_state import at_work
+from penstock.protocol import Timeouts
+from penstock.train import TrainConfig, template
+from penstock.view import at_work
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3

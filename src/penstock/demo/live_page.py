@@ -6,10 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.view.library import Library
-from penstock.view.reader import Export
-from penstock.view.vocabulary import open_vocabulary
-from penstock.view.web import serving
+from penstock.view import Export, Library, open_vocabulary, serving
 
 
 @contextlib.contextmanager

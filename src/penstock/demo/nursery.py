@@ -24,10 +24,10 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from penstock.assets.threads import worker_environment
+from penstock.assets import worker_environment
 from penstock.demo import role
 from penstock.errors import Closed, PenstockError
-from penstock.server.watchdog import die_with_parent
+from penstock.server import die_with_parent
 
 _START_S = 300.0
 _STEADY = {"TORCH_FR_BUFFER_SIZE": "64"}

@@ -7,10 +7,9 @@ import signal
 import tempfile
 from pathlib import Path
 
-from penstock.client.api import plane_carrier
-from penstock.plane import Server
-from penstock.plane.open_log import open_log
-from penstock.train.run_config import TrainConfig
+from penstock.client import plane_carrier
+from penstock.plane import Server, open_log
+from penstock.train import TrainConfig
 
 _LONGEST = 100
 """A socket's path has room for 107 characters."""

@@ -14,10 +14,8 @@ from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, Conflict
 from penstock.extras import require
-from penstock.server.bearer import parse_address
-from penstock.server.metrics_page import metrics_token
-from penstock.train.metrics_sinks import check_installed
-from penstock.train.run_config import TrainConfig, image_processor, is_vision
+from penstock.server import metrics_token, parse_address
+from penstock.train import TrainConfig, check_installed, image_processor, is_vision
 
 
 def check_surroundings(config: TrainConfig) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from penstock.config import Given, template
 from penstock.demo.launch import Chaos, Launcher
-from penstock.plane.settings import ClusterSettings, PlaneSettings
+from penstock.plane import ClusterSettings, PlaneSettings
 from penstock.ray import LocalCluster, open_given
-from penstock.train.run_config import TrainConfig
+from penstock.train import TrainConfig
 
 NODES = 3
 _CLUSTERS_OWN = ("keys", "listen")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from penstock.errors import ConfigError, Fenced, PeerError
-from penstock.train.run_config import TrainConfig, load
+from penstock.train import TrainConfig, load
 
 ABORTED = 3
 """Exit code of a rank that stopped because another process failed: start all ranks again."""
@@ -31,7 +31,7 @@ def worker(config: TrainConfig, index: int) -> None:
 
 def rank(config: TrainConfig, index: int) -> None:
     from penstock.demo.planes import address
-    from penstock.train.trainer import train
+    from penstock.train import train
     from penstock.view import TokenExporter
 
     exporter = None
@@ -70,8 +70,10 @@ def preload(config: Path) -> None:
     import torch
 
     from penstock.demo import planes, worker  # noqa: F401
-    from penstock.train import trainer  # noqa: F401
-    from penstock.train.model import build_model
+    from penstock.train import (
+        build_model,
+        trainer,  # noqa: F401
+    )
     from penstock.view import TokenExporter  # noqa: F401
 
     torch.set_num_threads(1)

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.capture import Turn
-from penstock.convert.advantages import Advantage, Std, grpo
-from penstock.convert.rollouts import Rollouts
+from penstock.convert import Advantage, Rollouts, Std, grpo
 from penstock.demo import reverse
-from penstock.train.run_config import ModelConfig, TaskConfig
+from penstock.train import ModelConfig, TaskConfig
 
 
 class Prompt(Protocol):

@@ -20,12 +20,7 @@ from penstock.demo.sampler import sample
 from penstock.demo.tasks import Task, make_task, model_of
 from penstock.demo.worker import said
 from penstock.packing import Step, pack
-from penstock.train.kept_ids import kept_of
-from penstock.train.logits import token_logprobs
-from penstock.train.loss import measure_gap
-from penstock.train.model import build_model, forward
-from penstock.train.run_config import TaskConfig
-from penstock.train.tensors import to_torch
+from penstock.train import TaskConfig, build_model, forward, kept_of, measure_gap, to_torch, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

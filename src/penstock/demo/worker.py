@@ -23,9 +23,7 @@ from penstock.convert import Group, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
 from penstock.errors import PlaneLost
-from penstock.train.model import build_model
-from penstock.train.published_weights import Weights
-from penstock.train.run_config import TrainConfig
+from penstock.train import TrainConfig, Weights, build_model
 
 _PUTTING = 8
 """Puts under way at once: the plane writes them all with one sync."""

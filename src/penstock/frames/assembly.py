@@ -18,12 +18,19 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, Array
-from penstock.arrays.own_columns import joined_own, table_with
-from penstock.arrays.pieced import LARGE_BYTES, Pieced
-from penstock.arrays.ragged import Offsets, Ragged, offsets_of
-from penstock.arrays.run_lengths import MaskRuns
-from penstock.arrays.samples import Samples
+from penstock.arrays import (
+    LARGE_BYTES,
+    TEXT_COLUMNS,
+    Array,
+    MaskRuns,
+    Offsets,
+    Pieced,
+    Ragged,
+    Samples,
+    joined_own,
+    offsets_of,
+    table_with,
+)
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.gathering import check_kinds
 from penstock.frames.parts import Fetch

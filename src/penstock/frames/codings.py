@@ -25,12 +25,27 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
-from penstock.arrays.byte_planes import join_bytes, split_bytes
-from penstock.arrays.columns import Array
-from penstock.arrays.list_steps import lists_of, steps_of
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
+from penstock.arrays import (
+    WIDTHS,
+    Array,
+    MaskRuns,
+    Ragged,
+    bit_view,
+    decode_runs,
+    encode_runs,
+    has_few_runs,
+    join_bytes,
+    lists_of,
+    offsets_of,
+    pack_uints,
+    plane_bytes,
+    planes_of,
+    run_starts,
+    split_bytes,
+    steps_of,
+    unpack_uints,
+    width_of,
+)
 from penstock.errors import CorruptFrame
 from penstock.frames.compress import compress, decompress
 from penstock.frames.layout import ALIGN, Block, Buffer

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.sample import Sample
-from penstock.arrays.samples import Samples
+from penstock.arrays import Ragged, Sample, Samples
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import Profile
 from penstock.frames.head import DEFAULT_LIMITS, Limits

@@ -19,12 +19,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, Array, Cells
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import joined_own, table_with
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.run_lengths import MaskRuns
-from penstock.arrays.samples import Samples
+from penstock.arrays import (
+    TEXT_COLUMNS,
+    Array,
+    Cells,
+    ImageSpan,
+    MaskRuns,
+    Ragged,
+    Samples,
+    joined_own,
+    offsets_of,
+    table_with,
+)
 from penstock.errors import InvalidInput
 from penstock.frames.head import DEFAULT_LIMITS, Head, Limits
 from penstock.frames.layout import Buffer, join

@@ -14,12 +14,25 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import MAX_EXTENT, MAX_TEXT, check_text
-from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, first_bad
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import Own, check_name, table_with
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.versions import MAX_VERSION
+from penstock.arrays import (
+    MAX_EXTENT,
+    MAX_TEXT,
+    MAX_VERSION,
+    NO_VERSION,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    Array,
+    Cells,
+    Column,
+    ImageSpan,
+    Own,
+    Ragged,
+    check_name,
+    check_text,
+    first_bad,
+    offsets_of,
+    table_with,
+)
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 from penstock.frames.codings import CONSTANT, Reader
 from penstock.frames.layout import TEXTS, Block, Buffer, ColumnBlock, Header, Sections, TextBlock, parse_header, split

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from penstock.arrays.images import ImageSpan
+from penstock.arrays import ImageSpan
 from penstock.errors import CorruptFrame
 
 MAGIC = b"PENSTOCK"

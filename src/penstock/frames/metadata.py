@@ -17,13 +17,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import Samples
-from penstock.arrays.columns import ALL_OR_NONE, Description
-from penstock.arrays.digests import sample_digests
-from penstock.arrays.own_columns import Own, own_of, table_with
-from penstock.arrays.rollout import RolloutInfo, read_rollout
-from penstock.arrays.sample_facts import SampleFacts, Shape
-from penstock.arrays.shared_prefixes import SharedPrefixes
+from penstock.arrays import (
+    ALL_OR_NONE,
+    Description,
+    Own,
+    RolloutInfo,
+    SampleFacts,
+    Samples,
+    Shape,
+    SharedPrefixes,
+    own_of,
+    read_rollout,
+    sample_digests,
+    table_with,
+)
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.front import front_of
 from penstock.frames.head import Limits

@@ -10,12 +10,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from penstock.arrays import Samples
-from penstock.arrays.columns import PER_NODE, TOKEN_COLUMNS
-from penstock.arrays.common_prefix import common_prefix
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.run_lengths import bit_view
-from penstock.arrays.shared_prefixes import SharedPrefixes
+from penstock.arrays import PER_NODE, TOKEN_COLUMNS, Ragged, Samples, SharedPrefixes, bit_view, common_prefix
 from penstock.frames.prefixes import Prefixes, find_prefixes
 
 _FEW_BYTES = 1 << 16

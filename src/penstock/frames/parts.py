@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from penstock.arrays.bits import WIDTHS, plane_bytes, planes_of, unpack_uints
-from penstock.arrays.columns import Array
+from penstock.arrays import WIDTHS, Array, plane_bytes, planes_of, unpack_uints
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import CONSTANT, FLAT, NARROW, PACKED, PLANES, RAW, RUNS, Reader, from_uints
 from penstock.frames.layout import ALIGN, Block, Buffer

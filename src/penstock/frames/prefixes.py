@@ -13,11 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
-from penstock.arrays.common_prefix import common_prefix
-from penstock.arrays.ragged import Offsets
-from penstock.arrays.run_lengths import bit_view
-from penstock.arrays.shared_prefixes import earliest_parents
+from penstock.arrays import Array, Offsets, bit_view, common_prefix, earliest_parents
 
 MIN_SHARED = 32
 """Shorter prefixes cost more to describe and to copy than they save."""

@@ -17,10 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
-from penstock.arrays.list_steps import lists_of
-from penstock.arrays.ragged import Offsets, Ragged, offsets_of
-from penstock.arrays.run_lengths import MaskRuns
+from penstock.arrays import Array, MaskRuns, Offsets, Ragged, lists_of, offsets_of
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import DELTAS, RAW, SPARSE
 from penstock.frames.front import front_size

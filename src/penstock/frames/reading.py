@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TOPK, Cells, allows_all, first_bad
-from penstock.arrays.images import check_spans
-from penstock.arrays.kept_sets import first_bad_set
-from penstock.arrays.pieced import Pieced
-from penstock.arrays.ragged import Offsets, Ragged, offsets_of
-from penstock.arrays.run_lengths import MaskRuns
-from penstock.arrays.samples import Samples
+from penstock.arrays import (
+    TOPK,
+    Cells,
+    MaskRuns,
+    Offsets,
+    Pieced,
+    Ragged,
+    Samples,
+    allows_all,
+    check_spans,
+    first_bad,
+    first_bad_set,
+    offsets_of,
+)
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.codings import SPARSE, Reader, is_wide
 from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, check_floats, parse_head, ragged

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array, Cells
+from penstock.arrays import Array, Cells
 from penstock.frames.prefixes import Prefixes
 
 

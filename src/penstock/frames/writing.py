@@ -10,12 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import TEXT_COLUMNS, Array, Column
-from penstock.arrays.pieced import Pieced
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.run_lengths import MaskRuns, bit_view
-from penstock.arrays.sample import Sample
-from penstock.arrays.samples import Samples
+from penstock.arrays import TEXT_COLUMNS, Array, Column, MaskRuns, Pieced, Ragged, Sample, Samples, bit_view
 from penstock.errors import ConfigError
 from penstock.frames.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
 from penstock.frames.front import digest_of

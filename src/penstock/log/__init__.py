@@ -4,22 +4,6 @@
 `PostgresLog` a schema in a database. `reading(folder)` opens either of them to read, as the folder says.
 """
 
-from penstock.log.decision_log import FORMAT, Guard, Log
-from penstock.log.finding import is_run, open_existing, reading
-from penstock.log.log_reader import LogReader
-from penstock.log.log_rows import GroupRow, SegmentRow, State
-from penstock.log.sqlite_log import SqliteLog
+from penstock.lazy import exports_of
 
-__all__ = [
-    "FORMAT",
-    "GroupRow",
-    "Guard",
-    "Log",
-    "LogReader",
-    "SegmentRow",
-    "SqliteLog",
-    "State",
-    "is_run",
-    "open_existing",
-    "reading",
-]
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays import SampleFacts
 from penstock.packing.bins import Items
 from penstock.packing.cost import Observation
 from penstock.packing.grid import Grid, Placed

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays import SampleFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

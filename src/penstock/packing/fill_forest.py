@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import PER_NODE, TOKEN_COLUMNS, Array, Cells
+from penstock.arrays import PER_NODE, TOKEN_COLUMNS, Array, Cells, ImageSpan, Samples, offsets_of
 from penstock.errors import InvalidInput
 from penstock.packing.forest import Forest, grow, positions_of
 

@@ -26,9 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Cells
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.ragged import Ragged, offsets_of
+from penstock.arrays import Cells, ImageSpan, Ragged, offsets_of
 from penstock.errors import InvalidInput
 
 MASK_TOKENS = 8192

@@ -14,8 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import offsets_of
-from penstock.arrays.sample_facts import TEXT, SampleFacts
+from penstock.arrays import TEXT, SampleFacts, offsets_of
 from penstock.packing.bins import Bin, Items
 from penstock.packing.settings import Packing
 from penstock.packing.trees import Trees

@@ -18,12 +18,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.arrays import Sample
-from penstock.arrays.columns import PER_NODE, TEXT_COLUMNS, TOKEN_COLUMNS, Cells
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import NO_COLUMNS, read_own, table_with
-from penstock.arrays.ragged import arrays_in
-from penstock.arrays.versions import known
+from penstock.arrays import (
+    NO_COLUMNS,
+    PER_NODE,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    Cells,
+    ImageSpan,
+    Sample,
+    arrays_in,
+    known,
+    read_own,
+    table_with,
+)
 from penstock.errors import UnknownKey
 from penstock.packing.forest import Forest
 

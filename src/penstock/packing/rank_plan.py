@@ -14,10 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coerce import MAX_EXTENT
-from penstock.arrays.columns import APART, Column, Description
-from penstock.arrays.own_columns import Own, own_of, table_with
-from penstock.arrays.sample_facts import MODALITIES, Shape
+from penstock.arrays import APART, MAX_EXTENT, MODALITIES, Column, Description, Own, Shape, own_of, table_with
 from penstock.errors import CorruptFrame
 from penstock.packing.accounting import Accounting
 from penstock.packing.denominators import Totals

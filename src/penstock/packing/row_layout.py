@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import Samples, offsets_of
-from penstock.arrays.columns import Array
+from penstock.arrays import Array, Samples, offsets_of
 from penstock.packing.rank_plan import RankPlan
 
 PADDING = -1

@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.arrays.columns import Column
-from penstock.arrays.own_columns import Own, declared
-from penstock.arrays.sample_facts import MODALITIES, TEXT
+from penstock.arrays import MODALITIES, TEXT, Column, Own, declared
 from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.packing.bins import Caps

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from penstock.arrays.columns import APART, Array, Cells, Column
-from penstock.arrays.ragged import Ragged, copied, joined
+from penstock.arrays import APART, Array, Cells, Column, Ragged, copied, joined
 from penstock.errors import InvalidInput
 from penstock.packing.rank_plan import RankPlan
 from penstock.packing.row_layout import PADDING, Layout

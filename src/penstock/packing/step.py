@@ -9,20 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
-from penstock.arrays import Sample, Samples
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays import Sample, SampleFacts, Samples
 from penstock.config import build, signature_of
-from penstock.frames.node_prefixes import find_node_prefixes
+from penstock.frames import find_node_prefixes
 from penstock.packing.accounting import Accounting
 from penstock.packing.denominators import Denominators, Totals
-from penstock.packing.fill import fill
+from penstock.packing.filling import fill
 from penstock.packing.micro_batch import MicroBatch
-from penstock.packing.packing_keywords import PackingKeywords
-from penstock.packing.plan import plan
+from penstock.packing.planning import plan
 from penstock.packing.rank_plan import Plan, RankPlan
 from penstock.packing.settings import Packing
+
+if TYPE_CHECKING:
+    from penstock.packing.packing_keywords import PackingKeywords
 
 
 class StepOfRank(ABC):

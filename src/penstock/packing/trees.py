@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import offsets_of
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays import SampleFacts, offsets_of
 from penstock.packing.bins import Bin, Items
 from penstock.packing.row_targets import Bound
 from penstock.packing.settings import Packing

@@ -1,6 +1,5 @@
 """The plane: accepts groups, draws and plans steps, records each decision in the log, follows what ranks report."""
 
-from penstock.plane.loop import Server
-from penstock.plane.settings import PlaneSettings, Replay, Target
+from penstock.lazy import exports_of
 
-__all__ = ["PlaneSettings", "Replay", "Server", "Target"]
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

@@ -11,19 +11,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
+from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.frames.metadata import GroupFacts
-from penstock.log import GroupRow, State
-from penstock.log.decision_records import GivePriorities, Shorten
+from penstock.frames import EvalFacts, GroupFacts
+from penstock.log import GivePriorities, GroupRow, Shorten, State
 from penstock.plane.arrivals import Arrival, Arrivals
-from penstock.plane.evaluations import EvalFacts
 from penstock.plane.generated import Generated
 from penstock.plane.journal import Journal
 from penstock.plane.over_length import NONE, OverLength
-from penstock.plane.priorities import check_priority
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.untrained import why_untrained
-from penstock.protocol.rooms import NOTHING, Amount
+from penstock.protocol import NOTHING, Amount
 
 _RETRY_AFTER_S = 0.25
 _SPARE = [4**power for power in range(9, 0, -1)]

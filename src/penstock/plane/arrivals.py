@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock.frames.metadata import GroupFacts
+from penstock.frames import EvalFacts, GroupFacts
 from penstock.log import GroupRow, State
-from penstock.plane.evaluations import EvalFacts
 from penstock.plane.over_length import NONE, OverLength
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from penstock.frames.metadata import WITH, WITHOUT
+from penstock.frames import WITH, WITHOUT
 from penstock.log import GroupRow
 
 

@@ -16,17 +16,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from penstock.arrays.digests import sample_digests
+from penstock.arrays import sample_digests
 from penstock.errors import CorruptFrame, DiskFull
-from penstock.frames import ANY_SIZE, GroupFacts
-from penstock.frames.reading import describe
+from penstock.frames import ANY_SIZE, GroupFacts, describe
 from penstock.log import State
 from penstock.plane.engine import Engine
 from penstock.plane.losses import lose
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.workers import Workers
-from penstock.protocol.coordinator import Coordinator
-from penstock.protocol.effects import Effect, Suspect
+from penstock.protocol import Coordinator, Effect, Suspect
 from penstock.storage import Away, Gone, Storage
 
 logger = logging.getLogger("penstock.plane")

@@ -13,12 +13,15 @@ from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.remembered import left_name
 from penstock.plane.run_story import RunStory
-from penstock.protocol.coordinator import Coordinator
-from penstock.protocol.effects import (
+from penstock.protocol import (
+    Coordinator,
     Detach,
     Effect,
+    Frames,
+    FromPlane,
     MemberLeft,
     Note,
+    Peer,
     Reported,
     Resume,
     Send,
@@ -26,7 +29,6 @@ from penstock.protocol.effects import (
     StepReceived,
     Suspect,
 )
-from penstock.protocol.messages import Frames, FromPlane, Peer
 
 logger = logging.getLogger("penstock.plane")
 

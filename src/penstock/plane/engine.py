@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.arrays.versions import MAX_VERSION
+from penstock.arrays import MAX_VERSION
 from penstock.errors import (
     CorruptFrame,
     DiskFull,
@@ -29,17 +29,19 @@ from penstock.errors import (
     UnknownKey,
     WaitTimeout,
 )
-from penstock.log import GroupRow, Log, State
-from penstock.log.decision_records import (
+from penstock.log import (
     Advance,
     Discard,
     DropGroup,
     EvictRun,
     ForgetReports,
+    GroupRow,
+    Log,
     Prioritize,
     Quarantine,
     Record,
     ReleaseGroup,
+    State,
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.frames.metadata import GroupFacts
+from penstock.frames import GroupFacts
 
 _KEPT_STEPS = 64
 """Steps whose numbers are kept: more than are ever planned and not delivered."""

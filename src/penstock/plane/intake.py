@@ -11,23 +11,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from penstock.arrays.columns import Column
-from penstock.arrays.own_columns import words_for
+from penstock.arrays import Column, words_for
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
-from penstock.frames import Limits, front_size, read_head
-from penstock.frames.layout import frame_size
-from penstock.frames.metadata import GroupFacts, check_group, join_facts
-from penstock.frames.reading import describe
+from penstock.frames import (
+    EvalFacts,
+    GroupFacts,
+    Limits,
+    check_group,
+    facts_for_evaluation,
+    frame_size,
+    front_size,
+    join_facts,
+    read_head,
+)
 from penstock.packing import plan
-from penstock.plane.evaluations import EvalFacts
 from penstock.plane.over_length import NONE, OverLength, check_lengths, facts_for
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.untrained import check_trained
-from penstock.protocol.messages import Buffer
+from penstock.protocol import Buffer
 from penstock.storage import Writer, parse_location
 
-UNCUT = 2**40
-"""Tokens: no sample is so long."""
 _READ_BACK_BYTES = 1 << 20
 
 
@@ -265,13 +268,6 @@ def _lacking(facts: GroupFacts, name: str) -> list[str]:
         table = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
         has = table[:, facts.columns.index(name)]
     return [facts.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
-
-
-def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:
-    """Of a group that is not to be trained: its samples are not cut, and what is shown of it is made too."""
-    facts = check_group(frame, group=group, seq_len=UNCUT, limits=limits)
-    _, samples, _ = describe(frame, limits=limits)
-    return facts, EvalFacts.of(samples)
 
 
 def limits_of(settings: PlaneSettings) -> Limits:

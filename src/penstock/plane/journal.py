@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from penstock.errors import Fenced, PenstockError
-from penstock.log import Log
-from penstock.log.decision_records import Discard, Record, Shorten
+from penstock.log import Discard, Log, Record, Shorten
 from penstock.plane.counted import COUNTS
 from penstock.plane.rebuild import rebuild
 from penstock.plane.remembered import keeps_all

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.log import State
+from penstock.protocol import OVER_LENGTH
 
-OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
 _FIELDS = {state: state.name.lower() for state in State}
 
 

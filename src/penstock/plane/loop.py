@@ -26,7 +26,7 @@ from penstock.plane.effect_runner import EffectRunner
 from penstock.plane.engine import Engine
 from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.journal import run_at_once
-from penstock.plane.open_log import storage_of
+from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.plane_sessions import admission_of, coordinator_of, sign_of_life
 from penstock.plane.plane_status import status_of
@@ -35,34 +35,37 @@ from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.small_decisions import decide
 from penstock.plane.workers import Threads, Workers
-from penstock.protocol.admission import Decide, Offer
-from penstock.protocol.admission import Effect as AdmissionEffect
-from penstock.protocol.effects import Send
-from penstock.protocol.message_header import Packer, read_from_client, run_of
-from penstock.protocol.messages import (
+from penstock.protocol import (
     MAX_NAME,
     Ask,
     AskRoom,
     Attach,
     Buffer,
+    Decide,
     Discard,
     Frames,
     FromClient,
     FromPlane,
     GiveUp,
+    Offer,
     OpenSegment,
+    Packer,
     Peer,
+    Phase,
     Pulse,
     Put,
+    Send,
     SettleGroup,
     SetWeight,
+    Staged,
     Status,
     Trace,
+    read_from_client,
+    run_of,
 )
-from penstock.protocol.session import Phase
-from penstock.protocol.steps import Staged
+from penstock.protocol.admission import Effect as AdmissionEffect
 from penstock.storage import Storage
-from penstock.transport.interface import PlaneCarrier
+from penstock.transport import PlaneCarrier
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = _LOOK_S = 1.0

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from penstock.errors import DiskFull
-from penstock.log import State
-from penstock.log.decision_records import Lose
+from penstock.log import Lose, State
 from penstock.plane.engine import Engine
 
 

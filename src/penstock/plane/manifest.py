@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.arrays.counts import bounded_sum
+from penstock.arrays import bounded_sum
 from penstock.errors import CorruptFile
 from penstock.log import GroupRow
 

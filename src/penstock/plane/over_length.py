@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames.layout import Buffer
-from penstock.frames.metadata import GroupFacts, check_group
-from penstock.log.decision_records import Shorten
+from penstock.frames import Buffer, GroupFacts, check_group
+from penstock.log import Shorten
 from penstock.plane.journal import Journal
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import Storage

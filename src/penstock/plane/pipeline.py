@@ -21,7 +21,7 @@ from itertools import islice
 import xxhash
 
 from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, StorageError
-from penstock.frames.metadata import GroupFacts
+from penstock.frames import GroupFacts
 from penstock.plane.acceptance import Claim, Outcome
 from penstock.plane.engine import Drawn, Engine
 from penstock.plane.failures import ends_plane, failure_in_words
@@ -29,9 +29,7 @@ from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused, S
 from penstock.plane.over_length import facts_for
 from penstock.plane.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.plane.workers import Job, Then, Workers
-from penstock.protocol.messages import Buffer, Put
-from penstock.protocol.rooms import NOTHING
-from penstock.protocol.steps import Staged
+from penstock.protocol import NOTHING, Buffer, Put, Staged
 from penstock.storage import DamagedFrame, parse_location
 
 logger = logging.getLogger("penstock.plane")

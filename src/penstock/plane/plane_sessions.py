@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.errors import CorruptFrame
-from penstock.log import Log
-from penstock.log.pids import is_gone
+from penstock.log import Log, is_gone
 from penstock.plane.engine import Engine
 from penstock.plane.remembered import members_left
 from penstock.plane.settings import PlaneSettings
-from penstock.protocol.admission import Admission
-from penstock.protocol.coordinator import Coordinator
-from penstock.protocol.message_header import read_from_client
-from penstock.protocol.messages import AskRoom, Beat, Buffer, Peer, Pulse, Put, Trace
+from penstock.protocol import Admission, AskRoom, Beat, Buffer, Coordinator, Peer, Pulse, Put, Trace, read_from_client
 from penstock.storage import KeptStorage, address_of
 
 

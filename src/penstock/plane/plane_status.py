@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from penstock.plane.engine import Engine
-from penstock.protocol.admission import Admission
-from penstock.protocol.coordinator import Coordinator
+from penstock.protocol import Admission, Coordinator
 
 
 def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) -> dict[str, Any]:

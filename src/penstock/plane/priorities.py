@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.arrays import check_priority
 from penstock.errors import InvalidInput
-from penstock.log.decision_records import ForgetReports, Prioritize, Report
-from penstock.replay.table import MAX_PRIORITY
+from penstock.log import ForgetReports, Prioritize, Report
 
 if TYPE_CHECKING:
     from penstock.plane.journal import Journal
@@ -66,11 +66,6 @@ class Reports(msgspec.Struct, array_like=True):
 def merge(into: Values, values: Mapping[str, float]) -> None:
     for group, value in values.items():
         into[group] = max(value, into.get(group, 0.0))
-
-
-def check_priority(name: str, value: float) -> None:
-    if not 0.0 <= value <= MAX_PRIORITY:
-        raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
 
 
 def report(journal: Journal, priorities: Mapping[str, float], step: int | None) -> None:

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from penstock.errors import ConfigError, CorruptFile, WaitTimeout
+from penstock.frames import EvalFacts
 from penstock.log import Log, State
-from penstock.plane.evaluations import EvalFacts, Evaluations
+from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.settings import Replay
 from penstock.plane.snapshot import Saved

@@ -15,7 +15,7 @@ from penstock.errors import Overloaded, PenstockError
 from penstock.log import Log
 from penstock.plane.engine import Engine
 from penstock.plane.over_length import NONE, OverLength
-from penstock.protocol.messages import MAX_REASON
+from penstock.protocol import MAX_REASON
 
 logger = logging.getLogger("penstock.plane")
 MAX_METRICS = 1000

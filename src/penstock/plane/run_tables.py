@@ -21,9 +21,7 @@ from penstock.log import GroupRow
 from penstock.plane.fair_share import FairShare
 from penstock.plane.settings import Target
 from penstock.plane.snapshot import SavedTables
-from penstock.replay import Key, Replay, Table
-from penstock.replay.core import OnEvict
-from penstock.replay.drawing import Drawing
+from penstock.replay import Drawing, Key, OnEvict, Replay, Table
 
 Look = Callable[[Key], GroupRow]
 """The group that waits under a key."""

@@ -23,9 +23,15 @@ from typing import Any
 
 from penstock.errors import Conflict, DiskFull, InvalidInput, StorageError
 from penstock.log import Log, SegmentRow
-from penstock.storage import Custody, Location, Storage, parse_location
-from penstock.storage.interface import is_segment_name, new_segment_name
-from penstock.storage.writer import SEGMENT_AGE_S
+from penstock.storage import (
+    SEGMENT_AGE_S,
+    Custody,
+    Location,
+    Storage,
+    is_segment_name,
+    new_segment_name,
+    parse_location,
+)
 
 logger = logging.getLogger("penstock.storage")
 OWN = "plane"

@@ -13,15 +13,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from penstock.arrays.coerce import run_name_problem
-from penstock.arrays.own_columns import table_with
-from penstock.config import Given, build, check
-from penstock.config.build import unknown
+from penstock.arrays import run_name_problem, table_with
+from penstock.config import Given, build, check, unknown
 from penstock.errors import ConfigError
-from penstock.log.postgres_address import check_address
+from penstock.log import check_address
 from penstock.packing import Packing
-from penstock.protocol.message_header import MAX_HEADER
-from penstock.protocol.timeouts import Timeouts
+from penstock.protocol import MAX_HEADER, Timeouts
 from penstock.replay import Replay as Replay
 from penstock.storage import address_of
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from penstock.arrays.counts import check_count
+from penstock.arrays import check_count
 from penstock.errors import InvalidInput, PenstockError
 from penstock.plane.engine import Engine
 from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.run_story import RunStory
-from penstock.protocol.decision_limits import check_decision
-from penstock.protocol.messages import Discard, SettleGroup, SetWeight
+from penstock.protocol import Discard, SettleGroup, SetWeight, check_decision
 
 logger = logging.getLogger("penstock.plane")
 

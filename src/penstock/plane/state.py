@@ -27,15 +27,17 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.arrays.counts import bounded_sum
+from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.log import GroupRow, Log, State
-from penstock.log.decision_records import (
+from penstock.frames import EvalFacts
+from penstock.log import (
     Advance,
     Discard,
     EvictRun,
     ForgetReports,
     GivePriorities,
+    GroupRow,
+    Log,
     Lose,
     Prioritize,
     Quarantine,
@@ -43,17 +45,19 @@ from penstock.log.decision_records import (
     ReleaseGroup,
     Report,
     Shorten,
+    State,
     Weigh,
 )
 from penstock.plane.blame import count_kinds
-from penstock.plane.evaluations import EvalFacts, Evaluations
+from penstock.plane.evaluations import Evaluations
 from penstock.plane.given_back import GivenBack
-from penstock.plane.ledger import OVER_LENGTH, Ledger
+from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
 from penstock.plane.run_tables import RunTables
 from penstock.plane.settings import Replay, Target
 from penstock.plane.snapshot import Saved
+from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
 
 

@@ -14,13 +14,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.digests import step_digest
+from penstock.arrays import step_digest
 from penstock.errors import PenstockError
-from penstock.frames.metadata import GroupFacts, join_facts
+from penstock.frames import GroupFacts, join_facts
 from penstock.packing import Packing, plan
-from penstock.protocol.messages import Buffer, Frames
-from penstock.protocol.picks import PickedGroup, StepPicks
-from penstock.protocol.steps import Staged
+from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
 PIECE_BYTES = 1 << 30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import InvalidInput
-from penstock.frames.metadata import WITHOUT, GroupFacts
+from penstock.frames import WITHOUT, GroupFacts
 
 _ACCEPT = "or open the plane with untrained_groups='accept'"
 

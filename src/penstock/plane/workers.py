@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
-from penstock.transport.wake import Wake
+from penstock.transport import Wake
 
 Job: TypeAlias = Callable[[], Any]
 Then: TypeAlias = Callable[[Any], None]

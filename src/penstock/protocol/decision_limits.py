@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.arrays.coerce import MAX_TEXT, run_name_problem
+from penstock.arrays import MAX_TEXT, run_name_problem
 from penstock.errors import InvalidInput
 from penstock.protocol.messages import MAX_REASON, Discard, SettleGroup, SetWeight
 

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from penstock.arrays.versions import MAX_VERSION
+from penstock.arrays import MAX_VERSION
 from penstock.protocol.message_record import SCHEMA as SCHEMA
 from penstock.protocol.message_record import Message as _Message
 
@@ -25,6 +25,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
 Peer: TypeAlias = object
 """Whatever a transport uses to address a process; comes with each message and goes back with each answer."""
+OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
+"""What an answer counts of samples longer than `seq_len`, in this order."""
 BEHIND: Frames = (b"",)
 """The payload of a message that has none, and must not overtake those that have."""
 

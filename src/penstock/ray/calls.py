@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 from penstock import errors
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.extras import require
-from penstock.transport.keys import ClientKeys
-from penstock.transport.resolving import Address
+from penstock.transport import Address, ClientKeys
 
 Handle: TypeAlias = Any
 """Of an actor; Ray has no type for it."""

@@ -12,17 +12,16 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from penstock.client.handles import Handle
-from penstock.client.plane import Plane
+from penstock.client import Handle, Plane
 from penstock.config import Given, build, keywords_of, nested, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
-from penstock.plane.settings import ClusterSettings
-from penstock.protocol.timeouts import Timeouts
+from penstock.plane import ClusterSettings
+from penstock.protocol import Timeouts
 from penstock.ray import calls
 from penstock.ray.calls import actor_of, address_in, record_name
 from penstock.ray.placing import absolute, is_movable
 from penstock.ray.plane_actor import PlaneActor, new_keys, record_of
-from penstock.transport.resolving import Address, ResolvingClient
+from penstock.transport import Address, ResolvingClient
 
 logger = logging.getLogger("penstock.ray")
 SCHEME = "ray://"

@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from penstock.config.setting import settings_of
+from penstock.config import settings_of
 from penstock.errors import ConfigError
-from penstock.plane.settings import ClusterSettings
+from penstock.plane import ClusterSettings
 from penstock.storage import address_of, is_object_url, is_shared
 
 _SESSION = re.compile(r"/session_\d[^/]*/")

@@ -29,12 +29,11 @@ import msgspec
 
 from penstock.config import build, template
 from penstock.errors import PenstockError
-from penstock.plane.settings import ClusterSettings
+from penstock.plane import ClusterSettings
 from penstock.ray import calls
 from penstock.ray.served import Order, write_keys
-from penstock.server.daemon import Exit
-from penstock.server.log_format import log_lines
-from penstock.transport.keys import ClientKeys, make_keys
+from penstock.server import Exit, log_lines
+from penstock.transport import ClientKeys, make_keys
 
 logger = logging.getLogger("penstock.plane")
 _AGAIN_S = (0.1, 1.0, 5.0)

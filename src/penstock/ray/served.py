@@ -28,11 +28,9 @@ import msgspec
 
 from penstock.config import build
 from penstock.errors import Conflict, PenstockError
-from penstock.log import is_run, reading
-from penstock.log.postgres_address import with_run
-from penstock.log.volume import take_over
-from penstock.plane.settings import ClusterSettings
-from penstock.server.daemon import Exit, Ready, run_plane
+from penstock.log import is_run, reading, take_over, with_run
+from penstock.plane import ClusterSettings
+from penstock.server import Exit, Ready, run_plane
 
 _LOOK_S = 0.5
 _TAKE_OVER_S = 5.0
@@ -102,7 +100,7 @@ def check_known(settings: ClusterSettings, run_id: str, address: str) -> None:
 
 def _run_id_in(settings: ClusterSettings) -> str:
     if settings.log is not None:
-        from penstock.log.postgres_reader import reading_postgres
+        from penstock.log import reading_postgres
 
         with reading_postgres(with_run(settings.log, settings.run)) as log:
             return log.all_meta().get("run_id", "") if "run" in log.tables() else ""

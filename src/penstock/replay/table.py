@@ -13,11 +13,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from os import PathLike
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.arrays import MAX_PRIORITY
 from penstock.config import build, signature_of
 from penstock.errors import ConfigError, InvalidInput
 from penstock.replay import table_checkpoint
@@ -29,12 +30,11 @@ from penstock.replay.limiters import Limiter
 from penstock.replay.selector import Selector
 from penstock.replay.slots import VERSION, Key
 from penstock.replay.table_checkpoint import Dump, Load
-from penstock.replay.table_keywords import TableKeywords
 from penstock.replay.table_metrics import report
 from penstock.replay.table_settings import Replay, Settings
 
-MAX_PRIORITY = 1e100
-"""Beyond this, sums of powers of priorities could overflow."""
+if TYPE_CHECKING:
+    from penstock.replay.table_keywords import TableKeywords
 
 _KEY_TYPES = (str, int)
 _MAX_PRIORITY_BITS = np.float64(MAX_PRIORITY).view(np.uint64)

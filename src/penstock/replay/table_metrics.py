@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.counts import bounded_sum
+from penstock.arrays import bounded_sum
 from penstock.replay.slots import FREE, TIMES, TOKENS, VERSION, Slots
 
 Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]

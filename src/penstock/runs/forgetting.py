@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.errors import Conflict, InvalidInput
 from penstock.log import State, open_existing, reading
-from penstock.plane.manifest import read_manifest
+from penstock.plane import read_manifest
 
 _ENDED = (int(State.COMMITTED), int(State.DROPPED))
 

@@ -9,11 +9,11 @@ import xxhash
 
 from penstock.frames import Limits, read_head
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames.metadata import GroupFacts, check_group
-from penstock.plane.acceptance import MAX_ID
-from penstock.plane.intake import UNCUT
-from penstock.storage.interface import Part, Range
-from penstock.storage.scan import Piece, find_frames, read_at
+from penstock.frames import GroupFacts, check_group
+from penstock.plane import MAX_ID
+from penstock.frames import UNCUT
+from penstock.storage import Part, Range
+from penstock.storage import Piece, find_frames, read_at
 
 LIMITS = Limits(max_samples=1 << 16, max_tokens=1 << 26, max_bytes=2 << 30)
 """What one group may unfold to."""

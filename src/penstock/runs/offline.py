@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.errors import Conflict, UnknownKey
 from penstock.log import State, open_existing
-from penstock.log.decision_records import DropGroup, ReleaseGroup
+from penstock.log import DropGroup, ReleaseGroup
 
 
 def settle_offline(folder: Path, group: str, *, drop: bool) -> None:

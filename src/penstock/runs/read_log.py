@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log.decision_records import Advance, Discard, Shorten, read_record
-from penstock.log.sqlite_reader import LOG
-from penstock.plane.ledger import OVER_LENGTH, Ledger
-from penstock.plane.manifest import read_manifest
+from penstock.log import Advance, Discard, Shorten, read_record
+from penstock.log import LOG
+from penstock.plane import Ledger
+from penstock.protocol import OVER_LENGTH
+from penstock.plane import read_manifest
 from penstock.storage import KeptStorage, open_storage
 
 _ALL = 1 << 62

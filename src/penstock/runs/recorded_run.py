@@ -16,10 +16,10 @@ import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log.sqlite_reader import LOG
-from penstock.plane.manifest import read_manifest
+from penstock.log import LOG
+from penstock.plane import read_manifest
 from penstock.runs.read_log import storage_of_run
-from penstock.plane.remembered import SETTINGS
+from penstock.plane import SETTINGS
 from penstock.storage import Gone, KeptStorage
 
 _KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])

@@ -18,17 +18,17 @@ import msgspec
 
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
-from penstock.frames.metadata import GroupFacts
+from penstock.frames import GroupFacts
 from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
-from penstock.log.decision_records import Advance, Lose, Quarantine
-from penstock.log.sqlite_copy import carry_over, copy_log, set_identity
-from penstock.log.sqlite_reader import LOG, typed_errors
-from penstock.log.witness import NAME as WITNESS
-from penstock.log.witness import Witness
+from penstock.log import Advance, Lose, Quarantine
+from penstock.log import carry_over, copy_log, set_identity
+from penstock.log import LOG, typed_errors
+from penstock.log import NAME as WITNESS
+from penstock.log import Witness
 from penstock.runs.lost_frames import LostFrame, Progress, facts_of_frame, frames_of, no_progress
-from penstock.plane.manifest import Manifest
-from penstock.runs.recover import ASIDE, BUILDING, Plan
-from penstock.plane.segments import OWN
+from penstock.plane import Manifest
+from penstock.runs.recovery import ASIDE, BUILDING, Plan
+from penstock.plane import OWN
 from penstock.storage import (
     Custody,
     KeptStorage,
@@ -39,7 +39,7 @@ from penstock.storage import (
     open_storage,
     parse_location,
 )
-from penstock.storage.interface import new_segment_name
+from penstock.storage import new_segment_name
 
 As = Literal["held", "quarantined", "dropped"]
 WRITER = "recovered"
@@ -101,7 +101,7 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
 def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recovered:
     """The same in a database, which keeps its own backups. The marker refuses planes until the log is past it, which is
     the last thing that is written: a recovery that is killed can be called again."""
-    from penstock.log.postgres_log import PostgresLog
+    from penstock.log import PostgresLog
 
     log = open_existing(plan.run.folder)
     assert isinstance(log, PostgresLog)

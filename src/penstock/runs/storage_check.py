@@ -12,16 +12,16 @@ from typing import Any
 
 import xxhash
 
-from penstock.arrays.digests import sample_digests
-from penstock.frames.layout import Buffer
-from penstock.frames.reading import describe
+from penstock.arrays import sample_digests
+from penstock.frames import Buffer
+from penstock.frames import describe
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.frames.metadata import GroupFacts
+from penstock.frames import GroupFacts
 from penstock.log import State, reading
 from penstock.runs.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.runs.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import Away, Gone, KeptStorage, Location, read_each
-from penstock.storage.interface import Part
+from penstock.storage import Part
 
 _BATCH = 256
 """Groups whose metadata is read at a time: a long transaction would keep a plane's write-ahead log from shrinking."""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log.decision_records import Advance, EvictRun, Weigh
-from penstock.log.finding import url_of
-from penstock.log.witness import Seen, read_witness
+from penstock.log import Advance, EvictRun, Weigh
+from penstock.log import url_of
+from penstock.log import Seen, read_witness
 from penstock.storage import KeptStorage, Location, Marker, open_storage, parse_location, read_marker
-from penstock.storage.interface import Range, is_segment_name
+from penstock.storage import Range, is_segment_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """`penstock serve`: the process around a plane, with its watchdog, HTTP API and metrics page."""
 
-from penstock.server.plane_process import PlaneProcess
+from penstock.lazy import exports_of
 
-__all__ = ["PlaneProcess"]
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

@@ -25,21 +25,17 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.client.api import plane_carrier
-from penstock.client.handles import usable_url
-from penstock.client.plane import Plane
+from penstock.client import Plane, plane_carrier, usable_url
 from penstock.errors import ConfigError, Fenced
 from penstock.log import Log
-from penstock.plane.loop import Server
-from penstock.plane.open_log import note_listening, open_log, run_folder
-from penstock.plane.settings import ServerSettings
+from penstock.plane import Server, ServerSettings, note_listening, open_log, run_folder
 from penstock.server.allocation import settle_memory
 from penstock.server.http_api import HttpDoor, find_token
 from penstock.server.log_format import LineFormatter
 from penstock.server.metrics_page import MetricsPage, metrics_token
 from penstock.server.prometheus import Snapshot
 from penstock.server.watchdog import Watchdog, die_with_parent
-from penstock.transport.memory import MemoryPlane
+from penstock.transport import MemoryPlane
 
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0

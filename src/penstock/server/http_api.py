@@ -26,14 +26,12 @@ import msgspec
 
 from penstock import errors
 from penstock.atomic import replacing
-from penstock.client.encoded_group import EncodedGroup
-from penstock.client.plane import Plane
-from penstock.convert.json_group import read_json_group
+from penstock.client import EncodedGroup, Plane
+from penstock.convert import read_json_group
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
-from penstock.plane.ledger import OVER_LENGTH
-from penstock.protocol.messages import Accepted
+from penstock.protocol import OVER_LENGTH, Accepted
 from penstock.server.bearer import has_token, is_loopback, parse_address, read_token
 from penstock.server.http_server import HttpThread
 from penstock.server.openapi import FRAME, describe

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.convert.json_group import JsonGroup
+from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
 from penstock.version import __version__
 

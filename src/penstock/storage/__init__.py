@@ -7,42 +7,6 @@
 Engines know nothing of groups, tables or steps. `in_memory.py` is the one to read first.
 """
 
-from penstock.storage.custody import Custody, Marker, check_log, read_marker
-from penstock.storage.filesystem import is_shared
-from penstock.storage.folder import FolderStorage
-from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
-from penstock.storage.object_requests import is_object_url
-from penstock.storage.objects import ObjectStorage
-from penstock.storage.picking import DamagedFrame, Pick, gather_picks, read_each
-from penstock.storage.places import KeptStorage, StorageRun, address_of, erase, open_storage, runs_below
-from penstock.storage.writer import Writer
+from penstock.lazy import exports_of
 
-__all__ = [
-    "Away",
-    "Custody",
-    "DamagedFrame",
-    "FolderStorage",
-    "Gone",
-    "KeptStorage",
-    "Location",
-    "Marker",
-    "MemoryStorage",
-    "ObjectStorage",
-    "Pick",
-    "SegmentFile",
-    "Storage",
-    "StorageRun",
-    "Writer",
-    "address_of",
-    "check_log",
-    "erase",
-    "gather_picks",
-    "is_object_url",
-    "is_shared",
-    "open_storage",
-    "parse_location",
-    "read_each",
-    "read_marker",
-    "runs_below",
-]
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

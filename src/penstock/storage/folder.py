@@ -25,7 +25,7 @@ from pathlib import Path
 
 from penstock.atomic import REMEDIES, replacing, sync
 from penstock.errors import Conflict, DiskFull, StorageError
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.storage.filesystem import is_shared
 from penstock.storage.interface import (
     Away,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import Conflict
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.storage.interface import Gone, Pieces, Range, Wanted, check_wanted, is_segment_name, parse_location
 
 

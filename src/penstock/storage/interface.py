@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 
 from penstock.errors import Away as Away
 from penstock.errors import CorruptFrame
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 
 Pieces: TypeAlias = Sequence[Buffer]
 """The buffers that make up one frame, end to end."""

@@ -27,7 +27,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from penstock.errors import Away, Conflict, StorageError
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.storage.interface import (
     Gone,
     Location,

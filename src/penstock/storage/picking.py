@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.frames.gathering import OpenFrame, gather, open_frame
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer, OpenFrame, gather, open_frame
 from penstock.storage.interface import Storage, Wanted, parse_location
 
 _BATCH_BYTES = 64 << 20

@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.errors import CorruptFrame
-from penstock.frames.layout import MAGIC, PREFIX_SIZE, frame_size, read_sizes, split
+from penstock.frames import MAGIC, PREFIX_SIZE, frame_size, read_sizes, split
 from penstock.storage.interface import Range
 
 MAX_FRONT_BYTES = 64 << 20

@@ -18,11 +18,10 @@ import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
 from penstock.frames import encode
-from penstock.log import FORMAT, GroupRow, Log, LogReader, SegmentRow, State, reading
-from penstock.log.decision_records import Advance, Discard
+from penstock.log import FORMAT, Advance, Discard, GroupRow, Log, LogReader, SegmentRow, State, reading
 from penstock.packing import Packing
-from penstock.plane.settings import PlaneSettings, Target
-from penstock.protocol.steps import Staged
+from penstock.plane import PlaneSettings, Target
+from penstock.protocol import Staged
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from penstock.arrays import Column, Ragged, offsets_of
-from penstock.arrays.columns import Array, Cells
+from penstock.arrays import Array, Cells, Column, Ragged, offsets_of
 
 OWN_COLUMNS = (
     Column("token_halves", dtype="float16", fill=0.5, pad=-1.0),

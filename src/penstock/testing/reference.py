@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from penstock.arrays import Ragged, Sample
-from penstock.arrays.columns import Cells
+from penstock.arrays import Cells, Ragged, Sample
 
 Item = TypeVar("Item")
 

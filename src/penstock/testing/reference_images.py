@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.images import ImageSpan
-from penstock.assets.layouts import Layout
+from penstock.arrays import ImageSpan
+from penstock.assets import Layout
 
 
 def draw_screenshot(*, seed: int, width: int = 1280, height: int = 720) -> bytes:

@@ -13,8 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from penstock.replay import Draw, Index, Selector
-from penstock.replay.selector import Role
+from penstock.replay import Draw, Index, Role, Selector
 
 _CAPACITIES = (1, 2, 7, 33)
 

@@ -16,8 +16,7 @@ import pytest
 from penstock.arrays import Sample, Samples
 from penstock.errors import Conflict, CorruptFrame
 from penstock.frames import decode, encode
-from penstock.storage import DamagedFrame, Gone, Pick, Storage, gather_picks, parse_location
-from penstock.storage.interface import Wanted, new_segment_name
+from penstock.storage import DamagedFrame, Gone, Pick, Storage, Wanted, gather_picks, new_segment_name, parse_location
 
 
 def stored_group(name: str, *, samples: int = 3, tokens: int = 40) -> list[Sample]:

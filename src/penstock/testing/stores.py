@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from penstock.assets.blobs import Blobs
+from penstock.assets import Blobs
 from penstock.errors import CorruptAsset, InvalidInput, MissingAsset
 
 _HOSTILE = (

@@ -27,8 +27,7 @@ except ImportError as error:
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from penstock.arrays import MODES, TOKEN_COLUMNS, Column, ImageSpan, Ragged, Sample
-from penstock.arrays.columns import Array, Cells
+from penstock.arrays import MODES, TOKEN_COLUMNS, Array, Cells, Column, ImageSpan, Ragged, Sample
 from penstock.testing.own import OWN_COLUMNS, values_of
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)

@@ -18,8 +18,8 @@ from random import Random
 
 import zmq
 
-from penstock.protocol.messages import Buffer, Frames, Peer
-from penstock.transport.interface import ClientCarrier, Envelope, PlaneCarrier
+from penstock.protocol import Buffer, Frames, Peer
+from penstock.transport import ClientCarrier, Envelope, PlaneCarrier
 
 PATIENCE_S = 20.0
 SIZES = (0, 1, 63, 64, 65, 4096, 16_383, 16_384, 65_536, 5_000_001)

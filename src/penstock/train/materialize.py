@@ -19,10 +19,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.images import ImageSpan
-from penstock.assets.decode import decode_rgb
-from penstock.assets.processors import Processor
-from penstock.assets.store import AssetStore
+from penstock.arrays import ImageSpan
+from penstock.assets import AssetStore, Processor, decode_rgb
 from penstock.errors import (
     AssetError,
     ConfigError,

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from penstock.errors import MissingExtra
 from penstock.extras import install
-from penstock.server.metrics_page import MetricsPage
-from penstock.server.prometheus import expose
+from penstock.server import MetricsPage, expose
 
 
 class Sink(Protocol):

@@ -17,8 +17,7 @@ except ImportError as error:
 
     raise missing("penstock.train.model", error) from None
 
-from penstock.arrays.columns import TOPK
-from penstock.arrays.ragged import Ragged, arrays_in
+from penstock.arrays import TOPK, Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing import MicroBatch
 from penstock.train.attention import buckets_of, register_attention, without_masks

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.images import ImageSpan, check_spans
+from penstock.arrays import ImageSpan, check_spans
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
 

@@ -18,10 +18,10 @@ from penstock import config
 from penstock.config import Checked, Given
 from penstock.errors import ConfigError
 from penstock.packing import PackedImages, Packing
-from penstock.plane.settings import PackingSection, PlaneSettings, ReplaySection, StepTarget, Target, TimeoutsSection
-from penstock.protocol.timeouts import Timeouts
+from penstock.plane import PackingSection, PlaneSettings, ReplaySection, StepTarget, Target, TimeoutsSection
+from penstock.protocol import Timeouts
 from penstock.replay import Replay
-from penstock.transport.sockets import check_url
+from penstock.transport import check_url
 
 _HINT = "write one with `penstock demo --write-config FILE`"
 _TITLE = """\

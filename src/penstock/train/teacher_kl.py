@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from penstock.arrays.columns import TOPK
+from penstock.arrays import TOPK
 from penstock.errors import InvalidInput
 from penstock.train.boundaries import checked_lengths
 from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened

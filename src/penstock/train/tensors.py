@@ -34,11 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.arrays.columns import Array, Cells
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import Array, Cells, Ragged
 from penstock.extras import require
-from penstock.packing import MicroBatch
-from penstock.packing.forest import Forest
+from penstock.packing import Forest, MicroBatch
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.errors import InvalidInput
-from penstock.packing.denominators import Denominators
+from penstock.packing import Denominators
 
 if TYPE_CHECKING:
     import torch

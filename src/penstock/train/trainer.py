@@ -31,7 +31,6 @@ from penstock.packing import MicroBatch
 from penstock.replay import Prioritized
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
-from penstock.train.check_trees import check_trees
 from penstock.train.fake import FakeSource
 from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
@@ -44,6 +43,7 @@ from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums, packed
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
+from penstock.train.tree_check import check_trees
 from penstock.train.vision import Vision, check_placeholders
 
 _RECENT = 10

@@ -10,12 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.arrays.images import types_of
-from penstock.assets import AssetStore
-from penstock.assets.layouts import layout_from_config
+from penstock.arrays import types_of
+from penstock.assets import AssetStore, layout_from_config
 from penstock.errors import InvalidInput
-from penstock.packing import MicroBatch
-from penstock.packing.forest import Forest
+from penstock.packing import Forest, MicroBatch
 from penstock.train.image_policies import Policy
 from penstock.train.materialize import Materializer, Metrics, check_image_tokens, mask_segments, sum_metrics
 from penstock.train.mrope import mrope_positions

@@ -25,7 +25,7 @@ from typing import BinaryIO
 import xxhash
 
 from penstock.atomic import folder_errors
-from penstock.protocol.messages import Buffer, Frames, Peer
+from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport.interface import Envelope
 
 logger = logging.getLogger("penstock.files")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeAlias
 
-from penstock.protocol.messages import Buffer, Frames, Peer
+from penstock.protocol import Buffer, Frames, Peer
 
 Envelope: TypeAlias = tuple[Buffer, Frames]
 """(header, payload buffers)."""

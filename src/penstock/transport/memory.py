@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.errors import Closed, PenstockError
-from penstock.protocol.messages import Buffer, Frames, Peer
+from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport.interface import Envelope
 from penstock.transport.wake import Wake
 

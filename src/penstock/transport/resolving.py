@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.protocol.messages import Frames
+from penstock.protocol import Frames
 from penstock.transport.interface import Envelope
 from penstock.transport.keys import ClientKeys
 from penstock.transport.sockets import SocketClient

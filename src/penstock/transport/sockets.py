@@ -20,7 +20,7 @@ from contextlib import nullcontext
 import zmq
 
 from penstock.errors import ConfigError
-from penstock.protocol.messages import Buffer, Frames, Peer
+from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport import forked_sockets
 from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
 from penstock.transport.interface import Envelope

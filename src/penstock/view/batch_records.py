@@ -15,16 +15,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, Array, Cells
-from penstock.arrays.columns import COLUMNS as GIVEN
-from penstock.arrays.ragged import copied
-from penstock.arrays.versions import known
+from penstock.arrays import ALL_OR_NONE, Array, Cells, copied, known
+from penstock.arrays import COLUMNS as GIVEN
 from penstock.errors import InvalidInput
 from penstock.packing import MicroBatch
 from penstock.view.record import COLUMNS, OF_SAMPLE, TABLE, ExportColumn, Record, finite, form_of, without_empty
 
 if TYPE_CHECKING:
-    from penstock.train.terms import Terms
+    from penstock.train import Terms
 
 _OF_BATCH = {column.attribute for column in TABLE if column.source == "batch"}
 _COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith("is_masked")}

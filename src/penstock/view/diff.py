@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import Array
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import Array, Ragged
 from penstock.errors import InvalidInput
 from penstock.view.reader import Export, Step
 from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
-from penstock.runs.read_log import read_run, read_stored, unused_groups
+from penstock.runs import read_run, read_stored, unused_groups
 from penstock.view.evaluation_runs import plane_of, record_of
 from penstock.view.record import Record
 

@@ -18,7 +18,7 @@ from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
 from penstock.log import is_run
 from penstock.packing import pack
-from penstock.runs.read_log import EvaluationGroup, evaluations_of, read_stored
+from penstock.runs import EvaluationGroup, evaluations_of, read_stored
 from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line

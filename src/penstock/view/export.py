@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
-from penstock.packing import MicroBatch
-from penstock.packing.denominators import Totals
+from penstock.packing import MicroBatch, Totals
 from penstock.view.batch_records import Snapshot
 from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
@@ -27,7 +26,7 @@ from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
 from penstock.view.step_files import Format, StepFile
 
 if TYPE_CHECKING:
-    from penstock.train.terms import Terms
+    from penstock.train import Terms
 
 
 class NumberedStep(Protocol):

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.atomic import folder_errors, rename, replacing, sync
 from penstock.errors import ConfigError, CorruptFile, StorageError
-from penstock.view.tally import Count, Summary
+from penstock.view.tallies import Count, Summary
 
 EXPORTS = "token_exports"
 STABLE = "STABLE"

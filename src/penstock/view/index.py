@@ -18,7 +18,7 @@ from penstock.view.reader import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record
 from penstock.view.skipped import Skipped
 from penstock.view.step_tokens import StepTokens
-from penstock.view.tally import Tally, reward_of
+from penstock.view.tallies import Tally, reward_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

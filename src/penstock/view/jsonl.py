@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import Cells
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import Cells, Ragged
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.view.record import FACTS, TABLE, ExportColumn, Record, filled, without_empty

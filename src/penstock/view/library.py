@@ -22,7 +22,7 @@ from penstock.view.jsonl import encode_line
 from penstock.view.reader import Export, Step
 from penstock.view.run_metrics import Places, as_columns, is_written, rows_since
 from penstock.view.run_state import state_of
-from penstock.view.tally import Tally, tally
+from penstock.view.tallies import Tally, tally
 from penstock.view.token_search import find
 from penstock.view.vocabulary import Vocabulary, texts
 

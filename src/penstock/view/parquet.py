@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 import numpy as np
 
-from penstock.arrays import offsets_of
-from penstock.arrays.columns import Array, Cells
-from penstock.arrays.ragged import Ragged
-from penstock.assets.offload import INLINE_BYTES
+from penstock.arrays import Array, Cells, Ragged, offsets_of
+from penstock.assets import INLINE_BYTES
 from penstock.errors import AssetError, CorruptFile, InvalidInput, StorageError
 from penstock.extras import require
 from penstock.view.record import FACTS, TABLE, ExportColumn, Record, own_column, without_empty

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.packing import Cost, RankPlan
-from penstock.packing.forest import grow
+from penstock.packing import Cost, RankPlan, grow
 
 BARS = ("#3b6ea5", "#6c9bd1")
 SHARED = "#1d3d63"

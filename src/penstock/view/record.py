@@ -16,10 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import COLUMNS as GIVEN
-from penstock.arrays.columns import TOKEN_COLUMNS, Array, Cells, Column
-from penstock.arrays.own_columns import check_name
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import COLUMNS as GIVEN
+from penstock.arrays import TOKEN_COLUMNS, Array, Cells, Column, Ragged, check_name
 
 SCHEMA_VERSION = 1
 

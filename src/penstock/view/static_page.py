@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from penstock.assets.offload import INLINE_BYTES
+from penstock.assets import INLINE_BYTES
 from penstock.errors import AssetError, InvalidInput, StorageError, UnknownKey
 from penstock.view.library import Library
 from penstock.view.web import static_files

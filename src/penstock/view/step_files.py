@@ -16,7 +16,7 @@ from penstock.view.folders import Done, PackedBatch, publish, write_done
 from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.keep_rules import Choice
 from penstock.view.record import Record
-from penstock.view.tally import Tally
+from penstock.view.tallies import Tally
 
 
 class Sink(Protocol):

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import Array
-from penstock.arrays.ragged import Ragged
+from penstock.arrays import Array, Ragged
 from penstock.view.masking_rules import judge
 from penstock.view.record import COLUMNS, Record
-from penstock.view.tally import MASKS
+from penstock.view.tallies import MASKS
 
 CENTRES = {"importance_ratio": 1.0}
 """The value without colour, where that is not 0."""

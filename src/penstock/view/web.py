@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.extras import require
-from penstock.server.http_server import server_config
+from penstock.server import server_config
 from penstock.view.access import Guard, new_token
 from penstock.view.library import Library
 from penstock.view.live import events, parse_read

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.arrays.columns import COLUMNS
-from penstock.arrays.sample import Sample
+from penstock.arrays import COLUMNS, Sample
 
 _FACTS = tuple(name for name, column in COLUMNS.items() if column.per == "sample" and name != "id")
 

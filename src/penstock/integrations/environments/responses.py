@@ -10,14 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.coerce import coerce
-from penstock.arrays.columns import COLUMNS, Array
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.rollout import read_rollout
-from penstock.arrays.sample import Sample
-from penstock.capture.plain import from_arrays
-from penstock.capture.trajectory import Trajectory
-from penstock.capture.turn import TURN_COLUMNS
+from penstock.arrays import COLUMNS, Array, Ragged, Sample, coerce, offsets_of, read_rollout
+from penstock.capture import TURN_COLUMNS, Trajectory, from_arrays
 from penstock.errors import InvalidInput
 
 

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.atomic import beside, rename
-from penstock.capture.records import field_of
+from penstock.capture import field_of
 from penstock.errors import InvalidInput
 from penstock.integrations.environments.verifiers_rollouts import SAMPLE, TRACES_FILE
-from penstock.view.record import Record
+from penstock.view import Record
 
 _BRANCH = re.compile(r"(.*/\d+)(?:\.\d+)?")
 """A sample's id: that of its rollout, and the number of its branch if it is not the first."""

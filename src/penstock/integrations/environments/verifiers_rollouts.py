@@ -26,12 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.capture import Trajectory, from_verifiers
-from penstock.capture.verifiers import ImageLookup
+from penstock.capture import ImageLookup, Trajectory, from_verifiers
 from penstock.client import Plane
-from penstock.convert import Group, grpo
-from penstock.convert.advantages import Advantage
-from penstock.convert.filters import Filter
+from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import ConfigError, InvalidInput, PeerError
 from penstock.extras import require
 from penstock.integrations.environments.verifiers_env import (

@@ -20,11 +20,17 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from penstock.arrays.sample import Sample
-from penstock.capture.chat import from_chat_completions
-from penstock.capture.records import field_of, list_of, number_of, optional_list, optional_mapping
-from penstock.capture.trajectory import Trajectory
-from penstock.convert.groups import make_group
+from penstock.arrays import Sample
+from penstock.capture import (
+    Trajectory,
+    field_of,
+    from_chat_completions,
+    list_of,
+    number_of,
+    optional_list,
+    optional_mapping,
+)
+from penstock.convert import make_group
 from penstock.errors import InvalidInput
 from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place, lines_of

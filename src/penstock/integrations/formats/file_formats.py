@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
-from penstock.arrays.own_columns import Own
-from penstock.arrays.sample import Sample
+from penstock.arrays import ALL_OR_NONE, WEIGHTS, Own, Sample
 from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewards
 from penstock.errors import InvalidInput
-from penstock.frames.frame_files import by_group, read_frames, write_frames
-from penstock.frames.layout import MAGIC
+from penstock.frames import MAGIC, by_group, read_frames, write_frames
 from penstock.integrations.environments.lost import Lost
 from penstock.integrations.environments.responses import one_number
 from penstock.integrations.formats.agent_lightning import read_agent_lightning

@@ -22,10 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import WEIGHTS, Array
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.sample import Sample
+from penstock.arrays import WEIGHTS, Array, ImageSpan, Ragged, Sample, offsets_of
 from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.integrations.environments.lost import Lost

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.arrays.sample import Sample
+from penstock.arrays import Sample
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import decode
 from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.log import is_run
-from penstock.runs.read_log import kept_groups, read_stored
+from penstock.runs import kept_groups, read_stored
 
 
 def plane_folder_in(folder: Path) -> Path | None:

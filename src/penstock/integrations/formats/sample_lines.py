@@ -18,11 +18,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import TEXT_COLUMNS, TOKEN_COLUMNS, Array, Cells, Column, Description
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import Own, own_of
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.sample import Sample
+from penstock.arrays import (
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    Array,
+    Cells,
+    Column,
+    Description,
+    ImageSpan,
+    Own,
+    Ragged,
+    Sample,
+    own_of,
+)
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.integrations.environments.lost import Lost

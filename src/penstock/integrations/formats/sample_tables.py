@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import TEXT_COLUMNS, Array, Cells, Column
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.own_columns import NO_COLUMNS, Own, table_with
-from penstock.arrays.ragged import Ragged, offsets_of
-from penstock.arrays.sample import Sample
+from penstock.arrays import (
+    NO_COLUMNS,
+    TEXT_COLUMNS,
+    Array,
+    Cells,
+    Column,
+    ImageSpan,
+    Own,
+    Ragged,
+    Sample,
+    offsets_of,
+    table_with,
+)
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.integrations.environments.lost import Lost

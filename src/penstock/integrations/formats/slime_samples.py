@@ -20,13 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.coerce import coerce
-from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.sample import Sample
-from penstock.capture.records import numbers_of, optional_list, optional_mapping, required
-from penstock.capture.sampling_masks import sampling_mask_of
-from penstock.capture.trajectory import Trajectory
+from penstock.arrays import COLUMNS, TEXT_COLUMNS, Array, Ragged, Sample, coerce
+from penstock.capture import Trajectory, numbers_of, optional_list, optional_mapping, required, sampling_mask_of
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
 from penstock.integrations.environments.lost import Lost

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.arrays.columns import Array
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.sample import Sample
+from penstock.arrays import Array, ImageSpan, Sample
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.integrations.environments.responses import per_token

@@ -12,16 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import TOKEN_COLUMNS, Cells
-from penstock.arrays.images import ImageSpan
-from penstock.arrays.ragged import Ragged
-from penstock.arrays.sample import Sample
+from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.errors import InvalidInput
 from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place
-from penstock.view.reader import read_file
-from penstock.view.record import OF_SAMPLE, TABLE, Record
-from penstock.view.skipped import Skipped
+from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
 _DERIVED = ("position_ids",)

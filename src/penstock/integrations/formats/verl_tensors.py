@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays.columns import Array
-from penstock.arrays.sample import Sample
+from penstock.arrays import Array, Sample
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
 from penstock.integrations.environments.lost import Lost

@@ -34,15 +34,23 @@ except ImportError as error:
 from penstock.client import Plane, Source, SourceStep, connect
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing import MicroBatch
-from penstock.protocol.timeouts import Timeouts
-from penstock.train import ByMode, Dppo, Terms, agree, to_torch
-from penstock.train.attention import register_attention
-from penstock.train.check_trees import check_trees
-from penstock.train.loader import as_it_is
-from penstock.train.loss import Loss
-from penstock.train.model import check_packing, check_vocabulary, row_logprobs
-from penstock.train.step_metrics import Sums
-from penstock.train.trainer import Observer
+from penstock.protocol import Timeouts
+from penstock.train import (
+    ByMode,
+    Dppo,
+    Loss,
+    Observer,
+    Sums,
+    Terms,
+    agree,
+    as_it_is,
+    check_packing,
+    check_trees,
+    check_vocabulary,
+    register_attention,
+    row_logprobs,
+    to_torch,
+)
 
 Publish = Callable[[Any, int], None]
 """Given the model (all of it, unwrapped) and the version of its weights; called on every rank."""

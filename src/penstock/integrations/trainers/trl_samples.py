@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.arrays.rollout import RolloutInfo, check_metrics, read_rollout
-from penstock.arrays.sample import Sample
-from penstock.capture.records import field_of, number_of, optional_mapping, required
+from penstock.arrays import RolloutInfo, Sample, check_metrics, read_rollout
+from penstock.capture import field_of, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.integrations.environments.lost import Lost

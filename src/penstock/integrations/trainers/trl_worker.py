@@ -44,7 +44,7 @@ from penstock.arrays import Sample
 from penstock.client import Plane, Source, SourceStep, connect
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
 from penstock.integrations.trainers.trl_samples import rollout_fields
-from penstock.protocol.timeouts import Timeouts
+from penstock.protocol import Timeouts
 
 CANNOT_CARRY = ("sampling_mask", "routed_experts", "rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs")
 """Columns that change what is trained, and that TRL's samples have no place for."""

@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.arrays.ragged import offsets_of
+from penstock.arrays import offsets_of
 from penstock.atomic import sync
 from penstock.errors import CorruptFrame, DiskFull, StorageError
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 
 logger = logging.getLogger("penstock.columns")
 SEGMENT_BYTES = 64 << 20

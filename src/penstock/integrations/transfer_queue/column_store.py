@@ -24,9 +24,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.arrays.ragged import offsets_of
+from penstock.arrays import offsets_of
 from penstock.errors import ConfigError, Conflict, CorruptFile, InvalidInput, StorageError, UnknownKey
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.integrations.transfer_queue.column_files import ColumnFiles
 
 _OWNER_S = 30.0

@@ -20,10 +20,10 @@ import zmq
 
 from penstock import errors
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, PlaneLost, UnknownKey
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.integrations.transfer_queue.column_store import Block, Cells, ColumnStore
-from penstock.server.bearer import is_loopback
-from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, guard
+from penstock.server import is_loopback
+from penstock.transport import ClientKeys, Guard, PlaneKeys, guard
 
 logger = logging.getLogger("penstock.columns")
 _LOOK_S = 0.25

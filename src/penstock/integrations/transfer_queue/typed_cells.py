@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.arrays.ragged import offsets_of
+from penstock.arrays import offsets_of
 from penstock.errors import CorruptFrame, InvalidInput
-from penstock.frames.layout import Buffer
+from penstock.frames import Buffer
 from penstock.integrations.transfer_queue.column_store import Cells
 
 VALUE = "value"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from penstock.arrays.coerce import Values
-from penstock.arrays.columns import TOKEN_COLUMNS
-from penstock.arrays.sample import Sample
+from penstock.arrays import TOKEN_COLUMNS, Sample, Values
 from penstock.errors import Conflict, InvalidInput, UnknownKey
 
 

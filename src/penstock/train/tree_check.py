@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.errors import ConfigError
-from penstock.packing.forest import grow, positions_of
+from penstock.packing import grow, positions_of
 from penstock.train.model import TOLERANCE, difference
 
 _PER_TOKEN = ("full_attention", "sliding_attention", "moe", "dense")

@@ -12,9 +12,7 @@ import msgspec
 from penstock.atomic import folder_errors
 from penstock.errors import ConfigError, Conflict, DiskFull
 from penstock.extras import require
-from penstock.log import Guard, Log, LogReader, SqliteLog
-from penstock.log.finding import check_is_sqlite
-from penstock.log.postgres_address import is_postgres, redacted, with_run
+from penstock.log import Guard, Log, LogReader, SqliteLog, check_is_sqlite, is_postgres, redacted, with_run
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import FolderStorage, MemoryStorage, Storage, check_log, is_shared, open_storage, read_marker
 
@@ -57,7 +55,7 @@ def _open_postgres(folder: str | Path | None, settings: PlaneSettings, address: 
             "hosts share or an object store, or give the run a folder"
         )
     require("log", "psycopg")
-    from penstock.log.postgres_log import PostgresLog
+    from penstock.log import PostgresLog
 
     return PostgresLog(
         address,
@@ -71,7 +69,7 @@ def _open_postgres(folder: str | Path | None, settings: PlaneSettings, address: 
 
 def _guard_shared(storage: Storage, address: str) -> Guard:
     """As `check_log`; and refuse the log of another run that has the same name in the same database."""
-    from penstock.log.postgres_reader import reading_postgres
+    from penstock.log import reading_postgres
 
     def check(*, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None:
         check_log(storage, run_id=run_id, epoch=epoch, commits=commits, held=held, is_new=is_new)

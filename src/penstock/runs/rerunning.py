@@ -17,26 +17,17 @@ import msgspec
 import xxhash
 
 from penstock.config import build
-from penstock.config.removed import without_removed
+from penstock.config import without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import GroupFacts
 from penstock.log import GroupRow, SqliteLog
-from penstock.log.decision_records import (
-    DropGroup,
-    Lose,
-    Quarantine,
-    Record,
-    ReleaseGroup,
-    Report,
-    Shorten,
-    read_record,
-)
-from penstock.plane.engine import Engine
-from penstock.plane.intake import Dropped, Incoming, Intake, Refused
-from penstock.plane.open_log import storage_of
+from penstock.log import DropGroup, Lose, Quarantine, Record, ReleaseGroup, Report, Shorten, read_record
+from penstock.plane import Engine
+from penstock.plane import Dropped, Incoming, Intake, Refused
+from penstock.plane import storage_of
 from penstock.runs.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
-from penstock.plane.step_builder import StepBuilder
-from penstock.plane.settings import PlaneSettings
+from penstock.plane import StepBuilder
+from penstock.plane import PlaneSettings
 from penstock.storage import Gone
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from penstock.arrays.columns import Array
+from penstock.arrays import Array
 from penstock.view.record import Record
 
 MEASURED = ("mismatch_kl", "entropy", "loss")

@@ -13,9 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, APART, WEIGHTS
-from penstock.arrays.own_columns import table_with
-from penstock.arrays.sample_facts import MODALITIES, TEXT, SampleFacts
+from penstock.arrays import ALL_OR_NONE, APART, MODALITIES, TEXT, WEIGHTS, SampleFacts, table_with
 from penstock.errors import InvalidInput
 from penstock.packing.accounting import Accounting, account
 from penstock.packing.bins import Items

@@ -1,7 +1,5 @@
 """The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -14,7 +12,6 @@ from penstock.plane.settings import Watch
 from penstock.protocol.timeouts import Timeouts
 from penstock.replay.limiters import Limiter
 from penstock.replay.selector import Selector
-
 
 class PlaneKeywords(TypedDict, total=False):
     """The keyword arguments of `penstock.open`. Made by scripts/make_settings.py."""

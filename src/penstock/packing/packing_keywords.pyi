@@ -1,7 +1,5 @@
 """The keyword arguments of `pack`. Made by scripts/make_settings.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, Required, TypedDict
 
@@ -9,7 +7,6 @@ from penstock.arrays.columns import Column
 from penstock.packing.cost import Cost
 from penstock.packing.packed_images import PackedImages
 from penstock.packing.settings import Modalities
-
 
 class PackingKeywords(TypedDict, total=False):
     """The keyword arguments of `pack`. Made by scripts/make_settings.py."""

@@ -1,12 +1,9 @@
 """The keyword arguments of `Table`. Made by scripts/make_settings.py."""
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 from penstock.replay.limiters import Limiter
 from penstock.replay.selector import Selector
-
 
 class TableKeywords(TypedDict, total=False):
     """The keyword arguments of `Table`. Made by scripts/make_settings.py."""

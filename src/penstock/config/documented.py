@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config.keywords import keywords_of
 from penstock.config.setting import Kinds, Setting, settings_of
-from penstock.config.template import toml
+from penstock.config.toml_template import toml
 
 _HEAD = ("| in a file | takes | default | what it does |", "|---|---|---|---|")
 _HEAD_WITH_KEYWORDS = ("| keyword, flag | in a file | takes | default | what it does |", "|---|---|---|---|---|")

@@ -14,10 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import ImageSpan, Samples, offsets_of
-from penstock.arrays.columns import NO_VERSION, WEIGHTS, Array, Cells, Column
-from penstock.arrays.own_columns import words_for
-from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS
+from penstock.arrays import (
+    MODALITIES,
+    MODE_WEIGHTS,
+    NO_VERSION,
+    WEIGHTS,
+    Array,
+    Cells,
+    Column,
+    ImageSpan,
+    Samples,
+    offsets_of,
+    words_for,
+)
 from penstock.errors import InvalidInput
 from penstock.packing.block_pool import BlockPool
 from penstock.packing.fill_forest import fill_forest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.client.plane import Plane
 from penstock.errors import InvalidInput
-from penstock.runs.recorded_run import GroupEntry, RecordedRun
+from penstock.runs import GroupEntry, RecordedRun
 from penstock.storage import Gone
 
 

@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.frames.layout import MAGIC
+from penstock.frames import MAGIC
 from penstock.errors import Conflict, InvalidInput
 from penstock.log import State, fork, is_run
-from penstock.log.sqlite_reader import LOG
-from penstock.log.volume import own
+from penstock.log import LOG
+from penstock.log import own
 from penstock.runs.lost_frames import Progress, Source, Survey, no_progress, survey
 from penstock.runs.storage_check import sources_of
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import FolderStorage, Gone, KeptStorage, open_storage
-from penstock.storage.folder import file_part
-from penstock.storage.interface import Part
-from penstock.storage.object_requests import is_object_url
-from penstock.storage.scan import holds_data
+from penstock.storage import file_part
+from penstock.storage import Part
+from penstock.storage import is_object_url
+from penstock.storage import holds_data
 
 BUILDING = "recover.building"
 ASIDE = "before-recover"

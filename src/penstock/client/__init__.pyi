@@ -1,0 +1,13 @@
+from penstock.client.api import client_carrier as client_carrier
+from penstock.client.api import connect as connect
+from penstock.client.api import open as open  # noqa: A004
+from penstock.client.embedded import open_settings as open_settings
+from penstock.client.embedded import plane_carrier as plane_carrier
+from penstock.client.encoded_group import EncodedGroup as EncodedGroup
+from penstock.client.feeding import Fed as Fed
+from penstock.client.feeding import feed as feed
+from penstock.client.handles import Handle as Handle
+from penstock.client.handles import usable_url as usable_url
+from penstock.client.plane import Plane as Plane
+from penstock.client.source import Source as Source
+from penstock.client.source import SourceStep as SourceStep

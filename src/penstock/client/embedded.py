@@ -1,0 +1,92 @@
+"""A plane in a thread of this process: what `open` makes of a folder, a database or "memory:"."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.atomic import folder_errors
+from penstock.client.api import REMOTE, unknown_address
+from penstock.client.closing import await_closing
+from penstock.client.handles import Handle, usable_url
+from penstock.client.plane import Plane
+from penstock.config import build, keywords_of, nested
+from penstock.errors import ConfigError, PenstockError
+from penstock.plane import ClusterSettings, PlaneSettings, Server, note_listening, open_log, run_folder
+from penstock.transport import MAX_MESSAGE, FilePlane, MemoryPlane, PlaneCarrier, PlaneKeys, SocketPlane
+
+logger = logging.getLogger("penstock.plane")
+_TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
+
+
+def open_embedded(address: str, given: dict[str, Any]) -> Plane:
+    """Open a plane by keyword arguments; it needs `ranks`, `seq_len` and when a step is full."""
+    check_known(address, given)
+    tables = nested(PlaneSettings, given, address)
+    missing = [name for name in ("ranks", "seq_len") if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{address}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len"
+        )
+    if not any(name in given for name in _TARGETS):
+        raise ConfigError(f"{address}: when a step is full: missing; give one of {', '.join(_TARGETS)}")
+    return open_settings(address, build(PlaneSettings, tables))
+
+
+def check_known(address: str, given: Mapping[str, Any]) -> None:
+    """Reject settings that only a server process has, and names that are no setting at all."""
+    of_planes = {keyword.name for keyword in keywords_of(PlaneSettings)}
+    theirs = {keyword.name for keyword in keywords_of(ClusterSettings)} - of_planes
+    if wrong := [name for name in given if name in theirs]:
+        raise ConfigError(
+            f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
+            "this process or a line to one; leave it out"
+        )
+    nested(PlaneSettings, given, address)
+
+
+def open_settings(where: str, settings: PlaneSettings) -> Plane:
+    """Open a plane by a settings record."""
+    memory = MemoryPlane()
+    await_closing()
+    log = open_log(run_folder(where, settings), settings)
+    try:
+        others = [plane_carrier(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen]
+        with folder_errors(where or log.where):
+            server = Server(settings, log, [memory, *others])
+        memory.last_words = server.last_words
+        note_listening(log, [usable_url(carrier.url) for carrier in others])
+    except BaseException:
+        log.close()
+        raise
+    thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
+    thread.start()
+    url = usable_url(others[0].url) if others else where or log.where
+    handle = Handle.of(url, settings.run, settings.keys, settings.timeouts) if others else None
+    return Plane(
+        memory.connect,
+        url=url,
+        timeouts=settings.timeouts,
+        handle=handle,
+        server=server,
+        thread=thread,
+    )
+
+
+def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneCarrier:
+    """Listen at an address, for messages of at most `max_message` bytes."""
+    if url.startswith(("tcp://", "ipc://")):
+        return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys), max_message=max_message)
+    if url.startswith("file://"):
+        return FilePlane(url.removeprefix("file://"), max_message=max_message)
+    raise unknown_address(url, REMOTE)
+
+
+def _run(server: Server) -> None:
+    try:
+        server.run()
+    except PenstockError as error:  # every later call raises it, so a traceback here would say it twice
+        logger.error("the plane in this process ended: %s", error)  # noqa: TRY400
