@@ -33,7 +33,7 @@ from benchmarks.links import (
     digest,
 )
 from benchmarks.report import Row, faster
-from penstock.client import client_carrier, plane_carrier
+from penstock.client import client_transport, plane_transport
 from penstock.server.watchdog import die_with_parent
 
 RANKS = 4
@@ -162,8 +162,8 @@ def _links() -> Iterator[tuple[dict[str, Link], Callable[[str], None]]]:
 
 def _plane_ends(base: str, pipes: list[Connection], queues: list[Queue[bytes]]) -> dict[str, Link]:
     ends: dict[str, Link] = {
-        TCP: OurLink(plane_carrier("tcp://127.0.0.1:*"), RANKS),
-        IPC: OurLink(plane_carrier(f"ipc://{base}/our"), RANKS),
+        TCP: OurLink(plane_transport("tcp://127.0.0.1:*"), RANKS),
+        IPC: OurLink(plane_transport(f"ipc://{base}/our"), RANKS),
         RAW_TCP: RawZmqLink("tcp://127.0.0.1:*", RANKS),
         RAW_IPC: RawZmqLink(f"ipc://{base}/raw", RANKS),
         QUEUE: QueueLink(pipes, queues),
@@ -173,7 +173,7 @@ def _plane_ends(base: str, pipes: list[Connection], queues: list[Queue[bytes]]) 
 
 def _url(link: Link) -> str:
     if isinstance(link, OurLink):
-        return link.carrier.url
+        return link.transport.url
     return link.url if isinstance(link, RawZmqLink) else ""
 
 
@@ -189,7 +189,7 @@ def _rank(parent: int, rank: int, urls: dict[str, str], pipes: dict[str, Connect
     if not die_with_parent(parent, signal.SIGKILL):
         return
     ways: dict[str, RankLink] = {
-        **{name: OurRankLink(client_carrier(urls[name]), rank) for name in (TCP, IPC)},
+        **{name: OurRankLink(client_transport(urls[name]), rank) for name in (TCP, IPC)},
         **{name: RawZmqRankLink(urls[name], rank) for name in (RAW_TCP, RAW_IPC)},
         QUEUE: QueueRankLink(pipes[QUEUE], queue),
     }

@@ -15,7 +15,7 @@ import xxhash
 import zmq
 
 from penstock.protocol.messages import Buffer
-from penstock.transport.interface import ClientCarrier, PlaneCarrier
+from penstock.transport.interface import ClientTransport, PlaneTransport
 
 PATIENCE_S = 60.0
 _PATIENCE_MS = 60_000
@@ -50,46 +50,46 @@ def digest(frame: Buffer) -> bytes:
 
 
 class OurLink:
-    """A carrier of ours."""
+    """A transport of ours."""
 
-    def __init__(self, carrier: PlaneCarrier, ranks: int) -> None:
-        self.carrier, self._ranks = carrier, ranks
+    def __init__(self, transport: PlaneTransport, ranks: int) -> None:
+        self.transport, self._ranks = transport, ranks
         self._peers: dict[int, object] = {}
         self._poller = zmq.Poller()
-        self._poller.register(carrier.pollable(), zmq.POLLIN)
+        self._poller.register(transport.pollable(), zmq.POLLIN)
 
     def join(self) -> None:
         while len(self._peers) < self._ranks:
             assert self._poller.poll(_PATIENCE_MS), "a rank did not join"
-            self._peers |= {int(bytes(header)): peer for peer, header, _ in self.carrier.receive()}
+            self._peers |= {int(bytes(header)): peer for peer, header, _ in self.transport.receive()}
 
     def step(self, frames: Sequence[bytes]) -> list[bytes]:
         for rank, frame in enumerate(frames):
-            self.carrier.send(self._peers[rank], _HEADER, [frame] if frame else [])
+            self.transport.send(self._peers[rank], _HEADER, [frame] if frame else [])
         answers: dict[object, bytes] = {}
         while len(answers) < self._ranks:
             assert self._poller.poll(_PATIENCE_MS), "a rank did not answer"
-            answers |= {peer: bytes(header) for peer, header, _ in self.carrier.receive()}
+            answers |= {peer: bytes(header) for peer, header, _ in self.transport.receive()}
         return [answers[self._peers[rank]] for rank in range(self._ranks)]
 
     def close(self) -> None:
-        self.carrier.close()
+        self.transport.close()
 
 
 class OurRankLink:
-    def __init__(self, carrier: ClientCarrier, rank: int) -> None:
-        self._carrier, self._rank = carrier, rank
+    def __init__(self, transport: ClientTransport, rank: int) -> None:
+        self._transport, self._rank = transport, rank
 
     def join(self) -> None:
-        self._carrier.send(str(self._rank).encode())
+        self._transport.send(str(self._rank).encode())
 
     def take(self) -> None:
-        got = self._carrier.receive(PATIENCE_S)
+        got = self._transport.receive(PATIENCE_S)
         assert got is not None
-        self._carrier.send(digest(got[1][0] if got[1] else b""))
+        self._transport.send(digest(got[1][0] if got[1] else b""))
 
     def close(self) -> None:
-        self._carrier.close()
+        self._transport.close()
 
 
 class RawZmqLink:

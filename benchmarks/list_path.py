@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.packers import first_fit_plain
 from penstock.arrays import Ragged, Samples, offsets_of
-from penstock.packing import Packing, SampleFacts, bytes_needed, fill, plan
+from penstock.packing import Packing, SampleMetadata, bytes_needed, fill, plan
 
 MULTIPLE = 64
 
@@ -57,7 +57,7 @@ class ToTensors:
         from penstock.train import to_torch
 
         tokens = 0
-        for share in plan(SampleFacts.of(self.samples, self.packing.seq_len), self.packing).rank_plans:
+        for share in plan(SampleMetadata.of(self.samples, self.packing.seq_len), self.packing).rank_plans:
             if len(self.memory[share.rank]) < bytes_needed(share):
                 self.memory[share.rank] = np.empty(bytes_needed(share), np.uint8)
             for batch in fill(self.samples, share, out=self.memory[share.rank]):

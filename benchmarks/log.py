@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import ROOT
-from benchmarks.facts_only import make_facts
+from benchmarks.metadata_only import make_metadata
 from benchmarks.programs.plane import SEQ_LEN
 from benchmarks.report import Row, skipped
 from penstock.errors import PenstockError
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.log import GroupRow, Log
 from penstock.packing import Packing
 from penstock.plane.engine import Drawn, Engine
@@ -87,7 +87,7 @@ def settings_of(address: str | None, run: str) -> PlaneSettings:
 def _commits(folder: Path, addresses: dict[str, str | None], count: int, progress: Progress) -> list[Row]:
     """Both logs take turns, commit by commit."""
     rows = []
-    facts = make_facts(_PER_COMMIT)[0].to_bytes()
+    metadata = make_metadata(_PER_COMMIT)[0].to_bytes()
     with ExitStack() as opened:
         logs = {
             name: opened.enter_context(_opened(folder / name, settings_of(address, "commits")))
@@ -98,7 +98,7 @@ def _commits(folder: Path, addresses: dict[str, str | None], count: int, progres
             if number % 100 == 0:
                 progress(f"commit {number} of {count}")
             for name, log in logs.items():
-                taken[name].append(_commit(log, number * _PER_COMMIT + 1, facts))
+                taken[name].append(_commit(log, number * _PER_COMMIT + 1, metadata))
     for name, seconds in taken.items():
         ms: NDArray[np.float64] = np.array(seconds[count // 10 :]) * 1e3
         p50, p99 = np.percentile(ms, [50, 99])
@@ -111,11 +111,11 @@ def _commits(folder: Path, addresses: dict[str, str | None], count: int, progres
     return rows
 
 
-def _commit(log: Log, op: int, facts: bytes) -> float:
+def _commit(log: Log, op: int, metadata: bytes) -> float:
     rows = []
     for n in range(op, op + _PER_COMMIT):
         place, digest = f"{'0' * 16}:{n}:{_BYTES}", n.to_bytes(16, "big")
-        rows.append((GroupRow(n, f"group-{n}", digest, 3, 16, 65_536, _BYTES, location=place), facts))
+        rows.append((GroupRow(n, f"group-{n}", digest, 3, 16, 65_536, _BYTES, location=place), metadata))
     begin = time.perf_counter()
     with log.transaction():
         log.add_groups(rows)
@@ -157,7 +157,7 @@ def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
     log = open_log(folder, settings)
     engine = Engine(settings, log, storage_of(settings, folder))
     builder = StepBuilder(settings.packing, engine.storage)
-    made = make_facts(8)
+    made = make_metadata(8)
     (segment,) = engine.segments.register("bench")
     count = 0
 
@@ -177,7 +177,7 @@ def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
         accept(4)
         drawn = engine.draw_step(step)
         assert isinstance(drawn, Drawn), drawn
-        engine.record(drawn, builder.plan([GroupFacts.from_bytes(data) for data in drawn.facts]))
+        engine.record(drawn, builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata]))
         engine.received(step)
         engine.commit(step, None)
     for at in range(0, held, 500):

@@ -20,7 +20,7 @@ from benchmarks.lengths import DISTRIBUTIONS, draw
 from benchmarks.list_path import MULTIPLE, ToTensors, as_lists, lists_to_tensors, make_samples
 from benchmarks.packers import RIVALS, Grid, first_fit_plain, greedy_ffd, kk_kk
 from benchmarks.report import Row, best, skipped
-from penstock.packing import Cost, Packing, SampleFacts, plan
+from penstock.packing import Cost, Packing, SampleMetadata, plan
 from penstock.packing.bins import Caps, Items
 from penstock.packing.row_targets import forced_costs, lower_bound
 from penstock.packing.settings import UNLIMITED
@@ -58,11 +58,11 @@ class Case:
     tight_bound: float
 
 
-def traits_of(lengths: NDArray[np.int64]) -> SampleFacts:
-    """SampleFacts of plain text samples of these lengths, all but the first token trained."""
+def traits_of(lengths: NDArray[np.int64]) -> SampleMetadata:
+    """SampleMetadata of plain text samples of these lengths, all but the first token trained."""
     count = len(lengths)
     zeros = np.zeros(count, np.int64)
-    return SampleFacts(
+    return SampleMetadata(
         lengths=lengths,
         kept=lengths,
         loss_tokens=lengths - 1,
@@ -220,7 +220,7 @@ def _against(label: str, mine: dict[str, Score], rival: str, theirs: dict[str, S
 
 def _cap_rows() -> list[Row]:
     """What a cap above the longest sample gains: the share of the ranks' time that is lost."""
-    facts = traits_of(draw("cot", 1_024))
+    metadata = traits_of(draw("cot", 1_024))
     rows = []
     for factor in (1.0, 1.5, 2.0):
         packing = Packing(
@@ -230,7 +230,7 @@ def _cap_rows() -> list[Row]:
             pad_to_multiple_of=MULTIPLE,
             long_rows=True,
         )
-        lost = 100 * plan(facts, packing).accounting.waste
+        lost = 100 * plan(metadata, packing).accounting.waste
         rows.append(Row(name=f"cot, 1,024 samples, 64 ranks, cap {factor:g} x seq_len: time lost", ours=lost, unit="%"))
     return rows
 
@@ -238,12 +238,12 @@ def _cap_rows() -> list[Row]:
 def _run_rows() -> list[Row]:
     """Sixteen runs in one step: rows of one modality against rows of one run."""
     lengths = draw("cot", 1_024)
-    facts = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
+    metadata = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
     packings = [
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="modality"),
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="run"),
     ]
-    mixed, apart = (plan(facts, packing).accounting.step_cost for packing in packings)
+    mixed, apart = (plan(metadata, packing).accounting.step_cost for packing in packings)
     even = float(COST.of_samples(lengths).sum()) / 64
     return [
         Row(
@@ -261,9 +261,9 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
     for count, target in TIME_TARGETS_MS.items():
         progress(f"planning {count:,} samples")
         given = case("grpo", count, 32_768, 64)
-        facts = traits_of(given.lengths)
+        metadata = traits_of(given.lengths)
         packing = Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
-        (seconds,) = best(partial(plan, facts, packing), repeats=7, budget_s=6.0)
+        (seconds,) = best(partial(plan, metadata, packing), repeats=7, budget_s=6.0)
         name = f"planning {count:,} samples for 64 ranks"
         rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max"))
         arguments = (given.lengths, given.costs, 64, given.cap)

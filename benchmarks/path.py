@@ -25,7 +25,7 @@ from benchmarks.running import Program, Wanted, WayFailed, started
 
 PREVIOUS = "462be9a"
 """The last version in which all bytes passed the plane, or storage processes of our own."""
-CARRIERS = ("direct", "tcp")
+TRANSPORTS = ("direct", "tcp")
 ROUTER_BYTES = 512 * 4096 * 48 * 8
 
 Rounds: TypeAlias = list[dict[str, float]]
@@ -54,13 +54,16 @@ class Way:
     name: str
     program: str
     way: str
-    carrier: str = ""
+    transport: str = ""
     rounds: int | None = None
     """At most this many rounds: what is far slower needs fewer."""
 
 
-OURS = {carrier: Way(name=f"ours, {carrier}", program=carrier, way="plane", carrier=carrier) for carrier in CARRIERS}
-BEFORE = Way(name=f"{PREVIOUS}, tcp", program="previous", way="plane", carrier="tcp")
+OURS = {
+    transport: Way(name=f"ours, {transport}", program=transport, way="plane", transport=transport)
+    for transport in TRANSPORTS
+}
+BEFORE = Way(name=f"{PREVIOUS}, tcp", program="previous", way="plane", transport="tcp")
 QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
 REFS = Way(name="bare Ray refs", program="rivals", way="refs")
 LISTS = Way(name="ZeroMQ + msgpack lists", program="lists", way="lists", rounds=2)
@@ -110,7 +113,7 @@ def run(
 
 def _wanted(rivals: str | None, baseline: str | None) -> dict[str, Wanted]:
     wanted = {
-        **{carrier: Wanted(module="plane") for carrier in CARRIERS},
+        **{transport: Wanted(module="plane") for transport in TRANSPORTS},
         "lists": Wanted(module="lists"),
         "rivals": Wanted(module="rivals", python=rivals, absent="no --rivals interpreter", needs="ray", alone=True),
     }
@@ -142,7 +145,7 @@ def _measure(
             progress(f"{setting.label}, {setting.ranks} ranks, round {number} of {setting.rounds}: {way.name}")
             try:
                 took = programs[way.program].round(
-                    way=way.way, case=setting.case, ranks=setting.ranks, carrier=way.carrier, round=number
+                    way=way.way, case=setting.case, ranks=setting.ranks, transport=way.transport, round=number
                 )
             except WayFailed as error:
                 why[way.name] = f"{way.name}: {error}"
@@ -166,11 +169,11 @@ def _offered(way: Way, programs: dict[str, Program], why: dict[str, str]) -> boo
 
 def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str]) -> list[Row]:
     rows = []
-    for carrier, ours in OURS.items():
-        name = f"{setting.label}, {setting.ranks} ranks, {carrier}"
-        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.targets.get(carrier)), (REFS, None)]
+    for transport, ours in OURS.items():
+        name = f"{setting.label}, {setting.ranks} ranks, {transport}"
+        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.targets.get(transport)), (REFS, None)]
         rivals += [(LISTS, None)] if setting.case != "router" else []
-        rivals += [(BEFORE, setting.previous_target if carrier == "direct" else None)]
+        rivals += [(BEFORE, setting.previous_target if transport == "direct" else None)]
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
     name = f"{setting.label}, {setting.ranks} ranks, direct"
     rows.append(_absolute(f"{name}: CPU seconds of the plane", "plane_cpu_s", setting.plane_cpu_s, found, why))

@@ -1,4 +1,4 @@
-"""What the plane itself spends: building a step, its longest turn meanwhile, a blocked producer, facts alone, protocol.
+"""What the plane itself spends: building a step, its longest turn meanwhile, a blocked producer, metadata, protocol.
 
 Nothing here is compared with a rival; the targets are absolute. Work of one thread is given in CPU time, the best of
 several rounds, with the wall time in the notes; turns of the loop, which are pauses for everybody else, in wall time.
@@ -24,22 +24,22 @@ from benchmarks.programs.serving import Crew
 from benchmarks.protocol import protocol_time
 from benchmarks.report import Row
 from penstock.arrays import Sample
-from penstock.client import client_carrier, plane_carrier
+from penstock.client import client_transport, plane_transport
 from penstock.client.plane import Plane
 from penstock.errors import Overloaded
-from penstock.frames import GroupFacts, encode
+from penstock.frames import GroupMetadata, encode
 from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import StepBuilder
 from penstock.plane.workers import Workers
 from penstock.protocol.messages import Buffer, Frames
 from penstock.protocol.steps import Staged
-from penstock.transport.interface import ClientCarrier, Envelope
+from penstock.transport.interface import ClientTransport, Envelope
 from tests.support.engines import DirectEngine
 
 BLOCKED_S = 5.0
@@ -52,8 +52,8 @@ def rows(folder: Path, progress: Callable[[str], None], *, repeats: int = 5) -> 
     made.append(longest_turn(folder, "router", rounds=2))
     progress("a producer that is blocked")
     made.append(blocked_producer(BLOCKED_S))
-    progress("facts alone")
-    made += facts_rows(folder)
+    progress("metadata alone")
+    made += metadata_rows(folder)
     progress("the protocol with 1,024 ranks")
     seconds = protocol_time(1024, clock=time.process_time)
     return [*made, Row(name="protocol, 1,024 ranks, a step", ours=seconds * 1e3, unit="ms", target=25.0, bound="max")]
@@ -103,7 +103,7 @@ def build_row(
 # ------------------------------------------------------------------ the loop's turns
 
 
-class _TimedServer(Server):
+class _TimedServer(PlaneLoop):
     """Knows its longest turn."""
 
     longest_s = 0.0
@@ -122,7 +122,7 @@ def _served(
     settings: PlaneSettings, folder: Path | None, pipeline: Callable[[Engine, Workers], Pipeline] | None = None
 ) -> Iterator[_TimedServer]:
     """A plane in a thread of this process, over tcp; without a folder it keeps everything in memory."""
-    made = _TimedServer(settings, SqliteLog(folder), [plane_carrier("tcp://127.0.0.1:*")], pipeline=pipeline)
+    made = _TimedServer(settings, SqliteLog(folder), [plane_transport("tcp://127.0.0.1:*")], pipeline=pipeline)
     thread = threading.Thread(target=made.run, name="penstock-plane", daemon=True)
     thread.start()
     try:
@@ -169,25 +169,25 @@ def _list(values: Sequence[float]) -> str:
 # ------------------------------------------------------------------ a blocked producer
 
 
-class _CountingCarrier:
+class _CountingTransport:
     """Counts messages that carry a payload."""
 
-    def __init__(self, carrier: ClientCarrier) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: ClientTransport) -> None:
+        self._transport = transport
         self.sends = 0
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self.sends += any(len(frame) > 1000 for frame in frames)
-        self._carrier.send(header, frames)
+        self._transport.send(header, frames)
 
     def receive(self, timeout_s: float) -> Envelope | None:
-        return self._carrier.receive(timeout_s)
+        return self._transport.receive(timeout_s)
 
     def wake(self) -> None:
-        self._carrier.wake()
+        self._transport.wake()
 
     def close(self) -> None:
-        self._carrier.close()
+        self._transport.close()
 
 
 class _CountingIntake(Intake):
@@ -195,7 +195,7 @@ class _CountingIntake(Intake):
 
     checks = 0
 
-    def check(self, group: str, frame: Buffer) -> GroupFacts:
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
         self.checks += 1
         return super().check(group, frame)
 
@@ -209,14 +209,14 @@ def blocked_producer(seconds: float) -> Row:
         packing=Packing(ranks=1, seq_len=32_768), target=Target(groups=100), max_held_bytes=size + size // 2
     )
     intakes: list[_CountingIntake] = []
-    lines: list[_CountingCarrier] = []
+    lines: list[_CountingTransport] = []
 
     def pipeline(engine: Engine, workers: Workers) -> Pipeline:
         intakes.append(_CountingIntake(engine.settings, engine.writer))
         return Pipeline(engine, intakes[0], StepBuilder(engine.settings.packing, engine.storage), workers)
 
-    def connect() -> ClientCarrier:
-        lines.append(_CountingCarrier(client_carrier(server.urls[0])))
+    def connect() -> ClientTransport:
+        lines.append(_CountingTransport(client_transport(server.urls[0])))
         return lines[-1]
 
     with _served(settings, None, pipeline=pipeline) as server, Plane(connect, url=server.urls[0]) as plane:
@@ -243,17 +243,17 @@ def _long_group(rng: np.random.Generator, name: str) -> list[Sample]:
     return [data.sample(rng, prompt, 15_000, f"{name}/{i}") for i in range(16)]
 
 
-# ------------------------------------------------------------------ facts alone
+# ------------------------------------------------------------------ metadata alone
 
 
-def facts_rows(folder: Path, *, groups: int = 4096, ranks: int = 1024) -> list[Row]:
-    """A plane that sees facts and no frames, in a process of its own, whose memory is counted."""
-    command = [sys.executable, "-m", "benchmarks.facts_only", str(folder / "facts"), str(groups), str(ranks)]
+def metadata_rows(folder: Path, *, groups: int = 4096, ranks: int = 1024) -> list[Row]:
+    """A plane that sees metadata and no frames, in a process of its own, whose memory is counted."""
+    command = [sys.executable, "-m", "benchmarks.metadata_only", str(folder / "metadata"), str(groups), str(ranks)]
     found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
-    what = f"facts only: plan {groups * 16:,} samples for {ranks:,} ranks"
+    what = f"metadata only: plan {groups * 16:,} samples for {ranks:,} ranks"
     note = f"CPU time; wall time {found['plan_s']:.2f} s"
     return [
-        Row(name="facts only: groups/s", ours=found["groups_per_s"], unit="/s", target=5000.0, bound="min"),
+        Row(name="metadata only: groups/s", ours=found["groups_per_s"], unit="/s", target=5000.0, bound="min"),
         Row(name=what, ours=found["cpu_s"], unit="s", target=1.3, bound="max", note=note),
         Row(name=f"{what}: memory", ours=found["peak_bytes"] / 1e6, unit="MB", target=200.0, bound="max"),
     ]

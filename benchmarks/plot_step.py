@@ -40,9 +40,9 @@ def example(path: Path) -> None:
 
 def tree_example(path: Path) -> None:
     """One step of groups that share long prompts, without trees and with them."""
-    facts = grpo(256, 15_000, 2_000)
+    metadata = grpo(256, 15_000, 2_000)
     packing = Packing(ranks=8, seq_len=65_536, pad_to_multiple_of=MULTIPLE, cost=COST)
-    plans = {"without trees": plan(facts, packing), "with trees": plan(facts, replace(packing, trees=True))}
+    plans = {"without trees": plan(metadata, packing), "with trees": plan(metadata, replace(packing, trees=True))}
     draw({title: timing_of(made.rank_plans, COST) for title, made in plans.items()}, path)
 
 

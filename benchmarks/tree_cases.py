@@ -15,25 +15,25 @@ from numpy.typing import NDArray
 
 from benchmarks.lengths import draw
 from benchmarks.pack import traits_of
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.arrays.shared_prefixes import SharedPrefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     name: str
-    facts: SampleFacts
+    metadata: SampleMetadata
     ranks: int
     cap: int
 
 
-def _facts(lengths: list[int], parents: list[int], shared: list[int], groups: list[int]) -> SampleFacts:
+def _metadata(lengths: list[int], parents: list[int], shared: list[int], groups: list[int]) -> SampleMetadata:
     found = SharedPrefixes.of(parents, shared)
     made = traits_of(np.array(lengths, np.int64))
     return replace(made, shared=found, group=tuple(f"g{g}" for g in groups))
 
 
-def grpo(count: int, prompt: int, completion: int) -> SampleFacts:
+def grpo(count: int, prompt: int, completion: int) -> SampleMetadata:
     """Groups of 16 of one prompt; prompts and answers vary around these lengths."""
     rng = np.random.default_rng([count, prompt, completion])
     prompts = _around(rng, prompt, 0.2, -(-count // 16))
@@ -41,7 +41,7 @@ def grpo(count: int, prompt: int, completion: int) -> SampleFacts:
     lengths = np.repeat(prompts, 16)[:count] + np.maximum(1, typical * np.exp(rng.normal(0, 0.4, count))).astype(int)
     number = np.arange(count)
     first = number % 16 == 0
-    return _facts(
+    return _metadata(
         lengths.tolist(),
         np.where(first, -1, number - number % 16).tolist(),
         np.where(first, 0, prompts[number // 16]).tolist(),
@@ -49,7 +49,7 @@ def grpo(count: int, prompt: int, completion: int) -> SampleFacts:
     )
 
 
-def agentic(count: int) -> SampleFacts:
+def agentic(count: int) -> SampleMetadata:
     """Rollouts of 60 turns that share their task; branches leave them after some turn."""
     rng = np.random.default_rng([count, 60])
     lengths: list[int] = []
@@ -71,10 +71,10 @@ def agentic(count: int) -> SampleFacts:
                 shared.append(int(turns[turn]))
             groups += [group] * (len(lengths) - len(groups))
         group += 1
-    return _facts(lengths[:count], parents[:count], shared[:count], groups[:count])
+    return _metadata(lengths[:count], parents[:count], shared[:count], groups[:count])
 
 
-def apart(count: int) -> SampleFacts:
+def apart(count: int) -> SampleMetadata:
     lengths = draw("cot", count)
     return replace(traits_of(lengths), shared=SharedPrefixes.none(count))
 
@@ -84,7 +84,7 @@ def _around(rng: np.random.Generator, middle: int, spread: float, count: int) ->
     return drawn
 
 
-KINDS: dict[str, tuple[Callable[[int], SampleFacts], int]] = {
+KINDS: dict[str, tuple[Callable[[int], SampleMetadata], int]] = {
     "grpo 16 x (2k + 2k)": (lambda count: grpo(count, 2_000, 2_000), 65_536),
     "grpo 16 x (15k + 2k)": (lambda count: grpo(count, 15_000, 2_000), 65_536),
     "agentic, 60 turns": (agentic, 65_536),
@@ -96,7 +96,7 @@ KINDS: dict[str, tuple[Callable[[int], SampleFacts], int]] = {
 def cases(counts: tuple[int, ...], ranks: tuple[int, ...]) -> list[Case]:
     """Every kind with every number of samples on every number of ranks."""
     return [
-        Case(name=f"{name}, {count:,} samples, {r} ranks, cap {cap:,}", facts=make(count), ranks=r, cap=cap)
+        Case(name=f"{name}, {count:,} samples, {r} ranks, cap {cap:,}", metadata=make(count), ranks=r, cap=cap)
         for name, (make, cap) in KINDS.items()
         for count in counts
         for r in ranks

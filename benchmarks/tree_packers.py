@@ -1,4 +1,4 @@
-"""How others keep samples that share tokens together, written from their descriptions, on the same facts.
+"""How others keep samples that share tokens together, written from their descriptions, on the same metadata.
 
 What each chooses is which samples are in which micro-batch. All get our arrangement of these: sorted by cost and cut
 into rows, which no other arrangement of the same micro-batches beats.
@@ -25,20 +25,20 @@ Packer: TypeAlias = Callable[[Case, Items, Packing], list[Bin]]
 
 def today(case: Case, items: Items, packing: Packing) -> list[Bin]:
     """Our own packing without trees."""
-    rows = rows_of(items, [np.arange(len(case.facts))], packing.ranks, packing.cost.overhead)
+    rows = rows_of(items, [np.arange(len(case.metadata))], packing.ranks, packing.cost.overhead)
     return [b for row in rows for b in row]
 
 
 def trie_rows(case: Case, items: Items, packing: Packing) -> list[Bin]:
     """Rows with a budget of unique tokens, filled in order: a sample goes to the row that holds its group, while that
     has room, else to the first one that has, else to a new one (the idea of TRL's tree rows)."""
-    shared = case.facts.shared
+    shared = case.metadata.shared
     assert shared is not None
     parents, common = shared.parents.tolist(), shared.lengths.tolist()
     rows: list[_TrieRow] = []
     holds: dict[str, int] = {}
     for i, length in enumerate(items.lengths):
-        group, path = case.facts.group[i], _path(i, length, parents, common)
+        group, path = case.metadata.group[i], _path(i, length, parents, common)
         row = holds.get(group, -1)
         if row < 0 or rows[row].room < length - rows[row].has(path):
             row = next((k for k, other in enumerate(rows) if other.room >= length - other.has(path)), len(rows))
@@ -79,8 +79,8 @@ def _path(i: int, length: int, parents: list[int], common: list[int]) -> dict[in
 
 def whole_families(case: Case, items: Items, packing: Packing) -> list[Bin]:
     """Families are never split unless the cap demands it; packed by our planner."""
-    trees = Trees.of(case.facts)
-    ids = np.arange(len(case.facts))
+    trees = Trees.of(case.metadata)
+    ids = np.arange(len(case.metadata))
     if trees is None:
         return today(case, items, packing)
     families = Families.of(items, ids, packing, trees)

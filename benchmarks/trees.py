@@ -55,16 +55,16 @@ def bins_of(made: Plan) -> list[Bin]:
 
 def score(bins: Sequence[Bin], case: Case, packing: Packing) -> Score:
     """Judge micro-batches; raises when a sample is missing or the cap broken."""
-    facts, unique = case.facts, _unique(case)
-    trees = Trees.of(facts)
+    metadata, unique = case.metadata, _unique(case)
+    trees = Trees.of(metadata)
     ids = np.array([i for b in bins for i in b], np.intp)
     shared = np.zeros(len(ids), np.int64)
     if trees is not None:
         ordered, shared, _ = trees.common(bins)
         ids = np.array([i for b in ordered for i in b], np.intp)
-    assert sorted(ids.tolist()) == list(range(len(facts)))
+    assert sorted(ids.tolist()) == list(range(len(metadata)))
     starts = offsets_of([len(b) for b in bins])[:-1]
-    lengths = facts.kept[ids]
+    lengths = metadata.kept[ids]
     tokens = np.add.reduceat(lengths - shared, starts)
     assert int(tokens.max()) <= packing.cap
     padding = -tokens % MULTIPLE
@@ -86,7 +86,7 @@ class _Unique:
 
 
 def _unique(case: Case) -> _Unique:
-    shared, lengths = case.facts.shared, case.facts.kept
+    shared, lengths = case.metadata.shared, case.metadata.kept
     assert shared is not None
     work = float((COST.of_samples(lengths) - COST.of_samples(shared.lengths)).sum())
     return _Unique(
@@ -109,12 +109,12 @@ def run(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
 
 def _case_rows(case: Case) -> list[Row]:
     packing = packing_of(case)
-    made = plan(case.facts, packing)
+    made = plan(case.metadata, packing)
     ours = score(bins_of(made), case, packing)
-    items = Items.of(case.facts.kept, COST.of_samples(case.facts.kept), packing.caps)
+    items = Items.of(case.metadata.kept, COST.of_samples(case.metadata.kept), packing.caps)
     others = {name: score(packer(case, items, packing), case, packing) for name, packer in RIVALS.items()}
     if "nothing shared" in case.name:
-        plain = plan(case.facts, replace(packing, trees=False))
+        plain = plan(case.metadata, replace(packing, trees=False))
         same = all(a.to_bytes() == b.to_bytes() for a, b in zip(made.rank_plans, plain.rank_plans, strict=True))
         return [Row(name=f"{case.name}: plans that differ", ours=float(not same), target=0.0, bound="max")]
     return [
@@ -171,7 +171,7 @@ def _against(case: Case, ours: Score, name: str, other: Score) -> Row:
 def _time_row(case: Case) -> Row:
     packing = packing_of(case)
     plain = replace(packing, trees=False)
-    ours, today = best(lambda: plan(case.facts, packing), lambda: plan(case.facts, plain), repeats=5)
+    ours, today = best(lambda: plan(case.metadata, packing), lambda: plan(case.metadata, plain), repeats=5)
     return Row(
         name=f"{case.name}: planning",
         ours=ours * 1e3,

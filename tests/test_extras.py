@@ -85,7 +85,7 @@ ROLLOUTS = ["rollouts", "verifiers", "x", "--plane=ipc:///tmp/nobody"]
         (
             "starlette",
             COMMAND.format([*SERVE[:-1], "--http=127.0.0.1:0"]),
-            "the HTTP door: needs starlette; pip install 'penstock-rl[http]'",
+            "the HTTP API: needs starlette; pip install 'penstock-rl[http]'",
         ),
         (
             "verifiers",

@@ -56,7 +56,7 @@ def test_nothing_else_is_counted() -> None:
     packages = ("plane", "client", "server", "runs")
     for path in (path for name in packages for path in (ROOT / "src/penstock" / name).glob("*.py")):
         text = path.read_text()
-        for found in re.findall(r"counts\[([^\]]*\"[^\]]*)\]|story\.count\((\"\w+\")", text):
+        for found in re.findall(r"counts\[([^\]]*\"[^\]]*)\]|run_logger\.count\((\"\w+\")", text):
             used |= set(re.findall(r'"(\w+)"', "".join(found)))
     assert "puts_refused" in used and used <= set(COUNTS)
 

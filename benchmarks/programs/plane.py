@@ -56,7 +56,7 @@ class _Way:
     def run(self, request: Request) -> Round:
         """One step, from arrays to tensors."""
         ranks, case = int(request["ranks"]), CASES[request["case"]]
-        plane = self._plane(ranks, str(request["carrier"]), case.groups)
+        plane = self._plane(ranks, str(request["transport"]), case.groups)
         name = f"{case.name}-{ranks}-{request['round']}"
         sent = self._producers.ask({"do": "prepare", "case": case.name, "name": name})
         meter = Meter()
@@ -73,19 +73,19 @@ class _Way:
             needed_bytes=sum(one["needed"] for one in done),
         )
 
-    def _plane(self, ranks: int, carrier: str, groups: int) -> _Served:
+    def _plane(self, ranks: int, transport: str, groups: int) -> _Served:
         """The plane for that many ranks, running; those for another number of ranks end."""
-        name = f"{carrier}-{ranks}-{groups}"
+        name = f"{transport}-{ranks}-{groups}"
         if name not in self._planes:
             self.close([served for served in self._planes.values() if served.ranks != ranks])
-            self._planes[name] = self._start(name, ranks, carrier, groups)
+            self._planes[name] = self._start(name, ranks, transport, groups)
         return self._planes[name]
 
-    def _start(self, name: str, ranks: int, carrier: str, groups: int) -> _Served:
+    def _start(self, name: str, ranks: int, transport: str, groups: int) -> _Served:
         home = self._folder / name
         words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
         words += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
-        keys = _writer_keys(self._folder / f"{name}-keys") if carrier == "direct" else None
+        keys = _writer_keys(self._folder / f"{name}-keys") if transport == "direct" else None
         if keys is not None:
             words.append(f"--keys={keys}")
         elif _knows_direct():

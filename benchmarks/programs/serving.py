@@ -1,7 +1,7 @@
 """A way's program: reads a request per line, runs one round, answers with its seconds, CPU seconds and peak memory.
 
     <- {"offers": ["plane"], "versions": {"penstock": "0.2.0"}}
-    -> {"way": "plane", "case": "fixed", "ranks": 2, "carrier": "tcp", "round": 1}
+    -> {"way": "plane", "case": "fixed", "ranks": 2, "transport": "tcp", "round": 1}
     <- {"seconds": 0.26, "cpu_s": 0.36, "plane_cpu_s": 0.12, "plane_bytes": 90000000, "rank_bytes": 210000000, ...}
 
 It ends when its input does. What goes wrong is an answer too: {"error": "..."}.

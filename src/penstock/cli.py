@@ -25,7 +25,7 @@ COMMANDS = {
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
     "diff": "where two recorded runs first differ: step, sample, token and column",
-    "replay": "put a run into a plane again, or decide it again and compare its steps",
+    "rerun": "put a run into a plane again, or decide it again and compare its steps",
     "copy": "copy a run to another folder, or keep the copy up to date beside training",
     "quarantine": "the groups that no step could be made with: list, release, drop",
     "storage": "compare a run's log with its storage; put back what the log has lost; let a run forget",

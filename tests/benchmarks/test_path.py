@@ -30,11 +30,11 @@ def test_every_way_of_this_environment_is_measured_and_the_others_are_skipped() 
     rows = path.run(full=True, progress=silent, only=[tiny("tiny-text"), tiny("tiny")])
     found = {(row.name, row.rival_name): row for row in rows}
     assert all(row.ours for row in rows if ": " not in row.name)
-    for case, carrier in product(("tiny-text", "tiny"), path.CARRIERS):
-        name = f"{case}, 2 ranks, {carrier}"
+    for case, transport in product(("tiny-text", "tiny"), path.TRANSPORTS):
+        name = f"{case}, 2 ranks, {transport}"
         assert (found[name, "ZeroMQ + msgpack lists"].ratio or 0) > 0
         assert found[name, "TransferQueue"].skipped == "no --rivals interpreter"
-        assert found[name, "TransferQueue"].target == path.settings(full=False)[0].targets.get(carrier)
+        assert found[name, "TransferQueue"].target == path.settings(full=False)[0].targets.get(transport)
         assert " ms (" in found[name, "TransferQueue"].note
         assert "462be9a" in found[name, "462be9a, tcp"].skipped
     measured = {row.name.removeprefix("tiny, 2 ranks, direct: "): row.ours for row in rows if row.ours is not None}

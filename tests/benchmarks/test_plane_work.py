@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import facts_only, plane_work
+from benchmarks import metadata_only, plane_work
 from benchmarks.programs.inputs import CASES, make_groups
 from benchmarks.programs.plane import samples_of
-from penstock.frames import GroupFacts, encode
+from penstock.frames import GroupMetadata, encode
 from penstock.packing import Packing
 
 
@@ -42,21 +42,21 @@ def test_a_blocked_producer_is_counted() -> None:
     assert "opened 0 times" in row.note
 
 
-def test_facts_alone_are_accepted_and_planned_in_a_process_of_their_own(tmp_path: Path) -> None:
-    rate, plan, memory = plane_work.facts_rows(tmp_path, groups=16, ranks=4)
+def test_metadata_alone_are_accepted_and_planned_in_a_process_of_their_own(tmp_path: Path) -> None:
+    rate, plan, memory = plane_work.metadata_rows(tmp_path, groups=16, ranks=4)
     assert (rate.ours or 0) > 0
-    assert plan.name == "facts only: plan 256 samples for 4 ranks"
+    assert plan.name == "metadata only: plan 256 samples for 4 ranks"
     assert 10 < (memory.ours or 0) < 2000
 
 
-def test_the_memory_of_facts_alone_is_not_that_of_whoever_measures_it(tmp_path: Path) -> None:
+def test_the_memory_of_metadata_alone_is_not_that_of_whoever_measures_it(tmp_path: Path) -> None:
     much = np.ones(100 << 20, np.uint32)
-    *_, memory = plane_work.facts_rows(tmp_path, groups=8, ranks=2)
+    *_, memory = plane_work.metadata_rows(tmp_path, groups=8, ranks=2)
     assert (memory.ours or 0) < much.nbytes / 1e6
 
 
-def test_facts_that_are_made_up_are_facts() -> None:
-    facts = facts_only.make_facts(9)
-    assert len({name for one in facts for name in one.ids}) == 9 * 16
-    assert GroupFacts.from_bytes(facts[8].to_bytes()) == facts[8]
-    assert facts[8].lengths == facts[0].lengths != facts[1].lengths
+def test_metadata_that_are_made_up_are_metadata() -> None:
+    metadata = metadata_only.make_metadata(9)
+    assert len({name for one in metadata for name in one.ids}) == 9 * 16
+    assert GroupMetadata.from_bytes(metadata[8].to_bytes()) == metadata[8]
+    assert metadata[8].lengths == metadata[0].lengths != metadata[1].lengths

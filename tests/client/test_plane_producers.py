@@ -18,7 +18,7 @@ from penstock.errors import Fenced, InvalidInput, Overloaded, PeerError
 from penstock.frames import encode
 from penstock.protocol.message_header import read_from_client
 from penstock.protocol.messages import AskRoom, Frames, Put
-from penstock.transport.interface import ClientCarrier, Envelope
+from penstock.transport.interface import ClientTransport, Envelope
 from tests.support.groups import named_group
 from tests.support.planes import FAST, OpenPlane
 
@@ -26,7 +26,7 @@ from tests.support.planes import FAST, OpenPlane
 class CountingClient:
     """A line that counts the groups that go over it."""
 
-    def __init__(self, inner: ClientCarrier) -> None:
+    def __init__(self, inner: ClientTransport) -> None:
         self._inner = inner
         self.wake, self.close = inner.wake, inner.close
         self.puts = self.asks = self.messages = self.payload_bytes = 0

@@ -15,7 +15,7 @@ from penstock.arrays.rollout import Roles, read_rollout
 from penstock.convert.branches import to_samples
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import encode_group
-from penstock.frames.metadata import check_group, facts_of_pieces
+from penstock.frames.metadata import check_group, metadata_of_pieces
 from penstock.integrations.environments.lost import Lost
 from penstock.integrations.environments.responses import to_trajectory
 from penstock.integrations.formats.file_formats import convert_files
@@ -109,11 +109,11 @@ def test_metadata_of_a_group_has_truncation_seconds_and_mean_metrics() -> None:
     rollouts = [rollout(**KNOWN), rollout(metrics={"format": 1.0})]
     samples = [s for i, one in enumerate(rollouts) for s in to_samples(one, group="g", id=f"g/{i}")]
     made = encode_group(samples)
-    facts = facts_of_pieces(made, group="g", seq_len=16)
-    assert facts == check_group(b"".join(made.pieces), group="g", seq_len=16)
-    assert list(facts.truncated) == [1, 0]
-    assert facts.seconds == (3.25, -1.0)
-    assert facts.metrics == {"format": 0.75, "tools": 3.0}
+    metadata = metadata_of_pieces(made, group="g", seq_len=16)
+    assert metadata == check_group(b"".join(made.pieces), group="g", seq_len=16)
+    assert list(metadata.truncated) == [1, 0]
+    assert metadata.seconds == (3.25, -1.0)
+    assert metadata.metrics == {"format": 0.75, "tools": 3.0}
 
 
 def test_digests_of_samples_without_a_rollout_are_those_of_earlier_versions() -> None:

@@ -17,9 +17,9 @@ from penstock.arrays import samples as samples_module
 from penstock.arrays.digests import sample_digests
 from penstock.arrays.pieced import Pieced
 from penstock.arrays.ragged import Ragged, same_bits
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.errors import InvalidInput
-from penstock.frames import assembly, check_group, facts_of_pieces
+from penstock.frames import assembly, check_group, metadata_of_pieces
 from penstock.frames.writing import encode_group
 from penstock.packing import Packing, fill, plan
 from penstock.testing.strategies import batches
@@ -62,8 +62,8 @@ def test_pieces_are_used_where_rows_are_large() -> None:
     made = encode_group(samples)
     assert isinstance(made.samples["routed_experts"], Pieced)
     assert b"".join(made.pieces) == ps.encode(samples)
-    facts = facts_of_pieces(made, group="g0", seq_len=4096)
-    assert facts == check_group(ps.encode(samples), group="g0", seq_len=4096)
+    metadata = metadata_of_pieces(made, group="g0", seq_len=4096)
+    assert metadata == check_group(ps.encode(samples), group="g0", seq_len=4096)
     large: Picked = [(ps.encode(group(16, 1024, seed=s, experts=(48, 8))), list(range(0, 16, 3))) for s in (1, 2)]
     got = assembled(large)
     assert isinstance(got["routed_experts"], Pieced)
@@ -91,7 +91,7 @@ def test_filled_micro_batches_are_those_of_joined_rows() -> None:
         pieced = assembled(picked)
     assert isinstance(pieced["routed_experts"], Pieced)
     for seq_len in (50, 300):  # samples are truncated, within their prompt and behind it; and not
-        made = plan(SampleFacts.of(joined, seq_len), Packing(ranks=2, seq_len=seq_len))
+        made = plan(SampleMetadata.of(joined, seq_len), Packing(ranks=2, seq_len=seq_len))
         for rank_plan in made.rank_plans:
             for one, other in zip(fill(pieced, rank_plan), fill(joined, rank_plan), strict=True):
                 assert list(one.columns) == list(other.columns)

@@ -41,7 +41,7 @@ def test_a_call_that_was_begun_and_never_came_makes_the_rollout_incomplete(tmp_p
     assert store.freeze("r").incomplete == "call 'b' was begun and never arrived"
 
 
-def test_a_snapshot_is_given_back_only_if_nothing_changed_since(tmp_path: Path) -> None:
+def test_a_snapshot_is_freeing_only_if_nothing_changed_since(tmp_path: Path) -> None:
     store = CallStore(tmp_path)
     store.put("r", "a", b"one")
     stale = store.freeze("r")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.arrays import Ragged, Sample, Samples
 from penstock.arrays.ragged import arrays_in, copied, same_bits
-from penstock.packing import Packing, RankPlan, SampleFacts, Step, fill, pack_with
+from penstock.packing import Packing, RankPlan, SampleMetadata, Step, fill, pack_with
 from penstock.testing import reference_pack as reference
 from penstock.testing.packing import packable, packings
 from tests.packing.small_samples import batches_of
@@ -20,8 +20,8 @@ steps = given(packable(), packings())
 
 
 def kept(samples: list[Sample], packing: Packing) -> dict[str, int]:
-    facts = SampleFacts.of(Samples.of(samples), packing.seq_len)
-    return {sample.id: int(n) for sample, n in zip(samples, facts.kept, strict=True) if n}
+    metadata = SampleMetadata.of(Samples.of(samples), packing.seq_len)
+    return {sample.id: int(n) for sample, n in zip(samples, metadata.kept, strict=True) if n}
 
 
 def try_pack(packing: Packing, samples: list[Sample]) -> Step | None:

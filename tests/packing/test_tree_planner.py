@@ -15,7 +15,7 @@ from benchmarks.tree_cases import Case, cases
 from benchmarks.tree_packers import RIVALS
 from benchmarks.trees import bins_of, packing_of, score
 from penstock.arrays import Sample
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.errors import InvalidInput
 from penstock.packing import Cost, MicroBatch, Packing, Plan, pack_with, plan
@@ -25,7 +25,7 @@ from penstock.testing.packing import branching, packable, packings, tree_packing
 from tests.packing.small_samples import batches_of
 
 
-def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleFacts:
+def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleMetadata:
     """Samples in groups of `size`, which share their first `prompt` tokens."""
     numbers = np.arange(len(lengths))
     first = numbers % size == 0
@@ -118,8 +118,8 @@ def test_no_fewer_tokens_are_computed_than_a_trie_of_all_samples_has(samples: li
 def test_families_are_computed_once_where_there_are_enough_of_them() -> None:
     lengths = np.random.default_rng(0).integers(2_100, 4_000, 512)
     packing = Packing(ranks=8, seq_len=65_536, trees=True)
-    facts = family(lengths, 2_000, 16)
-    made, plain = plan(facts, packing), plan(facts, replace(packing, trees=False))
+    metadata = family(lengths, 2_000, 16)
+    made, plain = plan(metadata, packing), plan(metadata, replace(packing, trees=False))
     unique = int(lengths.sum()) - 2_000 * 15 * 32
     assert computed(made) <= 1.03 * unique
     assert made.accounting.step_cost <= 0.75 * plain.accounting.step_cost
@@ -155,8 +155,8 @@ def test_a_family_longer_than_the_cap_is_split_and_every_piece_keeps_the_cap() -
 @pytest.mark.parametrize("case", cases((512,), (8, 64)), ids=lambda case: case.name)
 def test_no_other_way_to_keep_families_together_has_a_cheaper_step(case: Case) -> None:
     packing = packing_of(case)
-    ours = score(bins_of(plan(case.facts, packing)), case, packing)
-    items = Items.of(case.facts.kept, packing.cost.of_samples(case.facts.kept), packing.caps)
+    ours = score(bins_of(plan(case.metadata, packing)), case, packing)
+    items = Items.of(case.metadata.kept, packing.cost.of_samples(case.metadata.kept), packing.caps)
     for name, packer in RIVALS.items():
         other = score(packer(case, items, packing), case, packing)
         assert ours.cost <= other.cost * 1.01, name

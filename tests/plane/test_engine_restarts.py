@@ -94,7 +94,7 @@ def test_what_is_retained_does_not_depend_on_resuming(open_engine: OpenEngine, t
     assert again.stage_again(8).digests
 
 
-def test_frames_are_given_back_when_their_step_is_no_longer_retained(open_engine: OpenEngine) -> None:
+def test_frames_are_freeing_when_their_step_is_no_longer_retained(open_engine: OpenEngine) -> None:
     engine = open_engine(retain_steps=2)
     _history(engine, 1, 7)
     engine.close()

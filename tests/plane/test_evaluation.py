@@ -145,15 +145,13 @@ def test_they_survive_a_kill_and_a_rewind(open_engine: OpenEngine, tmp_path: Pat
 # ------------------------------------------------------------------ space
 
 
-def test_beyond_retain_eval_bytes_the_oldest_are_given_back_and_counted(
-    open_engine: OpenEngine, tmp_path: Path
-) -> None:
+def test_beyond_retain_eval_bytes_the_oldest_are_freeing_and_counted(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path, retain_eval_bytes=3 * SIZE)
     for number in range(5):
         evaluate(engine, f"e{number}")
     assert kept(engine) == ["e2", "e3", "e4"]
     metrics = engine.state.evaluations.metrics()
-    assert (metrics["eval/groups"], metrics["eval/given_back_groups"], metrics["eval/kept_bytes"]) == (5, 2, 3 * SIZE)
+    assert (metrics["eval/groups"], metrics["eval/freeing_groups"], metrics["eval/kept_bytes"]) == (5, 2, 3 * SIZE)
     assert (engine.ledger.evaluation, engine.ledger.balanced) == (10, True)
     assert engine.segments.live_bytes == 3 * SIZE
     again = engine.put("again", "e0", encode(named_group("e0")), evaluation=True)
@@ -182,8 +180,8 @@ def test_they_count_in_the_quota_and_make_room_for_training(open_engine: OpenEng
     assert all(outcome.error is None for outcome in found)  # the oldest make room for the newest
     used = engine.log.used_bytes + engine.segments.num_bytes
     assert used <= 4 << 20
-    assert engine.counts["eval_groups_given_back_early"] > 0
-    before = engine.state.evaluations.given_back
+    assert engine.counts["eval_groups_freeing_early"] > 0
+    before = engine.state.evaluations.freeing
     groups = [named_group(f"a{i}", tokens=30_000) for i in range(40)]
     refused = None
     for group in groups:
@@ -192,7 +190,7 @@ def test_they_count_in_the_quota_and_make_room_for_training(open_engine: OpenEng
             break
         engine.flush()
     assert refused is not None and isinstance(refused.error, DiskFull)
-    assert engine.state.evaluations.given_back > before
+    assert engine.state.evaluations.freeing > before
     assert engine.state.evaluations.num_bytes == 0  # all of it, before a group to be trained is refused
 
 
@@ -204,10 +202,10 @@ def rollout(reward: float) -> ps.Trajectory:
     return ps.Trajectory(turns=turns, reward=reward, env="math")
 
 
-@pytest.mark.parametrize("carrier", ["embedded", "tcp", "ipc", "file"])
-def test_evaluation_groups_arrive_over_every_carrier(open_plane: OpenPlane, tmp_path: Path, carrier: str) -> None:
-    (tmp_path / "carrier").mkdir()
-    url = "" if carrier == "embedded" else address(carrier, tmp_path)
+@pytest.mark.parametrize("transport", ["embedded", "tcp", "ipc", "file"])
+def test_evaluation_groups_arrive_over_every_transport(open_plane: OpenPlane, tmp_path: Path, transport: str) -> None:
+    (tmp_path / "transport").mkdir()
+    url = "" if transport == "embedded" else address(transport, tmp_path)
     local = open_plane(tmp_path / "run", ranks=1, groups_per_step=1, listen=[url] if url else [])
     plane = ps.open(url) if url else local
     for version, rewards in ((1, (0.0, 0.0)), (2, (1.0, 0.0, 1.0, 1.0))):

@@ -10,7 +10,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CallerError, ConfigError, InvalidInput
-from penstock.plane.run_story import RunStory
+from penstock.plane.run_logger import RunLogger
 from penstock.plane.small_decisions import decide
 from penstock.protocol.messages import Discard, SettleGroup, SetWeight
 
@@ -70,7 +70,7 @@ def test_names_of_ten_megabytes_are_rejected_before_they_are_sent() -> None:
 )
 def test_a_plane_rejects_them_from_clients_that_do_not_look(message: Discard | SettleGroup | SetWeight) -> None:
     engine = None  # it is not asked
-    refused = decide(engine, RunStory.__new__(RunStory), message)  # type: ignore[arg-type]
+    refused = decide(engine, RunLogger.__new__(RunLogger), message)  # type: ignore[arg-type]
     assert isinstance(refused, CallerError) and len(str(refused)) < 200
 
 

@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.errors import Conflict
 from penstock.log import SqliteLog
 from penstock.packing import Packing
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.runs.read_log import read_run
 from penstock.transport.memory import MemoryPlane
@@ -25,7 +25,7 @@ def opened(folder: Path) -> ps.Plane:
     """A plane as `ps.open` makes it on a network filesystem."""
     settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=1))
     memory = MemoryPlane()
-    server = Server(settings, SqliteLog(folder, exclusive=True), [memory])
+    server = PlaneLoop(settings, SqliteLog(folder, exclusive=True), [memory])
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     return ps.Plane(memory.connect, url=str(folder), server=server, thread=thread)

@@ -79,7 +79,7 @@ def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
         assert server.failure is None
 
 
-def test_nobody_is_declared_dead_while_space_is_given_back() -> None:
+def test_nobody_is_declared_dead_while_space_is_freeing() -> None:
     slow = Gate()
     with served(pipeline_of, SlowSweeper(slow)) as (plane, server):
         plane.put([Sample.from_prompt(id="odd/0", group="odd", prompt_ids=[1], completion_ids=[2, 3])])

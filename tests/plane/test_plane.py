@@ -1,4 +1,4 @@
-"""A plane and its ranks in one process, over every carrier: the same steps for all, or the same error."""
+"""A plane and its ranks in one process, over every transport: the same steps for all, or the same error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.client.api import client_carrier
+from penstock.client.api import client_transport
 from penstock.client.source import Source, SourceStep
 from penstock.client.source_settings import SourceSettings
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
@@ -19,12 +19,12 @@ from penstock.testing.transport_suite import Trouble, UnreliableClient
 from tests.support.groups import named_group
 from tests.support.planes import FAST, OpenPlane
 
-CARRIERS = ("memory", "tcp", "ipc", "file")
+TRANSPORTS = ("memory", "tcp", "ipc", "file")
 
 
 def address(kind: str, folder: Path) -> str:
     paths = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/s"}
-    return paths.get(kind, f"file://{folder}/carrier")
+    return paths.get(kind, f"file://{folder}/transport")
 
 
 def put(plane: ps.Plane, *names: str, tokens: int = 6) -> None:
@@ -63,7 +63,7 @@ def close(made: list[Source]) -> None:
 # ------------------------------------------------------------------ what goes well
 
 
-@pytest.mark.parametrize("kind", CARRIERS)
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_every_rank_gets_its_part_of_every_step(open_plane: OpenPlane, tmp_path: Path, kind: str) -> None:
     plane = open_plane(tmp_path / "run", listen=() if kind == "memory" else [address(kind, tmp_path)])
     url = plane._server.urls[-1] if plane._server else ""
@@ -288,7 +288,7 @@ TROUBLES = {
 }
 
 
-@pytest.fixture(params=CARRIERS)
+@pytest.fixture(params=TRANSPORTS)
 def bad_line(request: pytest.FixtureRequest, open_plane: OpenPlane, tmp_path: Path) -> tuple[ps.Plane, str]:
     kind = str(request.param)
     plane = open_plane(tmp_path / "run", listen=() if kind == "memory" else [address(kind, tmp_path)])
@@ -302,7 +302,7 @@ def test_a_bad_line_loses_nothing_and_gives_no_wrong_byte(bad_line: tuple[ps.Pla
     seeds = iter(range(100))
 
     def line() -> UnreliableClient:
-        inner = client_carrier(url) if url else plane._connect()
+        inner = client_transport(url) if url else plane._connect()
         return UnreliableClient(inner, TROUBLES[trouble], next(seeds))
 
     producer = ps.Plane(line, url="a bad line", timeouts=FAST)

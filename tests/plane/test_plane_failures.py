@@ -16,7 +16,7 @@ from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted
 from penstock.frames import decode
 from penstock.protocol.message_header import pack_message, read_from_plane
 from penstock.protocol.messages import Deliver
-from penstock.transport.interface import ClientCarrier, Envelope
+from penstock.transport.interface import ClientTransport, Envelope
 from tests.plane.test_plane import close, put, sources, steps_of, together
 from tests.support.groups import named_group
 from tests.support.pace import pace
@@ -45,7 +45,7 @@ def test_a_rank_that_fails_stops_all_with_the_same_words(open_plane: OpenPlane) 
 class NonsenseClient:
     """A line that hands over steps with a plan nobody can follow, under the right digest."""
 
-    def __init__(self, inner: ClientCarrier) -> None:
+    def __init__(self, inner: ClientTransport) -> None:
         self._inner = inner
         self.send, self.wake, self.close = inner.send, inner.wake, inner.close
 

@@ -1,4 +1,4 @@
-"""A plane with trees: planned from facts, filled on the ranks, the same micro-batches as packing in one process."""
+"""A plane with trees: planned from metadata, filled on the ranks, the same micro-batches as packing in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 import penstock as ps
 from penstock.cli import main
-from penstock.frames.metadata import GroupFacts, check_group, join_facts
+from penstock.frames.metadata import GroupMetadata, check_group, join_metadata
 from penstock.packing import Packing, pack_with, plan
 from penstock.testing.packing import branching, tree_packings
 from tests.support.planes import OpenPlane
@@ -52,13 +52,13 @@ def test_ranks_fill_the_forests_that_packing_in_one_process_gives(open_plane: Op
 
 @settings(max_examples=40, deadline=None)
 @given(branching(), tree_packings())
-def test_a_plan_from_facts_is_that_of_the_samples(samples: list[ps.Sample], packing: Packing) -> None:
+def test_a_plan_from_metadata_is_that_of_the_samples(samples: list[ps.Sample], packing: Packing) -> None:
     groups: dict[str, list[ps.Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
-    facts = [check_group(ps.encode(g), group=name, seq_len=packing.seq_len) for name, g in groups.items()]
-    facts = [GroupFacts.from_bytes(own.to_bytes()) for own in facts]
-    planned = plan(join_facts(facts), packing)
+    metadata = [check_group(ps.encode(g), group=name, seq_len=packing.seq_len) for name, g in groups.items()]
+    metadata = [GroupMetadata.from_bytes(own.to_bytes()) for own in metadata]
+    planned = plan(join_metadata(metadata), packing)
     expected = pack_with(packing, [sample for group in groups.values() for sample in group]).plan
     assert [part.to_bytes() for part in planned.rank_plans] == [part.to_bytes() for part in expected.rank_plans]
 

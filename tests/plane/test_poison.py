@@ -22,7 +22,7 @@ from penstock.log.decision_records import Discard as Discarded
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import PlannedStep, StepBuilder
@@ -105,7 +105,7 @@ def test_a_discard_beyond_bounds_is_rejected(open_plane: OpenPlane, samples: Any
 def test_discards_of_an_earlier_version_do_not_end_the_plane(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path, ranks=1, snapshot_every=1)
     for _ in range(3):
-        engine.journal.decide(Discarded(reason="x", samples=2**63))
+        engine.recorder.decide(Discarded(reason="x", samples=2**63))
     for name in "ab":
         engine.put(name, name, encode(named_group(name)))
     engine.flush()
@@ -126,12 +126,12 @@ class Oversized(StepBuilder):
 
     failing = True
 
-    def plan(self, facts: Any) -> PlannedStep:
-        planned = super().plan(facts)
+    def plan(self, metadata: Any) -> PlannedStep:
+        planned = super().plan(metadata)
         return replace(planned, loss_tokens=2**70) if self.failing else planned
 
 
-def oversized_server(log: Log, wire: Wire) -> tuple[Server, list[Oversized]]:
+def oversized_server(log: Log, wire: Wire) -> tuple[PlaneLoop, list[Oversized]]:
     builders: list[Oversized] = []
 
     def pipeline(engine: Engine, workers: Workers) -> Pipeline:
@@ -139,13 +139,13 @@ def oversized_server(log: Log, wire: Wire) -> tuple[Server, list[Oversized]]:
         return Pipeline(engine, Intake(engine.settings, engine.writer), builders[0], workers)
 
     made = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
-    return Server(made, log, [wire], workers=Inline(), pipeline=pipeline), builders
+    return PlaneLoop(made, log, [wire], workers=Inline(), pipeline=pipeline), builders
 
 
 class Line:
     """Messages to a server, one turn each, and what it answered."""
 
-    def __init__(self, server: Server, wire: Wire) -> None:
+    def __init__(self, server: PlaneLoop, wire: Wire) -> None:
         self.server, self.wire, self.now, self._tickets = server, wire, 1.0, 10
         self._run_id = bytes.fromhex(server.engine.log.run_id)
 
@@ -270,12 +270,12 @@ def test_every_message_of_a_client_is_tried() -> None:
     assert set(HONEST) == {*get_args(FromRank), *get_args(FromProducer), Attach}
 
 
-def new_server(folder: Path, wire: Wire) -> Server:
+def new_server(folder: Path, wire: Wire) -> PlaneLoop:
     replay = Replay(sampler=Prioritized(1.0), remover=Fifo(), max_times_sampled=3, capacity=1 << 16)
     made = PlaneSettings(
         packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN, replay=replay, snapshot_every=1
     )
-    return Server(made, SqliteLog(folder), [wire], workers=Inline())
+    return PlaneLoop(made, SqliteLog(folder), [wire], workers=Inline())
 
 
 def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ...]]]) -> None:

@@ -16,14 +16,14 @@ from tests.support.engines import DirectEngine
 from tests.support.hosts import NoNamespaces, torture_hosts
 from tests.support.plane_processes import alive, wait_until
 from tests.support.processes import TIMEOUTS, Notes, settings
-from tests.support.torture import CARRIERS, Run, torture
+from tests.support.torture import TRANSPORTS, Run, torture
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(
-    carrier: str, tmp_path: Path, pace: float
+    transport: str, tmp_path: Path, pace: float
 ) -> None:
-    result = torture(tmp_path / "run", carrier, kills=3, seed=CARRIERS.index(carrier))
+    result = torture(tmp_path / "run", transport, kills=3, seed=TRANSPORTS.index(transport))
     assert result.good, result
     assert result.kills.total() == 3
     assert result.detect_s < (TIMEOUTS.peer_s + 5 * TIMEOUTS.heartbeat_s) * pace

@@ -12,11 +12,11 @@ import pytest
 
 import penstock as ps
 from penstock.arrays import Sample
-from penstock.arrays.sample_facts import SampleFacts
+from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.cli import main
 from penstock.errors import Conflict, CorruptFrame, InvalidInput, StepAborted, UnknownKey
 from penstock.frames import encode
-from penstock.frames.metadata import GroupFacts
+from penstock.frames.metadata import GroupMetadata
 from penstock.packing import Packing, plan
 from penstock.plane import step_builder
 from penstock.plane.settings import Replay, Target
@@ -203,8 +203,8 @@ def test_the_largest_policy_version_can_be_trained_and_committed(open_engine: Op
 class Failing(StepBuilder):
     """A builder that cannot plan, for a reason nobody thought of."""
 
-    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
-        raise RuntimeError(f"no plan for {len(facts)} groups")
+    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+        raise RuntimeError(f"no plan for {len(metadata)} groups")
 
 
 def test_an_unknown_failure_in_planning_is_an_error_to_ranks_and_not_the_end(open_plane: OpenPlane) -> None:
@@ -249,7 +249,7 @@ def test_a_group_that_is_released_waits_again_and_is_trained_when_it_fits(
         again.settle("odd", drop=True)
 
 
-def test_a_group_that_is_dropped_is_counted_and_its_frame_given_back(open_engine: OpenEngine) -> None:
+def test_a_group_that_is_dropped_is_counted_and_its_frame_freeing(open_engine: OpenEngine) -> None:
     engine = open_engine()
     with_one_aside(engine)
     before = engine.segments.num_bytes
@@ -343,10 +343,10 @@ def test_groups_that_all_fail_are_set_aside_where_another_group_can_be_planned(
     engine = open_engine(target=Target(groups=2))
     put(engine, *(named_group(f"g{i}") for i in range(5)))
 
-    def picky(facts: SampleFacts, packing: Packing) -> object:
-        if {"g0", "g1"} & set(facts.group):
+    def picky(metadata: SampleMetadata, packing: Packing) -> object:
+        if {"g0", "g1"} & set(metadata.group):
             raise RuntimeError("boom")
-        return plan(facts, packing)
+        return plan(metadata, packing)
 
     monkeypatch.setattr(step_builder, "plan", picky)
     assert isinstance(engine.plan_step(1), Staged)

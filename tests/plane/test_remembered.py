@@ -86,7 +86,7 @@ def test_discards_are_counted_once_however_often_a_put_is_tried_and_are_durable(
     assert dict(again.ledger.discarded) == {"too short": 2}
 
 
-def test_manifests_that_can_no_longer_be_asked_for_are_given_back(open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_manifests_that_can_no_longer_be_asked_for_are_freeing(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path, retain_steps=2, target=Target(groups=1))
     for i in range(12):
         put(engine, f"g{i}")

@@ -223,7 +223,7 @@ def test_what_can_be_read_of_a_damaged_log_counts(tmp_path: Path, capsys: pytest
     assert [train_one(engine), train_one(engine)] == [["a"], ["b"]]
     close(engine)
     with sqlite3.connect(folder / "log.sqlite") as log:
-        (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'facts'").fetchone()
+        (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'metadata'").fetchone()
     log.close()
     with (folder / "log.sqlite").open("r+b") as file:
         file.seek((page - 1) * 16384)
@@ -435,7 +435,7 @@ def test_a_plane_that_was_taken_for_dead_deletes_nothing_after_a_recovery(tmp_pa
     with pytest.raises(PenstockError, match="taken over by epoch 2"):
         for _ in range(70):
             first.state.retire(first.next_step)
-            with first.journal.transaction():
+            with first.recorder.transaction():
                 pass
     kill(first)
     assert FolderStorage(tmp_path / "shared").segments() == before

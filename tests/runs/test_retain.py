@@ -57,7 +57,7 @@ def test_nothing_that_was_accepted_is_freed(tmp_path: Path) -> None:
     assert [name for name, _ in kept_groups(run)][:-1] == [*"abcdefgh", *(f"e{i}" for i in range(8))]
     assert plans_kept(run) == [1, 2]
     log = SqliteLog(run)
-    assert all(log.facts(row.op) is not None for row in log.groups()) and not log.frees()
+    assert all(log.metadata(row.op) is not None for row in log.groups()) and not log.frees()
     log.close()
 
 
@@ -91,7 +91,7 @@ def test_a_full_quota_stops_puts_and_says_why_nothing_is_freed(tmp_path: Path) -
         assert 'retain="all"' in words and "penstock storage forget" in words
         assert "wait until steps are committed" not in words
         counts = plane.status()["counts"]
-        assert not counts.get("steps_given_back_early") and not counts.get("eval_groups_given_back_early")
+        assert not counts.get("steps_freeing_early") and not counts.get("eval_groups_freeing_early")
     assert len(kept_groups(tmp_path / "run")) == number
 
 

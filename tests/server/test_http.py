@@ -1,4 +1,4 @@
-"""The HTTP door of a real plane in a process of its own: what is put, what is refused, who may."""
+"""The HTTP API of a real plane in a process of its own: what is put, what is refused, who may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the HTTP door: its shell block runs as it stands."""
+"""The page of the HTTP API: its shell block runs as it stands."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from penstock.client.source import Source, SourceStep
 from penstock.client.storage_reader import StorageReader
 from penstock.errors import DiskFull, InvalidInput, StepAborted
 from penstock.frames import encode
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.server.plane_process import PlaneProcess
 from penstock.storage import FolderStorage, parse_location
 from penstock.transport.keys import make_keys
@@ -48,7 +48,7 @@ def open_plane() -> Iterator[OpenPlane]:
         plane.close()
 
 
-def server_of(plane: ps.Plane) -> Server:
+def server_of(plane: ps.Plane) -> PlaneLoop:
     assert plane._server is not None
     return plane._server
 
@@ -80,7 +80,7 @@ def digests_of(steps: list[SourceStep]) -> list[str]:
     return [step.digest for step in steps]
 
 
-def damage(server: Server, group: str) -> Path:
+def damage(server: PlaneLoop, group: str) -> Path:
     """Alter a byte of the values of a stored group; returns its segment."""
     state, storage = server.engine.state, server.engine.storage
     at = parse_location(state.rows[state.by_id[group]].location)

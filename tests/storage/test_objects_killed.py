@@ -1,4 +1,4 @@
-"""Processes on an object store, killed at random moments: the short form of `scripts/torture --carriers objects`."""
+"""Processes on an object store, killed at random moments: the short form of `scripts/torture --transports objects`."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_a_plane_that_was_replaced_deletes_nothing(tmp_path: Path) -> None:
     with pytest.raises(PenstockError, match="taken over by epoch 2"):
         for _ in range(70):
             first.state.retire(first.next_step)
-            with first.journal.transaction():
+            with first.recorder.transaction():
                 pass
     assert FolderStorage(tmp_path / "shared").segments() == before
     kill(first)

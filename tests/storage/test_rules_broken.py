@@ -21,7 +21,7 @@ from penstock.errors import InvalidInput
 from penstock.log import Log
 from penstock.plane import engine as engine_module
 from penstock.plane.acceptance import Acceptance
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.segments import Sealed, Segments, _overlaps, _Segment
 from penstock.protocol.messages import Put
@@ -101,13 +101,13 @@ def delete_before_the_decision_is_in_the_log(patch: pytest.MonkeyPatch) -> None:
 @rule
 def start_with_any_log(patch: pytest.MonkeyPatch) -> None:
     for module in (engine_module, storage_simulation):
-        patch.setattr(module, "check_log", lambda *_args, **_facts: None)
+        patch.setattr(module, "check_log", lambda *_args, **_metadata: None)
 
 
 @rule
 def an_old_plane_may_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Log, "check_epoch", lambda _self: None)
-    patch.setattr(Server, "_check_owner", lambda *_: None)
+    patch.setattr(PlaneLoop, "_check_owner", lambda *_: None)
 
 
 @rule
@@ -155,10 +155,10 @@ def free_frames_after_a_failed_commit(patch: pytest.MonkeyPatch) -> None:
     def and_free(self: Acceptance) -> Any:
         there = {name: arrival.kept for name, arrival in self._arrivals._all.items() if arrival.kept}
         found = flush(self)
-        segments = self._journal.segments
+        segments = self._recorder.segments
         for name, kept in there.items():
-            if self._journal.log.digest_of(name) is None and kept is not None:
-                segments._custody.delete([kept[1]], self._journal.log.commits)
+            if self._recorder.log.digest_of(name) is None and kept is not None:
+                segments._custody.delete([kept[1]], self._recorder.log.commits)
         return found
 
     patch.setattr(Acceptance, "flush", and_free)

@@ -57,7 +57,7 @@ def test_a_location_that_was_rejected_is_never_accepted_because_it_is_being_free
     (error,) = bench.put("a", location)  # the same message, which the network brings again
     assert isinstance(error, Sealed)
     assert bench.put("a", bench.write("a")) == [None]
-    with bench.engine.journal.transaction():
+    with bench.engine.recorder.transaction():
         pass
     assert bytes(storage.read(bench.engine.log.location_of("a"))[0]) == frame
 
@@ -102,17 +102,17 @@ def test_a_segment_that_is_created_after_it_was_freed_is_deleted_by_the_next_pla
     for _ in range(3):
         now[0] += 10
         engine.tidy([])
-        with engine.journal.transaction():
+        with engine.recorder.transaction():
             pass
     assert name in log.frees()
     storage.create(name).append([[b"late"]])
     log.take_over()
     again = DirectEngine(SETTINGS, log, storage, outside)
-    with again.journal.transaction():
+    with again.recorder.transaction():
         pass
     assert not again.segments.unregistered
     assert name not in storage.segments()
-    with again.journal.transaction():
+    with again.recorder.transaction():
         pass
     assert name not in log.frees()
 
@@ -137,7 +137,7 @@ def test_a_log_from_right_before_a_deletion_is_refused(tmp_path: Path) -> None:
     assert location
     engine.log.shrink()
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("lock", "*-shm"))
-    with engine.journal.transaction():  # frees the frame of "a", and decides nothing
+    with engine.recorder.transaction():  # frees the frame of "a", and decides nothing
         pass
     assert not engine.log.location_of("a")
     engine.log.close()

@@ -20,7 +20,7 @@ from penstock.errors import CorruptFrame, PenstockError
 from penstock.frames import decode, encode
 from penstock.log import SqliteLog
 from penstock.packing import Packing, RankPlan, fill, pack
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.workers import Inline
 from penstock.protocol.message_header import HEAD_BYTES, pack_message, read_from_client, read_from_plane, wrap
@@ -68,10 +68,10 @@ MAX_MESSAGES = 64
 RUN = "fuzz"
 
 
-def new_server(carrier: Wire) -> Server:
+def new_server(transport: Wire) -> PlaneLoop:
     """A plane of one rank, one group a step, that keeps everything in memory."""
     settings = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
-    return Server(settings, SqliteLog(None), [carrier], workers=Inline())
+    return PlaneLoop(settings, SqliteLog(None), [transport], workers=Inline())
 
 
 def new_rank() -> RankSession:

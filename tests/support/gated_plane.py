@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import penstock as ps
 from penstock.client.source import Source, SourceStep
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.step_builder import Builder, Place, PlannedStep, StepBuilder
@@ -57,16 +57,16 @@ class Trying:
     blamed: str = ""
     """A group that nothing can be planned with."""
 
-    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
         failing = self.failing  # what is changed while this waits at the gate is for the next one
         if self.plan_gate is not None:
             self.plan_gate.passed()
-        if failing or self.blamed in {group.group for group in facts}:
+        if failing or self.blamed in {group.group for group in metadata}:
             raise RuntimeError(failing or "odd")
-        return self.inner.plan(facts)
+        return self.inner.plan(metadata)
 
-    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
-        return {i: "it is odd" for i, group in enumerate(facts) if group.group == self.blamed}
+    def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
+        return {i: "it is odd" for i, group in enumerate(metadata) if group.group == self.blamed}
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
         if self.build_gate is not None:
@@ -107,10 +107,10 @@ def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
 @contextmanager
 def served(
     make: Callable[[Engine, Workers], Pipeline], storage: Storage | None = None
-) -> Iterator[tuple[ps.Plane, Server]]:
+) -> Iterator[tuple[ps.Plane, PlaneLoop]]:
     """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
     memory = MemoryPlane()
-    server = Server(settings_of(), SqliteLog(None), [memory], pipeline=make, storage=storage)
+    server = PlaneLoop(settings_of(), SqliteLog(None), [memory], pipeline=make, storage=storage)
     memory.last_words = server.last_words
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -119,7 +119,7 @@ def served(
 
 
 @contextmanager
-def trying() -> Iterator[tuple[ps.Plane, Server, Trying]]:
+def trying() -> Iterator[tuple[ps.Plane, PlaneLoop, Trying]]:
     made: list[Trying] = []
 
     def make(engine: Engine, workers: Workers) -> Pipeline:

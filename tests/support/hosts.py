@@ -5,7 +5,7 @@
     both                    the storage, notes and checkpoints; the keys of clients and writers
 
 Nothing is made in the machine's own namespaces, so nothing is left there when this process ends, however it does. No
-packet leaves the two hosts. `scripts/torture --carriers hosts` kills a run that is spread over them.
+packet leaves the two hosts. `scripts/torture --transports hosts` kills a run that is spread over them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class ObjectsRun(Run):
 
     def __init__(self, folder: Path, storage: str, seed: int) -> None:
         super().__init__(folder, "direct", seed)
-        self._storage, self.result.carrier = storage, "objects"
+        self._storage, self.result.transport = storage, "objects"
 
     def options(self, name: str) -> list[str]:
         return [f"--storage={self._storage}"] if name.startswith("plane") else []

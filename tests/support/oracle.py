@@ -88,7 +88,7 @@ class Oracle:
         """Who has a place in line, or room: somebody who is there, or was there until a moment ago."""
         for peer, ticket in tickets:
             self.waited += 1
-            assert isinstance(peer, tuple)  # a carrier and a name
+            assert isinstance(peer, tuple)  # a transport and a name
             for key in ((peer[1], ticket), (peer[1], None)):
                 silent_s = self._world.clock.now - self._left.get(key, self._world.clock.now)
                 self.check(silent_s < _LEAVES_S, f"put {ticket} of {peer[1]} waits {silent_s:.1f} s after it left")

@@ -9,7 +9,7 @@ import xxhash
 
 from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
-from penstock.frames import EvalFacts, GroupFacts
+from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake, Stored
 from penstock.plane.pipeline import Pipeline
@@ -31,29 +31,29 @@ class PlainIntake(Intake):
         name, _, _ = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
         return run_of_group(name)
 
-    def check(self, group: str, frame: Buffer) -> GroupFacts:
-        return plain_facts(group, frame)
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
+        return plain_metadata(group, frame)
 
-    def _facts_of(self, stored: Stored) -> GroupFacts:
-        facts = GroupFacts.from_bytes(stored.metadata)
-        if facts.group != stored.group:
-            raise CorruptFrame(f"group {stored.group!r}: the metadata is of group {facts.group!r}")
-        return facts
+    def _metadata_of(self, stored: Stored) -> GroupMetadata:
+        metadata = GroupMetadata.from_bytes(stored.metadata)
+        if metadata.group != stored.group:
+            raise CorruptFrame(f"group {stored.group!r}: the metadata is of group {metadata.group!r}")
+        return metadata
 
-    def _check_facts(self, facts: GroupFacts) -> None:
+    def _check_metadata(self, metadata: GroupMetadata) -> None:
         """There is nothing in a name that a plane could have something against."""
 
-    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
-        return self.check(group, frame), EvalFacts()
+    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
+        return self.check(group, frame), EvalMetadata()
 
 
-def plain_facts(group: str, frame: Buffer) -> GroupFacts:
+def plain_metadata(group: str, frame: Buffer) -> GroupMetadata:
     """Of a group that is only a name."""
     name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
     if name != group:
         raise CorruptFrame(f"group {group!r}: holds {name!r}")
     zeros = bytes(8 * samples)
-    return GroupFacts(
+    return GroupMetadata(
         group=group,
         prompt="",
         run=run_of_group(group),
@@ -92,14 +92,14 @@ class PlainBuilder:
     def __init__(self, ranks: int, storage: Storage) -> None:
         self._ranks, self._storage = ranks, storage
 
-    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
-        plans = [f"{rank}:{[f.group for f in facts[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
+    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+        plans = [f"{rank}:{[f.group for f in metadata[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
         digests = [
-            step_digest(plan, [f.digests[0] for f in facts[rank :: self._ranks]]) for rank, plan in enumerate(plans)
+            step_digest(plan, [f.digests[0] for f in metadata[rank :: self._ranks]]) for rank, plan in enumerate(plans)
         ]
         return PlannedStep(rank_plans=tuple(plans), needs=(b"",) * self._ranks, digests=tuple(digests), loss_tokens=1)
 
-    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+    def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         return {}
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
@@ -130,7 +130,7 @@ def _picks_of(groups: Sequence[Place]) -> StepPicks:
                 location=place.location,
                 rows=(0,),
                 front=b"",
-                digests=GroupFacts.from_bytes(place.metadata).digests,
+                digests=GroupMetadata.from_bytes(place.metadata).digests,
             )
             for place in groups
         )
@@ -139,7 +139,7 @@ def _picks_of(groups: Sequence[Place]) -> StepPicks:
 
 def _wrong_with(frame: Buffer, metadata: bytes) -> str:
     """What is wrong with a stored frame; empty if nothing is."""
-    is_same = xxhash.xxh3_128_digest(frame) == GroupFacts.from_bytes(metadata).digests[0]
+    is_same = xxhash.xxh3_128_digest(frame) == GroupMetadata.from_bytes(metadata).digests[0]
     return "" if is_same else "not the frame that was put"
 
 

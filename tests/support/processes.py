@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import penstock as ps
-from penstock.client import plane_carrier
+from penstock.client import plane_transport
 from penstock.errors import PenstockError
 from penstock.packing import Packing
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.opening import open_log
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.timeouts import Timeouts
@@ -91,7 +91,7 @@ class Place:
 
 
 def run_plane(place: Place, run: Path, asked: PlaneSettings) -> None:
-    server = Server(asked, open_log(run, asked), [plane_carrier(place.url, place.keys)])
+    server = PlaneLoop(asked, open_log(run, asked), [plane_transport(place.url, place.keys)])
     server.run()
 
 

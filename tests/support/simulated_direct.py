@@ -15,7 +15,7 @@ from penstock.protocol.picks import StepPicks
 from penstock.protocol.producer import Answered
 from penstock.protocol.rank_session import Arrived
 from penstock.storage import MemoryStorage, Writer, parse_location
-from tests.support.plain_groups import plain_facts, run_of_group
+from tests.support.plain_groups import plain_metadata, run_of_group
 from tests.support.simulated import Rank
 from tests.support.simulated_producer import Producer
 from tests.support.simulated_storage import StorageView
@@ -131,7 +131,7 @@ class DirectProducer(Producer):
 
     def vouch(self, group: str, location: str) -> tuple[str, bytes]:
         """What it tells the plane."""
-        return location, plain_facts(group, self._frames[group]).to_bytes()
+        return location, plain_metadata(group, self._frames[group]).to_bytes()
 
     # -------------------------------------------------------------- answers
 
@@ -192,7 +192,7 @@ class Liar(DirectProducer):
         lie = self._lies.get(group, "")
         if lie == "metadata":
             frame = self._frames[group].replace(group.encode(), b"?" * len(group))
-            metadata = plain_facts("?" * len(group), frame).to_bytes()
+            metadata = plain_metadata("?" * len(group), frame).to_bytes()
         elif lie == "other":
             told = self.world.lies.choice(self.world.told) if self.world.told else told
         elif lie == "overlap" and self._said:

@@ -23,7 +23,7 @@ import msgspec
 from penstock.log import State
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.manifest import Manifest
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.rebuild import rebuild
@@ -191,8 +191,8 @@ class Simulation:
         self.note(f"the plane starts, epoch {self.log.epoch}")
         self._tick_plane(self.plane.life)
 
-    def _new_server(self) -> Server:
-        return Server(
+    def _new_server(self) -> PlaneLoop:
+        return PlaneLoop(
             self.settings, self.log, [self.wire], storage=self.storage, workers=Inline(), pipeline=self._pipeline
         )
 

@@ -20,7 +20,7 @@ from functools import partial
 from random import Random
 
 from penstock.errors import Conflict, Fenced, PenstockError, StorageError
-from penstock.plane.loop import Server
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.segments import Outside
 from penstock.protocol.messages import Frames
 from penstock.storage import check_log
@@ -76,7 +76,7 @@ class StorageSimulation(Simulation):
         self._ending = draws.choice(["", "", "", "restored", "restored", "empty"])
         ends = Random(f"ends of {seed}")
         self._ends_at = ends.choice([0.3 + draws.random(), 0.5 + draws.random() * 3.0])
-        self._old_planes: list[tuple[Server, Wire]] = []
+        self._old_planes: list[tuple[PlaneLoop, Wire]] = []
         self.oracle = StorageOracle(self)
         self.settings = replace(self.settings, retain_steps=draws.choice([0, 1, 64]))
         self._make_members()
@@ -215,14 +215,14 @@ class StorageSimulation(Simulation):
         self.note(f"the plane {why}")
         self.clock.after(0.1 + self._draws.random() * 0.3, self._start_plane)
 
-    def _new_server(self) -> Server:
+    def _new_server(self) -> PlaneLoop:
         outside = Outside(
             wall=lambda: 1e9 + self.clock.now + self._skew_s,
             steady=lambda: self.clock.now + self._skew_s,
             new_name=lambda: f"{next(self._names):016x}",
         )
         workers = SlowWorkers(lambda: self.clock.now, self._draws, lambda: self.storage.faults.slow)
-        return Server(
+        return PlaneLoop(
             self.settings,
             self.log,
             [self.wire],
@@ -257,7 +257,7 @@ class StorageSimulation(Simulation):
         for _ in range(3):
             self.clock.after(self._draws.random(), lambda: self._wake(old))
 
-    def _wake(self, old: tuple[Server, Wire]) -> None:
+    def _wake(self, old: tuple[PlaneLoop, Wire]) -> None:
         if old not in self._old_planes:
             return
         try:
@@ -370,7 +370,7 @@ class StorageSimulation(Simulation):
             until = self.clock.now + 2.0
             while self.clock.now < until:
                 self.clock.step()
-            with self.server.engine.journal.transaction():
+            with self.server.engine.recorder.transaction():
                 pass
         self.oracle.check_leaks()
 

@@ -33,7 +33,7 @@ from penstock.protocol.steps import Staged
 from tests.support.engines import DirectEngine
 from tests.support.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
-CARRIERS = ("direct", "tcp", "file")
+TRANSPORTS = ("direct", "tcp", "file")
 """`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` and
 `object_torture.py` have one more each."""
 RANKS, PRODUCERS = 4, 2
@@ -43,7 +43,7 @@ RANKS, PRODUCERS = 4, 2
 class Result:
     """What came out."""
 
-    carrier: str
+    transport: str
     kills: Counter[str] = field(default_factory=Counter)
     """By kind of process."""
     steps: int = 0
@@ -72,23 +72,23 @@ class Result:
     """From storage, by ranks: what each had read at each step, added up."""
 
     def check_ways(self) -> None:
-        """All bytes went the carrier's way, or AssertionError."""
-        is_direct = self.carrier in ("direct", "hosts", "objects")
+        """All bytes went the transport's way, or AssertionError."""
+        is_direct = self.transport in ("direct", "hosts", "objects")
         wrong = self.sent if is_direct else self.stored
-        assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.carrier}: bytes went another way: {self}"
-        assert (self.plane_written == 0) is is_direct, f"{self.carrier}: written by another process: {self}"
+        assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.transport}: bytes went another way: {self}"
+        assert (self.plane_written == 0) is is_direct, f"{self.transport}: written by another process: {self}"
 
     @property
     def good(self) -> bool:
         return not (self.lost or self.doubled or self.mismatches) and self.balanced and self.steps > 0
 
 
-def address(carrier: str, folder: Path) -> str:
-    if carrier in ("direct", "tcp"):
+def address(transport: str, folder: Path) -> str:
+    if transport in ("direct", "tcp"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    return f"file://{folder}/carrier" if carrier == "file" else f"{carrier}://torture"
+    return f"file://{folder}/transport" if transport == "file" else f"{transport}://torture"
 
 
 class Started(Protocol):
@@ -111,9 +111,9 @@ class Run:
     tail = 10
     """Steps that are trained after the last kill."""
 
-    def __init__(self, folder: Path, carrier: str, seed: int) -> None:
-        self.folder, self.result = folder, Result(carrier=carrier)
-        self._url, self._rng = address(carrier, folder), Random(seed)
+    def __init__(self, folder: Path, transport: str, seed: int) -> None:
+        self.folder, self.result = folder, Result(transport=transport)
+        self._url, self._rng = address(transport, folder), Random(seed)
         self._names = [f"{kind}-0" for kind in self.kinds if kind not in ("producer", "rank")]
         self._names += [*(f"producer-{i}" for i in range(PRODUCERS)), *(f"rank-{i}" for i in range(self.ranks))]
         self._processes: dict[str, Started] = {}
@@ -134,7 +134,7 @@ class Run:
         return []
 
     def options(self, name: str) -> list[str]:
-        return [] if self.result.carrier in ("direct", "ray") else ["--inline"]
+        return [] if self.result.transport in ("direct", "ray") else ["--inline"]
 
     def kill(self, name: str) -> float:
         """Returns the moment of death."""
@@ -150,7 +150,7 @@ class Run:
         try:
             for number in range(kills):
                 self._kill_one(pause_s)
-                progress(f"{self.result.carrier}: {number + 1} of {kills} kills, step {self._step()}")
+                progress(f"{self.result.transport}: {number + 1} of {kills} kills, step {self._step()}")
             self._finish()
         finally:
             for process in self._processes.values():
@@ -308,11 +308,11 @@ def uninterrupted(names: list[str], steps: int, ranks: int = RANKS) -> list[list
 
 
 def torture(
-    folder: Path, carrier: str, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None
+    folder: Path, transport: str, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None
 ) -> Result:
     """Kill a run's processes so many times. The folder is kept if anything was wrong."""
     folder.mkdir(parents=True)
-    result = Run(folder, carrier, seed).go(kills, progress)
+    result = Run(folder, transport, seed).go(kills, progress)
     result.check_ways()
     if result.good:
         shutil.rmtree(folder)

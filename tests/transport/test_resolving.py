@@ -1,4 +1,4 @@
-"""A client that is told where its plane is: the carrier suite over planes that come back somewhere else."""
+"""A client that is told where its plane is: the transport suite over planes that come back somewhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite over all carriers, and what strangers may throw at each of them."""
+"""One suite over all transports, and what strangers may throw at each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zmq
 from penstock.errors import ConfigError
 from penstock.protocol.message_header import pack_message, read_from_client
 from penstock.protocol.messages import BEHIND, Beat
-from penstock.testing.transport_suite import CarrierSuite, Ends, RestartableSuite, answer, hear
+from penstock.testing.transport_suite import Ends, RestartableSuite, TransportSuite, answer, hear
 from penstock.transport.files import FileClient, FilePlane
 from penstock.transport.memory import MemoryPlane
 from penstock.transport.sockets import SocketClient, SocketPlane
@@ -28,7 +28,7 @@ def free_port() -> int:
     return port
 
 
-class TestMemory(CarrierSuite):
+class TestMemory(TransportSuite):
     def ends(self, folder: Path) -> Ends:
         plane = MemoryPlane()
         return Ends(plane=lambda: plane, client=lambda: plane.connect())

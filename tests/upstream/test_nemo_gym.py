@@ -144,7 +144,7 @@ def test_what_penstock_trains_is_what_gym_would_have_built(tmp_path: Path) -> No
     assert tokens == last["prompt_token_ids"] + last["generation_token_ids"]
 
 
-def test_rollouts_are_put_as_a_group_and_given_back_when_it_is_durable(tmp_path: Path) -> None:
+def test_rollouts_are_put_as_a_group_and_freeing_when_it_is_durable(tmp_path: Path) -> None:
     folder, config = tmp_path / "capture", capture_config(tmp_path / "capture")
     for number in range(3):
         asyncio.run(two_turns(config, f"r{number}", ([4, 5 + number], [6, 7])))

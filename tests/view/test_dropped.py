@@ -24,7 +24,7 @@ def test_what_was_dropped_and_set_aside_is_listed_beside_a_plane_at_work(dropped
     assert groups["odd"]["state"] == "quarantined" and "logprobs: this group is without it" in groups["odd"]["reason"]
 
 
-def test_the_tokens_of_a_group_in_quarantine_are_shown_and_those_given_back_are_not(dropped_run: Path) -> None:
+def test_the_tokens_of_a_group_in_quarantine_are_shown_and_those_freeing_are_not(dropped_run: Path) -> None:
     library = Library(exports={"run": Export(dropped_run, awaited=True)})
     (shown,) = library.dropped_group("run", "", "odd")["samples"]
     record = msgspec.json.decode(bytes(shown["record"]))

@@ -61,7 +61,7 @@ from penstock.arrays.rollout import (
 )
 from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.arrays.sample import Sample
-from penstock.arrays.sample_facts import MODALITIES, MODE_WEIGHTS, TEXT, SampleFacts, Shape
+from penstock.arrays.sample_metadata import MODALITIES, MODE_WEIGHTS, TEXT, SampleMetadata, Shape
 from penstock.arrays.samples import Samples
 from penstock.arrays.shared_prefixes import SharedPrefixes, common_prefix, earliest_parents
 from penstock.arrays.versions import MAX_VERSION, check_version, known
@@ -102,7 +102,7 @@ __all__ = [
     "Roles",
     "RolloutInfo",
     "Sample",
-    "SampleFacts",
+    "SampleMetadata",
     "Samples",
     "Shape",
     "SharedPrefixes",

@@ -49,11 +49,11 @@ def _names(samples: Samples) -> list[bytes]:
     images = samples.images or ((),) * len(samples)
     # The rollout's text came later: a sample without one keeps the digest that logs of earlier versions hold.
     text = zip(*(samples.text[name] for name in TEXT_COLUMNS if name != "rollout"), strict=True)
-    facts = zip(text, samples.policy_versions.tolist(), images, strict=True)
+    metadata = zip(text, samples.policy_versions.tolist(), images, strict=True)
     rollouts = samples.text["rollout"]
     return [
         xxhash.xxh3_128_digest(_PACK.encode((*fact, rollout) if rollout else fact))
-        for fact, rollout in zip(facts, rollouts, strict=True)
+        for fact, rollout in zip(metadata, rollouts, strict=True)
     ]
 
 

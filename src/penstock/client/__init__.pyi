@@ -1,8 +1,8 @@
-from penstock.client.api import client_carrier as client_carrier
+from penstock.client.api import client_transport as client_transport
 from penstock.client.api import connect as connect
 from penstock.client.api import open as open  # noqa: A004
 from penstock.client.embedded import open_settings as open_settings
-from penstock.client.embedded import plane_carrier as plane_carrier
+from penstock.client.embedded import plane_transport as plane_transport
 from penstock.client.encoded_group import EncodedGroup as EncodedGroup
 from penstock.client.feeding import Fed as Fed
 from penstock.client.feeding import feed as feed

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.client.plane_keywords import PlaneKeywords
     from penstock.client.source import Source
     from penstock.client.source_settings import SourceSettings
-    from penstock.transport import Address, ClientCarrier
+    from penstock.transport import Address, ClientTransport
 
 REMOTE = ("tcp://", "ipc://", "file://")
 _RAY = "ray://"
@@ -114,7 +114,7 @@ def _line_to(address: str, given: dict[str, Any]) -> Plane:
     timeouts, run = given.get("timeouts"), given.get("run", "")
     handle = Handle.of(address, run, keys, timeouts)
     return Plane(
-        lambda: client_carrier(address, keys),
+        lambda: client_transport(address, keys),
         url=address,
         run=run,
         timeouts=timeouts,
@@ -142,7 +142,7 @@ def connect(
     """
     from penstock.client.source import Source
 
-    is_ray, carrier = url.startswith(_RAY), client_carrier(url, keys)
+    is_ray, transport = url.startswith(_RAY), client_transport(url, keys)
     settings = SourceSettings(
         rank=rank,
         world=world,
@@ -153,13 +153,13 @@ def connect(
         run=run,
         timeouts=timeouts or (_cluster_timeouts() if is_ray else Timeouts()),
     )
-    return Source(carrier, settings, handle=Handle.of(url, run, keys, timeouts))
+    return Source(transport, settings, handle=Handle.of(url, run, keys, timeouts))
 
 
-def client_carrier(url: str, keys: str | Path | None = None) -> ClientCarrier:
-    """A client's end of the carrier that an address names."""
+def client_transport(url: str, keys: str | Path | None = None) -> ClientTransport:
+    """A client's end of the transport that an address names."""
     if url.startswith(_RAY):
-        end: ClientCarrier = _ray().connect_ray(url)
+        end: ClientTransport = _ray().connect_ray(url)
         return end
     pair = None if keys is None else ClientKeys.load(keys)
     if is_postgres(url):

@@ -1,4 +1,4 @@
-"""A client's thread: it alone touches the carrier, so that heartbeats go on while the program computes."""
+"""A client's thread: it alone touches the transport, so that heartbeats go on while the program computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from penstock.errors import Closed, CorruptFrame, PenstockError, PlaneLost
 from penstock.protocol import Frames, FromClient, FromPlane, pack_message, read_from_plane
-from penstock.transport import ClientCarrier, Envelope
+from penstock.transport import ClientTransport, Envelope
 
 OnMessage = Callable[[FromPlane, Frames, float], None]
 OnTick = Callable[[float], None]
@@ -19,13 +19,13 @@ OnTick = Callable[[float], None]
 class ClientLoop:
     """Sends what it is given, hands over what arrives, and calls `on_tick` at least every `tick_s` seconds.
 
-    `on_message` and `on_tick` run in the client loop's thread. If one of them raises, or the carrier does, the
+    `on_message` and `on_tick` run in the client loop's thread. If one of them raises, or the transport does, the
     client loop ends and calls `on_end` with the error.
     """
 
     def __init__(
         self,
-        carrier: ClientCarrier,
+        transport: ClientTransport,
         *,
         on_message: OnMessage,
         on_tick: OnTick,
@@ -33,7 +33,7 @@ class ClientLoop:
         tick_s: float,
         name: str,
     ) -> None:
-        self._carrier, self._on_message, self._on_tick, self._on_end = carrier, on_message, on_tick, on_end
+        self._transport, self._on_message, self._on_tick, self._on_end = transport, on_message, on_tick, on_end
         self._tick_s, self._pid = tick_s, os.getpid()
         self._outbox: deque[tuple[bytes, Frames]] = deque()
         self._stopping = False
@@ -68,11 +68,11 @@ class ClientLoop:
     def _wake(self) -> None:
         with self._closing:
             if not self._closed and threading.current_thread() is not self._thread:
-                self._carrier.wake()
+                self._transport.wake()
 
     def explained(self, error: PenstockError) -> PenstockError:
-        """An error, with the reason why the plane cannot be found if the carrier knows one."""
-        reason = getattr(self._carrier, "reason", "")
+        """An error, with the reason why the plane cannot be found if the transport knows one."""
+        reason = getattr(self._transport, "reason", "")
         return PlaneLost(f"{error}; {reason}") if reason and type(error) is PlaneLost else error
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -93,15 +93,15 @@ class ClientLoop:
             self._on_end(error)
             raise
         finally:
-            with self._closing:  # nobody may wake a carrier that is being closed
+            with self._closing:  # nobody may wake a transport that is being closed
                 self._closed = True
-                self._carrier.close()
+                self._transport.close()
 
     def _turn(self) -> None:
         while self._outbox:
             header, frames = self._outbox.popleft()
-            self._carrier.send(header, frames)
-        got = None if self._stopping else self._carrier.receive(self._tick_s)
+            self._transport.send(header, frames)
+        got = None if self._stopping else self._transport.receive(self._tick_s)
         now = time.monotonic()
         if got is not None:
             self._hear(got, now)
@@ -117,7 +117,7 @@ class ClientLoop:
     def _read_last_words(self) -> None:
         """A plane that ends says why before it is gone: that is what everybody must raise, not that it is gone."""
         try:
-            while (got := self._carrier.receive(0)) is not None:
+            while (got := self._transport.receive(0)) is not None:
                 self._hear(got, time.monotonic())
         except (PenstockError, OSError):
             return

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.producer_line import ProducerLine
+from penstock.client.producer_connection import ProducerConnection
 
 if TYPE_CHECKING:
-    from penstock.plane import Server
+    from penstock.plane import PlaneLoop
 
 _PATIENCE_S = 20.0
 _closing: set[threading.Thread] = set()
@@ -46,7 +46,7 @@ def _start(close: Callable[[], None]) -> None:
     thread.start()
 
 
-def end(line: ProducerLine, puts: AsyncPuts, server: Server | None, thread: threading.Thread | None) -> None:
+def end(line: ProducerConnection, puts: AsyncPuts, server: PlaneLoop | None, thread: threading.Thread | None) -> None:
     """End a line; and the plane behind it, where that runs in this process."""
     if not line.is_mine:
         return

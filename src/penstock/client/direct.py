@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.client.encoded_group import EncodedGroup
-from penstock.client.producer_line import Written
+from penstock.client.producer_connection import Written
 from penstock.client.reachable import reachable
 from penstock.errors import PenstockError
 from penstock.protocol import Answer, Attached, Rejected

@@ -15,8 +15,8 @@ from penstock.client.handles import Handle, usable_url
 from penstock.client.plane import Plane
 from penstock.config import build, keywords_of, nested
 from penstock.errors import ConfigError, PenstockError
-from penstock.plane import ClusterSettings, PlaneSettings, Server, note_listening, open_log, run_folder
-from penstock.transport import MAX_MESSAGE, FilePlane, MemoryPlane, PlaneCarrier, PlaneKeys, SocketPlane
+from penstock.plane import ClusterSettings, PlaneLoop, PlaneSettings, note_listening, open_log, run_folder
+from penstock.transport import MAX_MESSAGE, FilePlane, MemoryPlane, PlaneKeys, PlaneTransport, SocketPlane
 
 logger = logging.getLogger("penstock.plane")
 _TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
@@ -54,11 +54,13 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     await_closing()
     log = open_log(run_folder(where, settings), settings)
     try:
-        others = [plane_carrier(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen]
+        others = [
+            plane_transport(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen
+        ]
         with folder_errors(where or log.where):
-            server = Server(settings, log, [memory, *others])
+            server = PlaneLoop(settings, log, [memory, *others])
         memory.last_words = server.last_words
-        note_listening(log, [usable_url(carrier.url) for carrier in others])
+        note_listening(log, [usable_url(transport.url) for transport in others])
     except BaseException:
         log.close()
         raise
@@ -76,7 +78,7 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     )
 
 
-def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneCarrier:
+def plane_transport(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneTransport:
     """Listen at an address, for messages of at most `max_message` bytes."""
     if url.startswith(("tcp://", "ipc://")):
         return SocketPlane(url, keys=None if keys is None else PlaneKeys.load(keys), max_message=max_message)
@@ -85,7 +87,7 @@ def plane_carrier(url: str, keys: str | Path | None = None, *, max_message: int 
     raise unknown_address(url, REMOTE)
 
 
-def _run(server: Server) -> None:
+def _run(server: PlaneLoop) -> None:
     try:
         server.run()
     except PenstockError as error:  # every later call raises it, so a traceback here would say it twice

@@ -9,20 +9,20 @@ from functools import partial
 import xxhash
 
 from penstock.arrays import Own, Sample, check_priority
-from penstock.client.producer_line import Question
+from penstock.client.producer_connection import Question
 from penstock.convert import Group
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import (
     UNCUT,
     Buffer,
-    EvalFacts,
+    EvalMetadata,
     FramePieces,
     Limits,
     check_group,
     encode_group,
-    facts_for_evaluation,
-    facts_of_pieces,
     join,
+    metadata_for_evaluation,
+    metadata_of_pieces,
     read_head,
 )
 from penstock.protocol import ProducerSession
@@ -91,14 +91,14 @@ class EncodedGroup:
         """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded.
         `drop`: samples longer than `seq_len` are dropped, not truncated."""
         if self.made is None and self.evaluation:
-            facts, shown = facts_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
-            return facts.to_bytes(), shown.to_bytes()
+            metadata, shown = metadata_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
+            return metadata.to_bytes(), shown.to_bytes()
         if self.made is None:
-            facts = check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE, drop=drop)
-            return facts.to_bytes(), b""
+            metadata = check_group(self.pieces[0], group=self.name, seq_len=seq_len, limits=_ANY_SIZE, drop=drop)
+            return metadata.to_bytes(), b""
         length = UNCUT if self.evaluation else seq_len
-        facts = facts_of_pieces(self.made, group=self.name, seq_len=length, drop=drop and not self.evaluation)
-        return facts.to_bytes(), EvalFacts.of(self.made.samples).to_bytes() if self.evaluation else b""
+        metadata = metadata_of_pieces(self.made, group=self.name, seq_len=length, drop=drop and not self.evaluation)
+        return metadata.to_bytes(), EvalMetadata.of(self.made.samples).to_bytes() if self.evaluation else b""
 
     def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
         """Asks the plane to take it. `direct`: its frame is written to storage once there is room for it."""

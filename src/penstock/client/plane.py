@@ -25,7 +25,7 @@ from penstock.client.direct import Direct, DirectPut
 from penstock.client.encoded_group import EncodedGroup, samples_of
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.handles import Handle, nowhere
-from penstock.client.producer_line import ProducerLine, Question, error_of
+from penstock.client.producer_connection import ProducerConnection, Question, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import Away, Closed, DiskFull, InvalidInput, StorageError
@@ -51,11 +51,11 @@ from penstock.protocol import (
 
 if TYPE_CHECKING:
     from penstock.client.source import Source
-    from penstock.plane import Ledger, Server
-    from penstock.transport import ClientCarrier
+    from penstock.plane import Ledger, PlaneLoop
+    from penstock.transport import ClientTransport
 
 T = TypeVar("T")
-Connect: TypeAlias = "Callable[[], ClientCarrier]"
+Connect: TypeAlias = "Callable[[], ClientTransport]"
 
 
 class Plane:
@@ -69,7 +69,7 @@ class Plane:
         run: str = "",
         timeouts: Timeouts | None = None,
         handle: Handle | None = None,
-        server: Server | None = None,
+        server: PlaneLoop | None = None,
         thread: threading.Thread | None = None,
     ) -> None:
         self.url = url
@@ -81,11 +81,11 @@ class Plane:
         self.counts = PutCounts()
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
-        self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
+        self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
         self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment))
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
-            self._collected = close_when_collected(self, partial(end, self._line, self._async, server, thread))
+            self._collected = close_when_collected(self, partial(end, self._connection, self._async, server, thread))
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """For frameworks that ship objects between processes: it arrives as a line to this plane."""
@@ -214,7 +214,7 @@ class Plane:
         while True:
             put, question = self._begin_put(group, timeout, deadline, passes_plane=passes_plane)
             try:
-                answer = self._line.ask(question, deadline - time.monotonic(), None if put is None else put.write)
+                answer = self._connection.ask(question, deadline - time.monotonic(), None if put is None else put.write)
             except StorageError as error:
                 self._storage_failed(put, error, deadline)
                 passes_plane = True
@@ -235,7 +235,7 @@ class Plane:
             put, question = await self._async.compute(begin)
             write = None if put is None else partial(self._async.compute, put.write)
             try:
-                answer = await self._line.aask(question, deadline - time.monotonic(), write)
+                answer = await self._connection.aask(question, deadline - time.monotonic(), write)
             except StorageError as error:
                 self._storage_failed(put, error, deadline)
                 passes_plane = True
@@ -251,7 +251,7 @@ class Plane:
     ) -> tuple[DirectPut | None, Question]:
         """How a group goes: straight to storage, or as bytes to the plane."""
         put = None if passes_plane else DirectPut.of(self._direct, group, deadline)
-        return put, group.question(self._line.session, timeout, direct=put is not None)
+        return put, group.question(self._connection.session, timeout, direct=put is not None)
 
     def _storage_failed(self, put: DirectPut | None, error: StorageError, deadline: float) -> None:
         """A frame could not be written from here: the plane gets it. Where the disk is full, it frees what it may and
@@ -272,7 +272,7 @@ class Plane:
         return answer.segment
 
     def _attached(self) -> Attached:
-        answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
+        answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
         assert isinstance(answer, Attached)
         return answer
 
@@ -304,7 +304,9 @@ class Plane:
         self._raise_ended()
         message = Discard(ticket=0, reason=reason, samples=check_count(samples, f"discard of {reason!r}"), key=key)
         check_decision(message)
-        answer = await self._line.aask(self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
+        answer = await self._connection.aask(
+            self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket))
+        )
         if isinstance(answer, Rejected):
             raise error_of(answer)
 
@@ -351,7 +353,7 @@ class Plane:
         from penstock.client.source import Source
         from penstock.client.source_settings import SourceSettings
 
-        self._line.check_process()
+        self._connection.check_process()
         settings = SourceSettings(
             rank=rank,
             world=int(self.status()["ranks"]) if world is None else world,
@@ -359,7 +361,7 @@ class Plane:
             replicas=replicas,
             resume_step=resume_step,
             prefetch=prefetch,
-            run=self._line.session.run,
+            run=self._connection.session.run,
             timeouts=self.timeouts,
         )
         source = Source(self._connect(), settings, handle=self._handle)
@@ -396,12 +398,12 @@ class Plane:
 
     def close(self) -> None:
         """Let go. A plane in this process ends too; what it accepted is in its folder."""
-        if not self._line.is_mine:
+        if not self._connection.is_mine:
             return  # in a forked process there is nothing to close
         self._direct.close()
         if self._collected is not None:
             self._collected.detach()
-        end(self._line, self._async, self._server, self._thread)
+        end(self._connection, self._async, self._server, self._thread)
 
     def kill(self) -> None:
         """End a plane of a Ray cluster, for everybody; other planes end with their process."""
@@ -418,7 +420,7 @@ class Plane:
     # -------------------------------------------------------------- questions and answers
 
     def _question(self, make: Callable[[int], FromClient]) -> Question:
-        return lambda now: self._line.session.ask(make, now)
+        return lambda now: self._connection.session.ask(make, now)
 
     def _call(self, make: Callable[[int], FromClient]) -> Answer:
         """Ask something small, until there is an answer or the plane has been silent too long."""
@@ -426,12 +428,12 @@ class Plane:
 
     def _ask(self, question: Question, timeout: float = math.inf) -> Answer:
         self._raise_ended()
-        return self._line.ask(question, timeout)
+        return self._connection.ask(question, timeout)
 
     def _raise_ended(self) -> None:
-        if self._server is not None and self._server.failure is not None and self._line.is_mine:
+        if self._server is not None and self._server.failure is not None and self._connection.is_mine:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
-        self._line.check_open()
+        self._connection.check_open()
 
 
 def _weakly(method: Callable[[], T]) -> Callable[[], T]:

@@ -132,7 +132,7 @@ class PlaneKeywords(TypedDict, total=False):
     metrics_token: str | Path | None
     """File with the token that /metrics asks for; none: no token, loopback only."""
     http: str | None
-    """ADDRESS:PORT of the HTTP door, where groups are put as JSON or frames; port 0 picks a free one; beyond loopback
+    """ADDRESS:PORT of the HTTP API, where groups are put as JSON or frames; port 0 picks a free one; beyond loopback
     it needs `http_token`; none: off."""
     http_token: str | Path | None
     """File with the token that every HTTP request must carry; none: one is made, and kept in the run's folder as

@@ -22,7 +22,7 @@ from penstock.frames import ANY_SIZE, decode
 from penstock.packing import BlockPool, RankPlan, fill
 from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
 from penstock.protocol.rank_session import Event
-from penstock.transport import ClientCarrier
+from penstock.transport import ClientTransport
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
@@ -45,7 +45,7 @@ class Source:
     rank.
     """
 
-    def __init__(self, carrier: ClientCarrier, settings: SourceSettings, *, handle: Handle | None = None) -> None:
+    def __init__(self, transport: ClientTransport, settings: SourceSettings, *, handle: Handle | None = None) -> None:
         """`handle` is how another process reaches the plane."""
         self.settings, self._handle_of_plane = settings, handle
         self.plane: object = None
@@ -67,7 +67,7 @@ class Source:
         self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
         self._filler.start()
         self._loop = ClientLoop(
-            carrier,
+            transport,
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,

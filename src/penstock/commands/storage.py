@@ -190,22 +190,22 @@ def _recover(args: argparse.Namespace) -> int:
             raise InvalidInput(
                 f"--step {args.step}: the log is at step {plan.next_step}; a trainer that begins earlier says so itself"
             )
-        facts = plan_facts(plan, args)
+        metadata = plan_metadata(plan, args)
         say: Callable[[str], None] = (lambda _: None) if args.json else print
-        say("\n".join(plan_lines(plan, facts)))
-        if not facts["needed"]:
+        say("\n".join(plan_lines(plan, metadata)))
+        if not metadata["needed"]:
             say("Nothing to recover: nothing was changed.")
-            return _end(args, facts, None)
+            return _end(args, metadata, None)
         if not args.yes and not _asked(args):
             say("Nothing was changed.")
-            _end(args, facts, None)
+            _end(args, metadata, None)
             return 1
         progress = _Progress("written")
         done = recover_into(plan, choices, progress) if args.into else recover(plan, choices, progress)
         progress.end()
     aside = f" What was there before is in {done.aside}." if done.aside else ""
     say(f"Done: {done.groups:,} groups were added, as {args.state}. A plane can be started.{aside}")
-    return _end(args, facts, asdict(done))
+    return _end(args, metadata, asdict(done))
 
 
 def _check_choices(args: argparse.Namespace) -> None:
@@ -227,13 +227,13 @@ def _asked(args: argparse.Namespace) -> bool:
     return answer in ("y", "yes")
 
 
-def _end(args: argparse.Namespace, facts: dict[str, Any], done: dict[str, Any] | None) -> int:
+def _end(args: argparse.Namespace, metadata: dict[str, Any], done: dict[str, Any] | None) -> int:
     if args.json:
-        print(json.dumps({"plan": facts, "done": done}, indent=1))
+        print(json.dumps({"plan": metadata, "done": done}, indent=1))
     return 0
 
 
-def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+def plan_metadata(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """What would be done, for programs."""
     lost = plan.found.lost
     return {
@@ -260,21 +260,21 @@ def plan_facts(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def plan_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
+def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
     """What would be done, for people."""
     lines = [f"{what}: {words}" for what, words in plan.problems.items()]
-    count = f"{len(facts['groups']):,} groups ({facts['samples']:,} samples, {size(facts['bytes'])})"
+    count = f"{len(metadata['groups']):,} groups ({metadata['samples']:,} samples, {size(metadata['bytes'])})"
     if plan.copied:
-        lines.append(f"{count} would be copied to {facts['folder']}, as {facts['as']}.")
+        lines.append(f"{count} would be copied to {metadata['folder']}, as {metadata['as']}.")
     elif plan.log is None:
         whose = f"run {plan.run_id[:12]}" if plan.run_id else "a new run"
-        lines.append(f"A new log of {whose} would be made, with {count}, as {facts['as']}.")
-    elif facts["needed"]:
-        lines.append(f"{count} would be added to the log of run {plan.run_id[:12]}, as {facts['as']}.")
+        lines.append(f"A new log of {whose} would be made, with {count}, as {metadata['as']}.")
+    elif metadata["needed"]:
+        lines.append(f"{count} would be added to the log of run {plan.run_id[:12]}, as {metadata['as']}.")
     if plan.register:
         lines.append(f"{len(plan.register):,} segments would be registered.")
     lines += _some("left alone", [f"{one}: no whole frame in it; move it away if nobody needs it" for one in plan.left])
-    lines += _some("not accepted", [*facts["conflicts"], *facts["unusable"]])
+    lines += _some("not accepted", [*metadata["conflicts"], *metadata["unusable"]])
     if plan.ended:
         lines.append(f"{plan.ended:,} groups are left out: the damaged log says that no step needs them any more.")
     if plan.without_frame:
@@ -282,7 +282,7 @@ def plan_lines(plan: Plan, facts: dict[str, Any]) -> list[str]:
             f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the "
             "log was made, or lost. A step that draws one of them sets it aside and goes on without it."
         )
-    lines.append(f"The trainer would go on with step {facts['step']}, policy version {facts['policy_version']}.")
+    lines.append(f"The trainer would go on with step {metadata['step']}, policy version {metadata['policy_version']}.")
     return [*lines, *_warning(plan)]
 
 

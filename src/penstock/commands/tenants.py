@@ -67,18 +67,18 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     """The runs, as lines of text."""
     if not found:
         return ["runs are not kept apart here; give the first one a share with --share RUN=WEIGHT"]
-    total = sum(facts["taken_tokens"] for facts in found.values()) or 1
+    total = sum(metadata["taken_tokens"] for metadata in found.values()) or 1
     rows = [["run", "", "share", "of all tokens", "groups waiting", "bytes"]]
-    for name, facts in found.items():
-        note = "" if facts["evicted"] is None else f"evicted: {facts['evicted']}"
+    for name, metadata in found.items():
+        note = "" if metadata["evicted"] is None else f"evicted: {metadata['evicted']}"
         rows.append(
             [
                 printable(name),
                 printable(note),
-                f"{100 * facts['share']:.1f} %",
-                f"{100 * facts['taken_tokens'] / total:.1f} %",
-                f"{facts['held_groups']:,}",
-                size(facts["held_bytes"]),
+                f"{100 * metadata['share']:.1f} %",
+                f"{100 * metadata['taken_tokens'] / total:.1f} %",
+                f"{metadata['held_groups']:,}",
+                size(metadata["held_bytes"]),
             ]
         )
     return aligned(rows, left=2)

@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Something to call for the current state of a plane or a folder."""
     if is_address(where):
-        from penstock.client import client_carrier
+        from penstock.client import client_transport
         from penstock.client import open as open_plane
         from penstock.protocol import Timeouts
 
         if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
-            client_carrier(where)  # says which addresses there are
+            client_transport(where)  # says which addresses there are
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())
     else:

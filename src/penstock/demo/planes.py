@@ -7,8 +7,8 @@ import signal
 import tempfile
 from pathlib import Path
 
-from penstock.client import plane_carrier
-from penstock.plane import Server, open_log
+from penstock.client import plane_transport
+from penstock.plane import PlaneLoop, open_log
 from penstock.train import TrainConfig
 
 _LONGEST = 100
@@ -30,8 +30,8 @@ def run_plane(config: TrainConfig) -> None:
     urls = [address(config), *config.listen]
     log = open_log(Path(config.folder) / "plane", config)  # first: it refuses where another run is at work there
     Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
-    carriers = [plane_carrier(url, config.keys, max_message=config.max_message_bytes) for url in urls]
-    server = Server(config, log, carriers)
+    transports = [plane_transport(url, config.keys, max_message=config.max_message_bytes) for url in urls]
+    server = PlaneLoop(config, log, transports)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.run()

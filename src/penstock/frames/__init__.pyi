@@ -2,8 +2,8 @@ from penstock.frames.assembly import StepMemory as StepMemory
 from penstock.frames.assembly import assemble as assemble
 from penstock.frames.codings import NAMES as NAMES
 from penstock.frames.evaluation import UNCUT as UNCUT
-from penstock.frames.evaluation import EvalFacts as EvalFacts
-from penstock.frames.evaluation import facts_for_evaluation as facts_for_evaluation
+from penstock.frames.evaluation import EvalMetadata as EvalMetadata
+from penstock.frames.evaluation import metadata_for_evaluation as metadata_for_evaluation
 from penstock.frames.frame_files import by_group as by_group
 from penstock.frames.frame_files import raw_frames as raw_frames
 from penstock.frames.frame_files import read_frames as read_frames
@@ -28,11 +28,11 @@ from penstock.frames.layout import read_sizes as read_sizes
 from penstock.frames.layout import split as split
 from penstock.frames.metadata import WITH as WITH
 from penstock.frames.metadata import WITHOUT as WITHOUT
-from penstock.frames.metadata import GroupFacts as GroupFacts
+from penstock.frames.metadata import GroupMetadata as GroupMetadata
 from penstock.frames.metadata import check_group as check_group
-from penstock.frames.metadata import facts_of as facts_of
-from penstock.frames.metadata import facts_of_pieces as facts_of_pieces
-from penstock.frames.metadata import join_facts as join_facts
+from penstock.frames.metadata import join_metadata as join_metadata
+from penstock.frames.metadata import metadata_of as metadata_of
+from penstock.frames.metadata import metadata_of_pieces as metadata_of_pieces
 from penstock.frames.node_prefixes import find_node_prefixes as find_node_prefixes
 from penstock.frames.parts import Range as Range
 from penstock.frames.ranges import Pieces as Pieces

@@ -9,15 +9,15 @@ from penstock.arrays import Samples
 from penstock.errors import CorruptFile
 from penstock.frames.head import Limits
 from penstock.frames.layout import Buffer
-from penstock.frames.metadata import GroupFacts, check_group
+from penstock.frames.metadata import GroupMetadata, check_group
 from penstock.frames.reading import describe
 
 UNCUT = 2**40
 """A `seq_len` that cuts nothing: no sample is so long."""
 
 
-class EvalFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What metrics show of one evaluation group; kept in place of the facts that planning needs of the others."""
+class EvalMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What metrics show of one evaluation group; kept in place of the metadata that planning needs of the others."""
 
     env: str = ""
     rewards: float = 0.0
@@ -27,12 +27,12 @@ class EvalFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens that the model sampled."""
 
     @staticmethod
-    def of(samples: Samples) -> EvalFacts:
+    def of(samples: Samples) -> EvalMetadata:
         column = samples.columns.get("rewards")
         rows = [] if column is None else [column[i] for i in range(len(samples)) if len(column[i])]
         # One number stands for the sample; of one per token, the sum.
         rewards = [float(row[0]) if (row == row[0]).all() else float(row.sum(dtype=np.float64)) for row in rows]
-        return EvalFacts(
+        return EvalMetadata(
             env=samples.text["env"][0],
             rewards=sum(rewards),
             num_rewards=len(rewards),
@@ -43,15 +43,15 @@ class EvalFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def from_bytes(data: bytes) -> EvalFacts:
+    def from_bytes(data: bytes) -> EvalMetadata:
         try:
-            return msgspec.msgpack.decode(data, type=EvalFacts)
+            return msgspec.msgpack.decode(data, type=EvalMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptFile(f"facts of an evaluation group: {error}; restore the folder from a copy") from None
+            raise CorruptFile(f"metadata of an evaluation group: {error}; restore the folder from a copy") from None
 
 
-def facts_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupFacts, EvalFacts]:
+def metadata_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupMetadata, EvalMetadata]:
     """Of a group that is not to be trained: its samples are not cut, and what is shown of it is made too."""
-    facts = check_group(frame, group=group, seq_len=UNCUT, limits=limits)
+    metadata = check_group(frame, group=group, seq_len=UNCUT, limits=limits)
     _, samples, _ = describe(frame, limits=limits)
-    return facts, EvalFacts.of(samples)
+    return metadata, EvalMetadata.of(samples)

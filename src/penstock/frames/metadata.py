@@ -22,7 +22,7 @@ from penstock.arrays import (
     Description,
     Own,
     RolloutInfo,
-    SampleFacts,
+    SampleMetadata,
     Samples,
     Shape,
     SharedPrefixes,
@@ -42,14 +42,14 @@ from penstock.frames.writing import FramePieces
 
 FORMAT = 4
 _MAX_BYTES = 1 << 26
-"""Of facts as msgpack: those of 65,536 samples, the most that a plane takes in a group, are about 15 MB."""
+"""Of metadata as msgpack: those of 65,536 samples, the most that a plane takes in a group, are about 15 MB."""
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
 MAX_METRICS, MAX_METRIC_NAME = 32, 64
 
 
-class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One group. Arrays are little-endian bytes, one entry per sample, so that those of many groups join by joining
     bytes."""
 
@@ -123,20 +123,20 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return int(np.frombuffer(self.lengths, "<i8").max())
 
     def fits(self, seq_len: int) -> bool:
-        """Whether these facts hold for another `seq_len` too: no sample is cut by the one or the other."""
+        """Whether these metadata hold for another `seq_len` too: no sample is cut by the one or the other."""
         return seq_len == self.seq_len or self.longest <= min(seq_len, self.seq_len)
 
     def to_bytes(self) -> bytes:
         return zlib.compress(msgspec.msgpack.encode(self), 1)
 
     @staticmethod
-    def from_bytes(data: bytes) -> GroupFacts:
+    def from_bytes(data: bytes) -> GroupMetadata:
         try:
-            found = msgspec.msgpack.decode(_inflated(data), type=GroupFacts)
+            found = msgspec.msgpack.decode(_inflated(data), type=GroupMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptFrame(f"facts of a group: {error}") from None
+            raise CorruptFrame(f"metadata of a group: {error}") from None
         if found.format != FORMAT:
-            raise CorruptFrame(f"facts of a group: format {found.format}; this version reads {FORMAT}")
+            raise CorruptFrame(f"metadata of a group: format {found.format}; this version reads {FORMAT}")
         _check_sizes(found)
         return found
 
@@ -146,45 +146,45 @@ def _inflated(data: bytes) -> bytes:
     try:
         found = reader.decompress(data, _MAX_BYTES)
     except zlib.error as error:
-        raise CorruptFrame(f"facts of a group: {error}") from None
+        raise CorruptFrame(f"metadata of a group: {error}") from None
     if not reader.eof or reader.unused_data:
-        raise CorruptFrame(f"facts of a group: cut off, or more than {_MAX_BYTES:,} bytes, or with more behind them")
+        raise CorruptFrame(f"metadata of a group: cut off, or more than {_MAX_BYTES:,} bytes, or with more behind them")
     return found
 
 
-def _check_sizes(found: GroupFacts) -> None:
+def _check_sizes(found: GroupMetadata) -> None:
     """Raise unless what is given per sample is given for each, and metrics are few."""
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     for name, size in sizes.items():
         if size not in (0, count):
-            raise CorruptFrame(f"facts of a group: {name} of {size:g} samples; it has {count}")
+            raise CorruptFrame(f"metadata of a group: {name} of {size:g} samples; it has {count}")
     if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
         raise CorruptFrame(
-            f"facts of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
+            f"metadata of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
             f"{MAX_METRIC_NAME} characters"
         )
 
 
 def check_group(
     frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
-) -> GroupFacts:
-    """Check a frame that arrived, body and all, and make its facts; raises InvalidInput or CorruptFrame.
+) -> GroupMetadata:
+    """Check a frame that arrived, body and all, and make its metadata; raises InvalidInput or CorruptFrame.
 
     `drop`: samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated."""
     head, samples, _ = describe(frame, limits=limits or Limits())
     front, size = front_of(frame), memoryview(frame).nbytes
-    return facts_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
+    return metadata_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
 
 
-def facts_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupFacts:
-    """The facts of a frame that was encoded here, without decoding it: `check_group` gives the same."""
-    return facts_of(
+def metadata_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupMetadata:
+    """The metadata of a frame that was encoded here, without decoding it: `check_group` gives the same."""
+    return metadata_of(
         made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size, drop=drop
     )
 
 
-def facts_of(
+def metadata_of(
     samples: Samples,
     prefixes: Prefixes | None,
     *,
@@ -193,13 +193,13 @@ def facts_of(
     front: bytes = b"",
     size: int = 0,
     drop: bool = False,
-) -> GroupFacts:
-    """The facts of samples that are valid; raises InvalidInput where they are not one group.
+) -> GroupMetadata:
+    """The metadata of samples that are valid; raises InvalidInput where they are not one group.
 
     `prefixes` says what the samples' ids share, `front` and `size` belong to the frame that holds them.
     """
     _check_names(group, samples)
-    table = SampleFacts.of(samples, seq_len, drop=drop)
+    table = SampleMetadata.of(samples, seq_len, drop=drop)
     if not drop and not table.kept.all():
         name = samples.ids[int(table.kept.argmin())]
         raise InvalidInput(
@@ -210,7 +210,7 @@ def facts_of(
     found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
     shares = bool(found.lengths.any() or found.parted.any())
     known = samples.policy_versions[samples.policy_versions >= 0]
-    return GroupFacts(
+    return GroupMetadata(
         group=group,
         prompt=samples.text.get("prompt", ("",))[0],
         run=samples.text["run"][0],
@@ -287,45 +287,47 @@ def _rewards(samples: Samples) -> bytes:
     return out.tobytes()
 
 
-def join_facts(groups: Sequence[GroupFacts]) -> SampleFacts:
+def join_metadata(groups: Sequence[GroupMetadata]) -> SampleMetadata:
     """What planning needs to know of all samples of these groups, in order."""
 
     def joined(name: str, dtype: str = "<i8") -> Any:
-        return np.frombuffer(b"".join(getattr(facts, name) for facts in groups), dtype)
+        return np.frombuffer(b"".join(getattr(metadata, name) for metadata in groups), dtype)
 
-    counts = [facts.num_samples for facts in groups]
-    modes = (facts.modes if len(facts.modes) > 1 else facts.modes * facts.num_samples for facts in groups)
-    return SampleFacts(
+    counts = [metadata.num_samples for metadata in groups]
+    modes = (
+        metadata.modes if len(metadata.modes) > 1 else metadata.modes * metadata.num_samples for metadata in groups
+    )
+    return SampleMetadata(
         **{name: joined(name) for name in _ARRAYS},
         term_tokens=joined("term_tokens").reshape(-1, 3),
-        modality=np.frombuffer(b"".join(facts.modality for facts in groups), np.uint8),
+        modality=np.frombuffer(b"".join(metadata.modality for metadata in groups), np.uint8),
         has=_joined_has(groups),
-        shapes={name: shape for facts in groups for name, shape in facts.shapes.items()},
+        shapes={name: shape for metadata in groups for name, shape in metadata.shapes.items()},
         own=_own(groups),
-        ids=tuple(chain.from_iterable(facts.ids for facts in groups)),
-        group=tuple(chain.from_iterable([facts.group] * n for facts, n in zip(groups, counts, strict=True))),
-        run=tuple(chain.from_iterable([facts.run] * n for facts, n in zip(groups, counts, strict=True))),
+        ids=tuple(chain.from_iterable(metadata.ids for metadata in groups)),
+        group=tuple(chain.from_iterable([metadata.group] * n for metadata, n in zip(groups, counts, strict=True))),
+        run=tuple(chain.from_iterable([metadata.run] * n for metadata, n in zip(groups, counts, strict=True))),
         mode=tuple(chain.from_iterable(modes)),
-        shared=SharedPrefixes.joined([_shared(facts) for facts in groups]),
+        shared=SharedPrefixes.joined([_shared(metadata) for metadata in groups]),
     )
 
 
-def _own(groups: Sequence[GroupFacts]) -> Own:
+def _own(groups: Sequence[GroupMetadata]) -> Own:
     """The columns that are not of the table; groups that say different things of one never share a step."""
-    return own_of({name: described for facts in groups for name, described in facts.own.items()})
+    return own_of({name: described for metadata in groups for name, described in metadata.own.items()})
 
 
-def _joined_has(groups: Sequence[GroupFacts]) -> dict[str, NDArray[np.bool_]]:
-    layouts = {facts.columns for facts in groups}
+def _joined_has(groups: Sequence[GroupMetadata]) -> dict[str, NDArray[np.bool_]]:
+    layouts = {metadata.columns for metadata in groups}
     names = [name for name in table_with(_own(groups)) if any(name in layout for layout in layouts)]
     if len(layouts) == 1:
-        table = np.frombuffer(b"".join(facts.has for facts in groups), np.bool_).reshape(-1, len(names))
+        table = np.frombuffer(b"".join(metadata.has for metadata in groups), np.bool_).reshape(-1, len(names))
         return {name: table[:, k] for k, name in enumerate(names)}
     parts = []
-    for facts in groups:
-        own = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
-        part = np.zeros((facts.num_samples, len(names)), np.bool_)
-        part[:, [names.index(name) for name in facts.columns]] = own
+    for metadata in groups:
+        own = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
+        part = np.zeros((metadata.num_samples, len(names)), np.bool_)
+        part[:, [names.index(name) for name in metadata.columns]] = own
         parts.append(part)
     table = np.concatenate(parts)
     return {name: table[:, k] for k, name in enumerate(names)}
@@ -349,7 +351,7 @@ def _check_names(group: str, samples: Samples) -> None:
         raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
 
 
-def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
+def _kinds(group: str, table: SampleMetadata) -> dict[str, str]:
     """What this group asks of the others in its step; a group that is not of one kind itself is refused.
 
     A group that has a column asks that all who need it have it, also where it could do without itself.
@@ -369,11 +371,11 @@ def _kinds(group: str, table: SampleFacts) -> dict[str, str]:
     return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}
 
 
-def _shared(facts: GroupFacts) -> SharedPrefixes:
-    if not facts.parents:
-        return SharedPrefixes.none(facts.num_samples)
+def _shared(metadata: GroupMetadata) -> SharedPrefixes:
+    if not metadata.parents:
+        return SharedPrefixes.none(metadata.num_samples)
     names = {"parents": "parents", "lengths": "shared", "patches": "shared_patches", "parted": "parted"}
-    return SharedPrefixes(**{name: np.array(getattr(facts, own), np.int64) for name, own in names.items()})
+    return SharedPrefixes(**{name: np.array(getattr(metadata, own), np.int64) for name, own in names.items()})
 
 
 def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:

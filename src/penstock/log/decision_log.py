@@ -111,10 +111,10 @@ class Log(LogReader):
         return value
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
-        """Groups, each with its facts. Nothing is decided by the time; a replay waits by it."""
+        """Groups, each with its metadata. Nothing is decided by the time; a replay waits by it."""
         at = time.time()
         self._insert("groups", f"{GROUP_COLUMNS}, at", [(*_values(row), at) for row, _ in rows])
-        self._insert("facts", "op, facts", [(row.op, facts) for row, facts in rows])
+        self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
 
     def add_record(self, op: int, record: Record) -> None:
         self._insert("records", "op, data", [(op, pack_record(record))])

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.log.decision_records import Record, read_record
 from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
 
-TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps", "segments", "frees")
+TABLES = ("meta", "groups", "metadata", "records", "discards", "snapshots", "steps", "segments", "frees")
 
 
 class LogReader(ABC):
@@ -80,10 +80,10 @@ class LogReader(ABC):
     def is_discarded(self, name: str) -> bool:
         return self.first("SELECT 1 FROM discards WHERE name = ?", (name,)) is not None
 
-    def facts(self, op: int) -> bytes | None:
-        return self.facts_of([op]).get(op)
+    def metadata(self, op: int) -> bytes | None:
+        return self.metadata_of([op]).get(op)
 
-    def facts_of(self, ops: Sequence[int]) -> dict[int, bytes]:
+    def metadata_of(self, ops: Sequence[int]) -> dict[int, bytes]:
         """The metadata of groups, by op; of groups that were freed there is none."""
         return dict(self._keyed("SELECT op, facts FROM facts WHERE op", ops))
 

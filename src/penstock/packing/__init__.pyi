@@ -1,4 +1,4 @@
-from penstock.arrays.sample_facts import SampleFacts as SampleFacts
+from penstock.arrays.sample_metadata import SampleMetadata as SampleMetadata
 from penstock.packing.accounting import Accounting as Accounting
 from penstock.packing.accounting import Counts as Counts
 from penstock.packing.block_pool import BlockPool as BlockPool

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays import SampleFacts
+from penstock.arrays import SampleMetadata
 from penstock.packing.bins import Items
 from penstock.packing.cost import Observation
 from penstock.packing.grid import Grid, Placed
@@ -176,12 +176,17 @@ class Accounting:
 
 
 def account(
-    facts: SampleFacts, items: Items, packing: Packing, grid: Grid, bounds: Sequence[Bound], dropped: Mapping[int, str]
+    metadata: SampleMetadata,
+    items: Items,
+    packing: Packing,
+    grid: Grid,
+    bounds: Sequence[Bound],
+    dropped: Mapping[int, str],
 ) -> Accounting:
     """The accounts of a planned grid."""
     lost = np.array(sorted(dropped), np.intp)
-    packed = np.setdiff1d(np.arange(len(facts)), lost)
-    trained = facts.kept_loss_tokens.tolist()
+    packed = np.setdiff1d(np.arange(len(metadata)), lost)
+    trained = metadata.kept_loss_tokens.tolist()
     ranks = {rank: _count([row[rank] for row in grid], trained) for rank in range(packing.ranks)}
     overhead = packing.cost.overhead
     return Accounting(
@@ -190,21 +195,21 @@ def account(
         micro_batch_max_tokens=packing.cap,
         total=add_counts(ranks.values()),
         ranks=ranks,
-        input_samples=len(facts),
-        input_tokens=int(facts.lengths.sum()),
-        input_loss_tokens=int(facts.loss_tokens.sum()),
-        truncated_samples=int((facts.kept < facts.lengths)[packed].sum()),
-        truncated_tokens=int((facts.lengths - facts.kept)[packed].sum()),
-        truncated_loss_tokens=int((facts.loss_tokens - facts.kept_loss_tokens)[packed].sum()),
+        input_samples=len(metadata),
+        input_tokens=int(metadata.lengths.sum()),
+        input_loss_tokens=int(metadata.loss_tokens.sum()),
+        truncated_samples=int((metadata.kept < metadata.lengths)[packed].sum()),
+        truncated_tokens=int((metadata.lengths - metadata.kept)[packed].sum()),
+        truncated_loss_tokens=int((metadata.loss_tokens - metadata.kept_loss_tokens)[packed].sum()),
         dropped=dict(Counter(dropped[i] for i in lost.tolist())),
-        dropped_tokens=int(facts.lengths[lost].sum()),
-        dropped_loss_tokens=int(facts.loss_tokens[lost].sum()),
+        dropped_tokens=int(metadata.lengths[lost].sum()),
+        dropped_loss_tokens=int(metadata.loss_tokens[lost].sum()),
         over_cap=int(items.beyond_caps(packed).sum()),
         sample_cost=sum(bound.work for bound in bounds),
         step_cost=sum(max(placed.cost for placed in row) for row in grid),
         lower_bound=sum(bound.cost + overhead * bound.rows for bound in bounds),
         bound_by_longest_sample=any(bound.by_longest for bound in bounds),
-        parted_tokens=0 if facts.shared is None or not packing.trees else int(facts.shared.parted[packed].sum()),
+        parted_tokens=0 if metadata.shared is None or not packing.trees else int(metadata.shared.parted[packed].sum()),
         **_path([max(row, key=lambda placed: placed.cost) for row in grid], items),
     )
 

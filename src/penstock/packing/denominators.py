@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import SampleFacts
+from penstock.arrays import SampleMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +46,28 @@ class Totals:
     """Of each run or adapter present."""
 
 
-def count_totals(facts: SampleFacts, packed: NDArray[np.intp]) -> Totals:
+def count_totals(metadata: SampleMetadata, packed: NDArray[np.intp]) -> Totals:
     """The denominators of the packed samples."""
-    step = _count(facts, packed)
+    step = _count(metadata, packed)
 
     def split(values: Sequence[str]) -> dict[str, Denominators]:
         own = [values[i] for i in packed.tolist()]
         names = sorted(set(own))
         if len(names) == 1:
             return {names[0]: step}
-        return {name: _count(facts, packed[[value == name for value in own]]) for name in names}
+        return {name: _count(metadata, packed[[value == name for value in own]]) for name in names}
 
-    return Totals(step=step, modes=split(facts.mode), runs=split(facts.run))
+    return Totals(step=step, modes=split(metadata.mode), runs=split(metadata.run))
 
 
-def _count(facts: SampleFacts, rows: NDArray[np.intp]) -> Denominators:
+def _count(metadata: SampleMetadata, rows: NDArray[np.intp]) -> Denominators:
     picked = rows.tolist()
-    groups = list(map(facts.group.__getitem__, picked))
-    named = set(zip(map(facts.run.__getitem__, picked), groups, strict=True))
+    groups = list(map(metadata.group.__getitem__, picked))
+    named = set(zip(map(metadata.run.__getitem__, picked), groups, strict=True))
     alone = groups.count("")
-    terms = facts.term_tokens[rows].sum(axis=0).tolist()
+    terms = metadata.term_tokens[rows].sum(axis=0).tolist()
     return Denominators(
-        loss_tokens=int(facts.kept_loss_tokens[rows].sum()),
+        loss_tokens=int(metadata.kept_loss_tokens[rows].sum()),
         samples=len(rows),
         groups=sum(bool(group) for _, group in named) + alone,
         rl_tokens=terms[0],

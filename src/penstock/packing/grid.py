@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import TEXT, SampleFacts, offsets_of
+from penstock.arrays import TEXT, SampleMetadata, offsets_of
 from penstock.packing.bins import Bin, Items
 from penstock.packing.settings import Packing
 from penstock.packing.trees import Trees
@@ -49,34 +49,34 @@ Grid: TypeAlias = list[list[Placed]]
 
 
 def planned(
-    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
+    metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
 ) -> list[Placed]:
     """The micro-batches of these bins."""
     if trees is not None:
-        return _planned_trees(facts, items, bins, packing, trees)
+        return _planned_trees(metadata, items, bins, packing, trees)
     ids = np.array([i for b in bins for i in b], np.intp)
     starts = offsets_of([len(b) for b in bins])[:-1]
     tokens = np.add.reduceat(items.length_array[ids], starts)
     padded = -(-tokens // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
     costs = np.add.reduceat(items.cost_array[ids], starts)
     costs += packing.cost.overhead + packing.cost.of_samples(padded - tokens)
-    modality = np.maximum.reduceat(facts.modality[ids], starts)
+    modality = np.maximum.reduceat(metadata.modality[ids], starts)
     columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
     return [
-        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=facts.run[b[0]])
+        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=metadata.run[b[0]])
         for b, t, p, c, m in zip(bins, *columns, strict=True)
     ]
 
 
 def _planned_trees(
-    facts: SampleFacts, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
+    metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
 ) -> list[Placed]:
     """The same where samples may share tokens."""
     out = []
     bins, shared, patches = trees.common(bins)
     ends = offsets_of([len(b) for b in bins]).tolist()
     saved = packing.cost.of_samples(shared, patches)
-    for b, placed in enumerate(planned(facts, items, bins, packing)):
+    for b, placed in enumerate(planned(metadata, items, bins, packing)):
         own = slice(ends[b], ends[b + 1])
         if not shared[own].any():
             out.append(placed)
@@ -89,17 +89,17 @@ def _planned_trees(
     return out
 
 
-def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) -> Placed:
+def cheapest_dummy(metadata: SampleMetadata, ids: NDArray[np.intp], packing: Packing) -> Placed:
     """The cheapest micro-batch with which a rank can take part in rows of these samples."""
     overhead = packing.cost.overhead
-    if facts.modality[ids].min() == TEXT:
+    if metadata.modality[ids].min() == TEXT:
         # A class of text, or one that declared that its rows do not need images on every rank.
         padded = packing.padded(0)
         cost = overhead + float(packing.cost.of_samples(np.array(padded)))
         return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
-    costs = packing.cost.of_samples(facts.stub[ids], facts.stub_patches[ids])
+    costs = packing.cost.of_samples(metadata.stub[ids], metadata.stub_patches[ids])
     i = int(ids[np.argmin(costs)])
-    tokens = int(facts.stub[i])
+    tokens = int(metadata.stub[i])
     padded = packing.padded(tokens)
     return Placed(
         samples=[i],
@@ -107,7 +107,7 @@ def cheapest_dummy(facts: SampleFacts, ids: NDArray[np.intp], packing: Packing) 
         padded=padded,
         cost=overhead + float(costs.min()) + float(packing.cost.of_samples(np.array(padded - tokens))),
         dummy=True,
-        modality=int(facts.modality[i]),
+        modality=int(metadata.modality[i]),
     )
 
 

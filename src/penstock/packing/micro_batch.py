@@ -225,8 +225,14 @@ class MicroBatch:
             for array in arrays_in(cells):
                 state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
                 state.update(np.ascontiguousarray(array).data)
-        facts = (self.segments.ids, self.run, self.modality, self.is_dummy, [(i.hash, i.offset) for i in self.images])
-        state.update(repr(facts).encode())
+        metadata = (
+            self.segments.ids,
+            self.run,
+            self.modality,
+            self.is_dummy,
+            [(i.hash, i.offset) for i in self.images],
+        )
+        state.update(repr(metadata).encode())
         return state.hexdigest()
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack, overload
 
-from penstock.arrays import Sample, SampleFacts, Samples
+from penstock.arrays import Sample, SampleMetadata, Samples
 from penstock.config import build, signature_of
 from penstock.frames import find_node_prefixes
 from penstock.packing.accounting import Accounting
@@ -155,8 +155,8 @@ pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     """`pack` with settings that were made, and checked, before."""
     columns = Samples.of(samples).conformed(packing.own)
-    facts = SampleFacts.of(columns, packing.seq_len)
+    metadata = SampleMetadata.of(columns, packing.seq_len)
     if packing.trees:
-        facts = replace(facts, shared=find_node_prefixes(columns))
-    made = plan(facts, packing)
+        metadata = replace(metadata, shared=find_node_prefixes(columns))
+    made = plan(metadata, packing)
     return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

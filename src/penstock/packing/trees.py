@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import SampleFacts, offsets_of
+from penstock.arrays import SampleMetadata, offsets_of
 from penstock.packing.bins import Bin, Items
 from penstock.packing.row_targets import Bound
 from penstock.packing.settings import Packing
@@ -41,20 +41,20 @@ class Trees:
     """[n] patches of each sample."""
 
     @staticmethod
-    def of(facts: SampleFacts) -> Trees | None:
+    def of(metadata: SampleMetadata) -> Trees | None:
         """None where nothing is shared."""
-        if facts.shared is None or not facts.shared.lengths.any():
+        if metadata.shared is None or not metadata.shared.lengths.any():
             return None
-        order = facts.shared.depth_first()
+        order = metadata.shared.depth_first()
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         return Trees(
             order=order,
             rank=rank,
-            shared=np.append(facts.shared.lengths[order], 0),
-            patches=np.append(facts.shared.patches[order], 0),
-            kept=facts.kept,
-            own_patches=facts.patches,
+            shared=np.append(metadata.shared.lengths[order], 0),
+            patches=np.append(metadata.shared.patches[order], 0),
+            kept=metadata.kept,
+            own_patches=metadata.patches,
         )
 
     def common(self, bins: Sequence[Bin]) -> tuple[list[Bin], NDArray[np.int64], NDArray[np.int64]]:

@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.frames import EvalFacts, GroupFacts
+from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.log import GivePriorities, GroupRow, Shorten, State
 from penstock.plane.arrivals import Arrival, Arrivals
 from penstock.plane.generated import Generated
-from penstock.plane.journal import Journal
 from penstock.plane.over_length import NONE, OverLength
+from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.untrained import why_untrained
 from penstock.protocol import NOTHING, Amount
@@ -51,8 +51,8 @@ class Outcome:
 class Acceptance:
     """Takes groups in."""
 
-    def __init__(self, settings: PlaneSettings, journal: Journal) -> None:
-        self._settings, self._journal = settings, journal
+    def __init__(self, settings: PlaneSettings, recorder: Recorder) -> None:
+        self._settings, self._recorder = settings, recorder
         self._arrivals = Arrivals()
         self.generated = Generated()
         """How good what was put lately is."""
@@ -64,24 +64,24 @@ class Acceptance:
     def table_of(self, run: str) -> str:
         """Where groups of a run wait; the run itself when they may not."""
         try:
-            return self._journal.run_tables.table_for(run)
+            return self._recorder.run_tables.table_for(run)
         except PenstockError:
             return run
 
     def look_up(self, groups: Sequence[str]) -> None:
         """Ask the log once about all groups of a turn."""
         names = [group for group in groups if 0 < len(group) <= MAX_ID]
-        self._journal.log.look_up(names, [_dropped_key(group) for group in names])
+        self._recorder.log.look_up(names, [_dropped_key(group) for group in names])
 
     def recognises(self, group: str, digest: bytes) -> bool | None:
         """Whether this very group is accepted, to be trained; None if none of this name is."""
-        log = self._journal.log
+        log = self._recorder.log
         known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
         return None if known is None else known == digest and not log.is_evaluation(group)
 
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
         """Return why a group must wait, or "" if it may come; None if it will be rejected for good."""
-        tables = self._journal.run_tables
+        tables = self._recorder.run_tables
         if table in tables.evicted or (tables.members and table not in tables.members):
             return None
         try:
@@ -94,11 +94,11 @@ class Acceptance:
 
     def spare(self, reserved: Amount) -> Amount:
         """Return how many groups and bytes fit beside `reserved`, in powers of four; nothing for tenants."""
-        if self._journal.run_tables.members:
+        if self._recorder.run_tables.members:
             return NOTHING
-        table, arriving = self._journal.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
+        table, arriving = self._recorder.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
         groups = next((n for n in _SPARE if table.may_insert(ahead=arriving + n - 1)), 0)
-        used = self._journal.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
+        used = self._recorder.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
@@ -127,7 +127,7 @@ class Acceptance:
             known = self._recognise(ticket, group, digest, evaluation=evaluation)
             if known is not None:
                 return known
-            table_name = self._journal.run_tables.table_for(run)
+            table_name = self._recorder.run_tables.table_for(run)
             if evaluation:
                 self._check_evaluation_room(group, size)
             else:
@@ -136,7 +136,7 @@ class Acceptance:
                     raise Overloaded(f"group {group!r}: others wait for room before it", _RETRY_AFTER_S)
                 self._check_room(group, table_name, size, reserved)
         except PenstockError as error:
-            self._journal.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
+            self._recorder.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
             return Outcome(ticket, error, table=table_name, size=size)
         where = None if evaluation else table_name
         self._arrivals.add(Arrival(group, digest, size, where, [ticket], priority=priority))
@@ -145,15 +145,15 @@ class Acceptance:
     def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
         """What to answer for a group that was put before; None for a new one."""
         arrival = self._arrivals.get(group)
-        known = arrival.digest if arrival else self._journal.log.digest_of(group)
-        if known is None and not self._journal.log.is_discarded(_dropped_key(group)):
+        known = arrival.digest if arrival else self._recorder.log.digest_of(group)
+        if known is None and not self._recorder.log.is_discarded(_dropped_key(group)):
             return None
-        self._journal.counts["puts_repeated"] += 1
+        self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
         if known != digest:
             raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
-        before = arrival.is_evaluation if arrival else self._journal.log.is_evaluation(group)
+        before = arrival.is_evaluation if arrival else self._recorder.log.is_evaluation(group)
         if before != evaluation:
             was, now = ("for evaluation", "to be trained") if before else ("to be trained", "for evaluation")
             raise Conflict(f"group {group!r}: accepted before {was}, now {now}; give each group its own id")
@@ -165,20 +165,20 @@ class Acceptance:
     def _check_evaluation_room(self, group: str, size: int) -> None:
         """Raise unless there is room on the disk: no table has to have any."""
         most = self._settings.retain_eval_bytes
-        if size > most and not self._journal.keeps_all:
+        if size > most and not self._recorder.keeps_all:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
         """Raise unless there is room, beside what is reserved for others."""
-        table = self._journal.run_tables.table(table_name)
+        table = self._recorder.run_tables.table(table_name)
         arriving = self._arrivals.groups[table_name] + reserved.groups
-        limit = int(self._settings.max_held_bytes * self._journal.run_tables.part(table_name))
+        limit = int(self._settings.max_held_bytes * self._recorder.run_tables.part(table_name))
         of = f" (run {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
         self._check_disk(size + reserved.bytes)
-        waiting = self._journal.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + reserved.bytes
+        waiting = self._recorder.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + reserved.bytes
         if waiting + size > limit or not table.may_insert(ahead=arriving):
             if not arriving:  # what is on its way, or has room reserved, may still fill the step that is waited for
                 self.full.add(table_name)
@@ -195,66 +195,66 @@ class Acceptance:
         tried = False
         while True:
             try:
-                self._journal.log.disk.check(arriving, self._used_bytes)
+                self._recorder.log.disk.check(arriving, self._used_bytes)
             except DiskFull as error:
-                if self._journal.segments.is_deleting:
+                if self._recorder.segments.is_deleting:
                     words = f"the disk is full, and freed frames are being deleted: {error}"
                     raise Overloaded(words, retry_after_s=_RETRY_AFTER_S) from None
                 if tried and not self._give_back():
                     raise
                 tried = True
-                self._journal.log.shrink()  # the write-ahead log may be all that is too much
-                self._journal.log.disk.restore()
+                self._recorder.log.shrink()  # the write-ahead log may be all that is too much
+                self._recorder.log.disk.restore()
             else:
                 return
 
     def _used_bytes(self) -> int:
-        return self._journal.log.used_bytes + self._journal.segments.num_bytes
+        return self._recorder.log.used_bytes + self._recorder.segments.num_bytes
 
     def make_room(self) -> None:
         """A frame did not fit on its volume, which need not be the log's: free what is only kept to be looked at again.
         Whoever puts it again finds room, once storage has deleted that."""
         with suppress(DiskFull):
-            if not self._journal.segments.is_deleting:
+            if not self._recorder.segments.is_deleting:
                 self._give_back()
 
     def _give_back(self) -> bool:
         """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,
         or the run keeps everything."""
-        state, counts = self._journal.state, self._journal.counts
+        state, counts = self._recorder.state, self._recorder.counts
         if state.keeps_all:
             return False
         kept = state.next_step - state.oldest_step
         if kept > 0 and not state.is_drawing:
-            with self._journal.transaction():
+            with self._recorder.transaction():
                 state.retire(state.next_step - kept // 2)
-            counts["steps_given_back_early"] += kept - kept // 2
+            counts["steps_freeing_early"] += kept - kept // 2
             return True
-        before = state.evaluations.given_back
-        with self._journal.transaction():
+        before = state.evaluations.freeing
+        with self._recorder.transaction():
             state.give_back_evaluations(state.evaluations.num_bytes // 2)
-        counts["eval_groups_given_back_early"] += state.evaluations.given_back - before
-        return state.evaluations.given_back > before
+        counts["eval_groups_freeing_early"] += state.evaluations.freeing - before
+        return state.evaluations.freeing > before
 
     def arrive(
         self,
         group: str,
-        facts: GroupFacts,
+        metadata: GroupMetadata,
         location: str,
-        eval_facts: EvalFacts | None = None,
+        eval_metadata: EvalMetadata | None = None,
         over_length: OverLength = NONE,
-        metadata: bytes = b"",
+        raw_metadata: bytes = b"",
     ) -> None:
         """The frame of a group that was offered is checked and kept; `flush` accepts it."""
         arrival = self._arrivals[group]
-        arrival.metadata = metadata
-        arrival.kept, arrival.eval_facts, arrival.over_length = (facts, location), eval_facts, over_length
+        arrival.raw_metadata = raw_metadata
+        arrival.kept, arrival.eval_metadata, arrival.over_length = (metadata, location), eval_metadata, over_length
 
     def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
         """Count a group that was offered and has no sample that fits; a repeated put is recognised."""
         arrival = self._arrivals.pop(group)
         try:
-            self._journal.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
+            self._recorder.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
         except PenstockError as error:
             return [Outcome(ticket, error) for ticket in arrival.tickets]
         return _outcomes(arrival, over_length=over_length)
@@ -271,45 +271,45 @@ class Acceptance:
     def refuse(self, group: str, error: PenstockError) -> list[Outcome]:
         """The frame of a group that was offered is not accepted."""
         arrival = self._arrivals.pop(group)
-        self._journal.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
+        self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
         return [Outcome(ticket, error) for ticket in arrival.tickets]
 
     def flush(self) -> list[Outcome]:
         """Accept what has arrived, as one transaction; what is returned without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        first = self._journal.state.op + 1
+        first = self._recorder.state.op + 1
         given = self._arrivals.priorities()
         rows = self._arrivals.rows(first + bool(given))
         if not rows:
             return outcomes
         evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
-        self._journal.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
+        self._recorder.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
-            with self._journal.transaction():
+            with self._recorder.transaction():
                 if given:
-                    self._journal.log.add_record(first, GivePriorities(priorities=given))
-                self._journal.log.add_groups(rows)
+                    self._recorder.log.add_record(first, GivePriorities(priorities=given))
+                self._recorder.log.add_groups(rows)
                 shortened = self._shortened(rows)
                 if shortened is not None:
-                    self._journal.log.add_record(*shortened)
+                    self._recorder.log.add_record(*shortened)
         except Exception as error:  # noqa: BLE001 - one that no row may provoke is an error to its producers
             # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
             # their segment is.
             for row, _ in rows:
-                self._journal.segments.settle(row.location, accepted=False)
+                self._recorder.segments.settle(row.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
             return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, known)]
         if given:
-            self._journal.state.redo(first, GivePriorities(priorities=given))
-        self._journal.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
+            self._recorder.state.redo(first, GivePriorities(priorities=given))
+        self._recorder.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
         for row, _ in rows:
             outcomes += self._accept(row)
         if shortened is not None:
-            self._journal.state.redo(*shortened)
-        self._journal.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
-        self._journal.counts["groups"] += len(rows)
-        self._journal.counts["samples"] += sum(row.samples for row, _ in rows)
-        self._journal.counts["tokens"] += sum(row.tokens for row, _ in rows)
+            self._recorder.state.redo(*shortened)
+        self._recorder.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
+        self._recorder.counts["groups"] += len(rows)
+        self._recorder.counts["samples"] += sum(row.samples for row, _ in rows)
+        self._recorder.counts["tokens"] += sum(row.tokens for row, _ in rows)
         return outcomes
 
     def _is_untrained(self, row: GroupRow) -> bool:
@@ -325,26 +325,26 @@ class Acceptance:
         """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
         arrival = self._arrivals[group]
         assert arrival.kept is not None
-        facts, location = arrival.kept
+        metadata, location = arrival.kept
         try:
-            table_name = self._journal.run_tables.table_for(facts.run)
+            table_name = self._recorder.run_tables.table_for(metadata.run)
             if not arrival.is_evaluation:
                 self._arrivals.move(group, table_name)
         except PenstockError as error:
-            self._journal.segments.reject(location)
+            self._recorder.segments.reject(location)
             return self.refuse(group, error)
         return []
 
     def _accept(self, row: GroupRow) -> list[Outcome]:
         arrival = self._arrivals.pop(row.id)
-        self._journal.segments.settle(row.location, accepted=True)
+        self._recorder.segments.settle(row.location, accepted=True)
         if row.state is State.EVALUATION:
-            self._journal.state.take_evaluation(row, arrival.eval_facts)
+            self._recorder.state.take_evaluation(row, arrival.eval_metadata)
             return _outcomes(arrival)
         if arrival.kept is not None:
             self.generated.add(arrival.kept[0])
-        stale = not self._journal.state.take_in(row)
-        self._journal.counts["groups_stale"] += stale
+        stale = not self._recorder.state.take_in(row)
+        self._recorder.counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
         return _outcomes(arrival, stale=stale, over_length=arrival.over_length)
 

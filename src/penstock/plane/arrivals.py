@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock.frames import EvalFacts, GroupFacts
+from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.log import GroupRow, State
 from penstock.plane.over_length import NONE, OverLength
 
@@ -21,15 +21,15 @@ class Arrival:
     """Where it will wait; None for an evaluation group, which waits nowhere."""
     tickets: list[object]
     """Everybody who waits for it."""
-    kept: tuple[GroupFacts, str] | None = None
-    """Its facts and its frame's location, once it was checked and kept."""
-    eval_facts: EvalFacts | None = None
+    kept: tuple[GroupMetadata, str] | None = None
+    """Its metadata and its frame's location, once it was checked and kept."""
+    eval_metadata: EvalMetadata | None = None
     """Of an evaluation group, once it was checked and kept."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
     priority: float = 1.0
-    metadata: bytes = b""
-    """Its facts as they came, where the log takes them as they are."""
+    raw_metadata: bytes = b""
+    """Its metadata as they came, where the log takes them as they are."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -81,25 +81,25 @@ class Arrivals:
         return {one.group: one.priority for one in ready if one.priority != 1.0 and not one.is_evaluation}
 
     def rows(self, op: int) -> list[tuple[GroupRow, bytes]]:
-        """Those that were checked and kept with their facts, as the log will have them, numbered from `op` on."""
+        """Those that were checked and kept with their metadata, as the log will have them, numbered from `op` on."""
         rows: list[tuple[GroupRow, bytes]] = []
         for number, group in enumerate(self.ready, start=op):
             arrival = self._all[group]
             assert arrival.kept is not None
-            facts, location = arrival.kept
+            metadata, location = arrival.kept
             row = GroupRow(
                 op=number,
                 id=group,
                 digest=arrival.digest,
-                policy_version=facts.policy_version,
-                samples=facts.num_samples,
-                tokens=facts.num_tokens,
+                policy_version=metadata.policy_version,
+                samples=metadata.num_samples,
+                tokens=metadata.num_tokens,
                 size=arrival.size,
                 state=State.EVALUATION if arrival.is_evaluation else State.HELD,
-                run=facts.run if arrival.table_name is None else arrival.table_name,
-                prompt=facts.prompt,
-                kinds=tuple(sorted(facts.kinds.items())),
+                run=metadata.run if arrival.table_name is None else arrival.table_name,
+                prompt=metadata.prompt,
+                kinds=tuple(sorted(metadata.kinds.items())),
                 location=location,
             )
-            rows.append((row, arrival.metadata or (arrival.eval_facts or facts).to_bytes()))
+            rows.append((row, arrival.raw_metadata or (arrival.eval_metadata or metadata).to_bytes()))
         return rows

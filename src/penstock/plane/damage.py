@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from penstock.arrays import sample_digests
 from penstock.errors import CorruptFrame, DiskFull
-from penstock.frames import ANY_SIZE, GroupFacts, describe
+from penstock.frames import ANY_SIZE, GroupMetadata, describe
 from penstock.log import State
 from penstock.plane.engine import Engine
 from penstock.plane.losses import lose
@@ -54,7 +54,7 @@ class Damage:
         op = state.by_id.get(suspect.group)
         if manifest is None or op is None or op not in manifest.groups or key in self._looking:
             return
-        metadata, location = self._engine.log.facts(op), state.rows[op].location
+        metadata, location = self._engine.log.metadata(op), state.rows[op].location
         if metadata is None or not location:
             return
         self._looking.add(key)
@@ -106,7 +106,7 @@ def look_at_frame(storage: Storage, location: str, metadata: bytes) -> CorruptFr
     """What is wrong with a stored frame; None if nothing is. Raises Away."""
     try:
         _, samples, _ = describe(storage.read(location)[0], limits=ANY_SIZE)
-        if sample_digests(samples) != list(GroupFacts.from_bytes(metadata).digests):
+        if sample_digests(samples) != list(GroupMetadata.from_bytes(metadata).digests):
             return CorruptFrame("the stored samples are not those of the group's metadata")
     except Away:
         raise

@@ -12,7 +12,7 @@ from penstock.plane.engine import Engine
 from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.remembered import left_name
-from penstock.plane.run_story import RunStory
+from penstock.plane.run_logger import RunLogger
 from penstock.protocol import (
     Coordinator,
     Detach,
@@ -41,12 +41,12 @@ class EffectRunner:
         engine: Engine,
         coordinator: Coordinator,
         pipeline: Pipeline,
-        story: RunStory,
+        run_logger: RunLogger,
         send: Callable[[Peer, FromPlane, Frames], None],
         damage: Damage,
     ) -> None:
         self._damage = damage
-        self._engine, self._coordinator, self._pipeline, self._story = engine, coordinator, pipeline, story
+        self._engine, self._coordinator, self._pipeline, self._run_logger = engine, coordinator, pipeline, run_logger
         self._send = send
         self._deferred: deque[Effect] = deque()
         """What is decided and could not be done for want of disk space."""
@@ -80,7 +80,7 @@ class EffectRunner:
         """End the session, with the reason: what its ranks reported could not be decided."""
         logger.exception("%s could not be decided", effect)
         self._engine.counts["decisions_failed"] += 1
-        self._engine.journal.rebuild()  # memory may hold half of it; what is not in the log did not happen
+        self._engine.recorder.rebuild()  # memory may hold half of it; what is not in the log did not happen
         reason = f"{type(effect).__name__} could not be decided: {failure_in_words(error)}"
         for told in self._coordinator.fail(reason):
             self.do(told)
@@ -92,8 +92,8 @@ class EffectRunner:
             logger.info("%s", effect.text)
         elif isinstance(effect, Detach):
             assert isinstance(effect.peer, tuple)  # as made in `turn`
-            carrier, address = effect.peer
-            carrier.forget(address)
+            transport, address = effect.peer
+            transport.forget(address)
         elif isinstance(effect, MemberLeft):
             with self._engine.log.transaction():
                 self._engine.log.set_meta(left_name(effect.session, effect.rank, effect.replica), effect.step)
@@ -126,7 +126,7 @@ class EffectRunner:
 
     def _report(self, effect: Reported) -> None:
         try:
-            metrics = self._story.metrics(effect.metrics, self._engine.numbers)
+            metrics = self._run_logger.metrics(effect.metrics, self._engine.numbers)
             self._engine.report(effect.priorities, metrics, effect.step)
         except PenstockError as error:
-            self._story.count("reports_refused", f"step {effect.step}: priorities refused: {error}")
+            self._run_logger.count("reports_refused", f"step {effect.step}: priorities refused: {error}")

@@ -5,7 +5,7 @@ before anybody hears of it. Two of them take two calls, because work that depend
 and is done beside the loop (`intake`, `step_builder`):
 
     offer     is there room, is it known?      then the frame is checked and kept      arrive    and flush: accepted
-    draw      which groups make the step       then it is planned from their facts     record    planned, durable
+    draw      which groups make the step       then it is planned from their metadata     record    planned, durable
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance
-from penstock.plane.blame import odd_groups
 from penstock.plane.draw_ahead import too_early
 from penstock.plane.durations import Durations
 from penstock.plane.failures import ends_plane
-from penstock.plane.journal import Journal
 from penstock.plane.ledger import Ledger
+from penstock.plane.mixed_columns import odd_groups
 from penstock.plane.over_length import note_seq_len
 from penstock.plane.priorities import report
+from penstock.plane.recorder import Recorder
 from penstock.plane.remembered import check_settings, damage_named
 from penstock.plane.run_tables import RunTables
 from penstock.plane.segments import Outside, Segments
@@ -73,7 +73,7 @@ class Drawn:
     step: int
     op: int
     groups: tuple[Place, ...]
-    facts: tuple[bytes, ...]
+    metadata: tuple[bytes, ...]
     """Of each group, as the log has them."""
 
 
@@ -93,17 +93,17 @@ class Engine:
             keeps = storage.prove()
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
             self.segments = Segments(log, storage, custody, outside, keeps=keeps)
-            self.journal = Journal(settings, log, self.segments)
-            note_seq_len(settings, self.journal, storage)
+            self.recorder = Recorder(settings, log, self.segments)
+            note_seq_len(settings, self.recorder, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
         """Writes frames that clients sent to the plane; used by one thread beside the loop."""
-        self.acceptance = Acceptance(settings, self.journal)
+        self.acceptance = Acceptance(settings, self.recorder)
         self._last_delivered = self.last_step
         """The last step that all ranks had; or may have had, of those planned before this plane started."""
         self.maybe_trained = self.last_step
         """Up to here steps may be trained without that being on disk, until a trainer says where it begins."""
         self._apply_shares()
-        with suppress(DiskFull), self.journal.transaction():  # segments of earlier epochs are sealed, now or later
+        with suppress(DiskFull), self.recorder.transaction():  # segments of earlier epochs are sealed, now or later
             pass
         with suppress(DiskFull):  # a plane on a full disk must start: only training makes room
             self.segments.stock_up()
@@ -124,7 +124,7 @@ class Engine:
         self.writer.finish()
         self.tidy(self.segments.take_finished())
         self.segments.close()
-        with self.journal.transaction():
+        with self.recorder.transaction():
             pass
 
     def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
@@ -139,12 +139,12 @@ class Engine:
 
     @property
     def state(self) -> PlaneState:
-        return self.journal.state
+        return self.recorder.state
 
     @property
     def counts(self) -> Counter[str]:
         """What happened since this plane started, for `penstock top`."""
-        return self.journal.counts
+        return self.recorder.counts
 
     @property
     def ledger(self) -> Ledger:
@@ -181,7 +181,7 @@ class Engine:
         """Count samples that were filtered out before they were put; what has a key, once."""
         if key and self.log.is_discarded(key):
             return
-        self.journal.decide(Discard(reason=reason, samples=samples, key=key))
+        self.recorder.decide(Discard(reason=reason, samples=samples, key=key))
 
     # -------------------------------------------------------------- runs
 
@@ -191,20 +191,21 @@ class Engine:
             raise InvalidInput(
                 f"share of run {run!r}: {weight}; give a name and a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
-        self.journal.decide(Weigh(run=run, weight=weight))
+        self.recorder.decide(Weigh(run=run, weight=weight))
 
     def evict(self, run: str, reason: str) -> None:
         """Drop all a run has waiting and refuse it from now on; steps that were planned stay as they are."""
         if run not in self.run_tables.members:
             known = ", ".join(map(repr, sorted(self.run_tables.members))) or "none; runs are not kept apart here"
             raise UnknownKey(f"evict run {run!r}: it has no share; those that have: {known}")
-        self.journal.decide(EvictRun(run=run, reason=reason))
+        self.recorder.decide(EvictRun(run=run, reason=reason))
         self.counts["runs_evicted"] += 1
 
     def runs(self) -> dict[str, dict[str, Any]]:
         """What each run that shares the trainer, or did, has and had of it."""
         return {
-            run: facts | {"held_bytes": self.state.bytes_of[run]} for run, facts in self.run_tables.report().items()
+            run: metadata | {"held_bytes": self.state.bytes_of[run]}
+            for run, metadata in self.run_tables.report().items()
         }
 
     # -------------------------------------------------------------- steps out
@@ -226,13 +227,13 @@ class Engine:
         op = self.state.op + 1
         try:
             manifest = self.state.draw(op, step, counts)
-            return Drawn(step, op, self._places(manifest.groups), self._facts(manifest.groups))
+            return Drawn(step, op, self._places(manifest.groups), self._metadata(manifest.groups))
         except WaitTimeout as error:
             if not isinstance(counts, Target) and len(counts) > 1:
-                self.journal.rebuild()  # others may have been drawn from
+                self.recorder.rebuild()  # others may have been drawn from
             return f"generation: {error}"
         except Exception:
-            self.journal.rebuild()  # whatever was drawn goes back
+            self.recorder.rebuild()  # whatever was drawn goes back
             raise
 
     def record(self, drawn: Drawn, planned: PlannedStep) -> None:
@@ -256,7 +257,7 @@ class Engine:
         `bad` are positions in the step, with the reason."""
         manifest = self.state.steps.get(drawn.step)  # none if memory was read again from the log since
         ops = () if manifest is None else manifest.groups
-        self.journal.rebuild()  # the log knows nothing of the draw
+        self.recorder.rebuild()  # the log knows nothing of the draw
         if bad and ops:
             self._quarantine({ops[i]: reason[:500] for i, reason in bad.items()})
 
@@ -270,7 +271,7 @@ class Engine:
         self.counts["steps_replanned"] += self.last_step - step + 1
         with self.log.transaction():
             self.log.remove_steps(step)
-        self.journal.rebuild()
+        self.recorder.rebuild()
         if group in self.state.by_id:
             self._quarantine({self.state.by_id[group]: reason[:500]})
         return True
@@ -279,7 +280,7 @@ class Engine:
         """A step that was planned before, and where its groups are."""
         manifest = self.state.steps[step]
         plan = PlannedStep(rank_plans=manifest.rank_plans, needs=manifest.needs, digests=manifest.digests)
-        places = zip(self._places(manifest.groups), self._facts(manifest.groups), strict=True)
+        places = zip(self._places(manifest.groups), self._metadata(manifest.groups), strict=True)
         return plan, tuple(replace(place, metadata=metadata) for place, metadata in places)
 
     def is_planned(self, step: int, planned: PlannedStep) -> bool:
@@ -296,11 +297,11 @@ class Engine:
                 raise DamagedFrame(name, "it was given back; raise retain_steps, or drop no group that steps may need")
         return tuple(Place(row.id, row.location, row.samples) for row in rows if row is not None)
 
-    def _facts(self, ops: Sequence[int]) -> tuple[bytes, ...]:
-        found = self.log.facts_of(ops)
+    def _metadata(self, ops: Sequence[int]) -> tuple[bytes, ...]:
+        found = self.log.metadata_of(ops)
         for op in ops:
             if op not in found:
-                raise CorruptFrame(f"group {self.state.rows[op].id!r}: its facts are not in the log")
+                raise CorruptFrame(f"group {self.state.rows[op].id!r}: its metadata are not in the log")
         return tuple(found[op] for op in ops)
 
     def _missing(self) -> str:
@@ -323,7 +324,7 @@ class Engine:
     def _quarantine(self, bad: Mapping[int, str]) -> None:
         """Set aside groups no step can be made with, so that they do not stop all others."""
         runs = {self.state.rows[op].run: reason for op, reason in bad.items()}
-        self.journal.decide(Quarantine(groups=dict(bad)))
+        self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
         for run in sorted(runs.keys() & self.run_tables.members):
             self._judge(run, runs[run])
@@ -339,7 +340,7 @@ class Engine:
         row = self._set_aside(group)
         if not drop and not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
-        self.journal.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
+        self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
 
     def quarantine(self, most: int = 100) -> list[dict[str, Any]]:
         """The groups in quarantine, the latest last, at most so many."""
@@ -376,7 +377,7 @@ class Engine:
     def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, anew: bool = False) -> None:
         """Steps before this one are trained, and this was decided with it."""
         numbered = list(enumerate(records, start=self.state.op + 1))
-        with self.journal.transaction():
+        with self.recorder.transaction():
             for name, value in meta.items():
                 self.log.set_meta(name, value)
             for op, record in numbered:
@@ -387,13 +388,13 @@ class Engine:
 
     def _save_now_and_then(self) -> None:
         """Write memory down once much was decided since; so often that it costs little against what is held."""
-        if self.state.is_drawing or self.state.op - self.journal.saved_op < max(
+        if self.state.is_drawing or self.state.op - self.recorder.saved_op < max(
             self.settings.snapshot_every, len(self.state.rows)
         ):
             return
-        self.journal.saved_op = self.state.op
+        self.recorder.saved_op = self.state.op
         try:
-            with self.journal.transaction():
+            with self.recorder.transaction():
                 self.log.set_snapshot(self.state.op, self.state.save().to_bytes())
         except Exception as error:
             if ends_plane(error):
@@ -406,7 +407,7 @@ class Engine:
         """Note new priorities, by group or sample id, and numbers to show. See `priorities` for the rule."""
         self.numbers.update(metrics)
         if priorities:
-            report(self.journal, priorities, step)
+            report(self.recorder, priorities, step)
 
     def resume(self, session: int, step: int) -> str:
         """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.frames import EvalFacts
+from penstock.frames import EvalMetadata
 from penstock.log import GroupRow
 
 MAX_ENVS = 64
@@ -26,30 +26,30 @@ class _Sums:
     num_rewards: int = 0
     sampled: int = 0
 
-    def add(self, row: GroupRow, facts: EvalFacts, sign: int) -> None:
+    def add(self, row: GroupRow, metadata: EvalMetadata, sign: int) -> None:
         self.groups += sign
         self.samples += sign * row.samples
-        self.rewards += sign * facts.rewards
-        self.num_rewards += sign * facts.num_rewards
-        self.sampled += sign * facts.sampled
+        self.rewards += sign * metadata.rewards
+        self.num_rewards += sign * metadata.num_rewards
+        self.sampled += sign * metadata.sampled
 
 
 class Evaluations:
     """The evaluation groups of a run, and those of them whose frames are kept, oldest first."""
 
-    def __init__(self, found: Iterable[tuple[GroupRow, EvalFacts | None]] = ()) -> None:
+    def __init__(self, found: Iterable[tuple[GroupRow, EvalMetadata | None]] = ()) -> None:
         """`found` are all of them, as the log has them."""
-        self._kept: dict[int, tuple[GroupRow, EvalFacts]] = {}
+        self._kept: dict[int, tuple[GroupRow, EvalMetadata]] = {}
         """By op."""
         self._sums: dict[tuple[str, int], _Sums] = {}
         """By environment and policy version, -1 where that is not known."""
         self.num_groups = self.num_samples = self.num_tokens = 0
         self.num_bytes = 0
         """Of the frames that are kept."""
-        self.given_back = 0
+        self.freeing = 0
         """Groups whose frames were given back."""
-        for row, facts in found:
-            self.add(row, facts)
+        for row, metadata in found:
+            self.add(row, metadata)
 
     @property
     def kept(self) -> list[str]:
@@ -61,30 +61,30 @@ class Evaluations:
         """The same, by op."""
         return list(self._kept)
 
-    def add(self, row: GroupRow, facts: EvalFacts | None) -> None:
-        """A group was accepted; one without a location, or facts, was given back since."""
+    def add(self, row: GroupRow, metadata: EvalMetadata | None) -> None:
+        """A group was accepted; one without a location, or metadata, was given back since."""
         self.num_groups += 1
         self.num_samples += row.samples
         self.num_tokens += row.tokens
-        if facts is None or not row.location:
-            self.given_back += 1
+        if metadata is None or not row.location:
+            self.freeing += 1
             return
-        self._kept[row.op] = (row, facts)
-        self._count(row, facts, 1)
+        self._kept[row.op] = (row, metadata)
+        self._count(row, metadata, 1)
 
     def give_back(self, most_bytes: int) -> Iterator[GroupRow]:
         """The oldest, until no more than so many bytes are kept."""
         while self.num_bytes > most_bytes:
-            row, facts = self._kept.pop(next(iter(self._kept)))
-            self._count(row, facts, -1)
-            self.given_back += 1
+            row, metadata = self._kept.pop(next(iter(self._kept)))
+            self._count(row, metadata, -1)
+            self.freeing += 1
             yield row
 
-    def _count(self, row: GroupRow, facts: EvalFacts, sign: int) -> None:
+    def _count(self, row: GroupRow, metadata: EvalMetadata, sign: int) -> None:
         self.num_bytes += sign * row.size
-        key = (facts.env, -1 if row.policy_version is None else row.policy_version)
+        key = (metadata.env, -1 if row.policy_version is None else row.policy_version)
         sums = self._sums.setdefault(key, _Sums())
-        sums.add(row, facts, sign)
+        sums.add(row, metadata, sign)
         if not sums.groups:
             del self._sums[key]
 
@@ -97,7 +97,7 @@ class Evaluations:
             "eval/samples": self.num_samples,
             "eval/tokens": self.num_tokens,
             "eval/kept_bytes": self.num_bytes,
-            "eval/given_back_groups": self.given_back,
+            "eval/freeing_groups": self.freeing,
         }
         newest = {env: version for env, version in sorted(self._sums)}  # noqa: C416 - of each the last, the highest
         for env, version in list(newest.items())[:MAX_ENVS]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 
 _KEPT_STEPS = 64
 """Steps whose numbers are kept: more than are ever planned and not delivered."""
@@ -27,17 +27,17 @@ class Generated:
         self._last: dict[str, float] = {}
         self._of_step: dict[int, dict[str, float]] = {}
 
-    def add(self, facts: GroupFacts) -> None:
+    def add(self, metadata: GroupMetadata) -> None:
         """A group was accepted to be trained."""
-        count = facts.num_samples
-        rewards = np.frombuffer(facts.rewards, "<f4")
+        count = metadata.num_samples
+        rewards = np.frombuffer(metadata.rewards, "<f4")
         scored = rewards[np.isfinite(rewards)]
-        seconds = [one for one in facts.seconds if one >= 0]
+        seconds = [one for one in metadata.seconds if one >= 0]
         self._note("reward", float(scored.sum(dtype=np.float64)), len(scored))
-        self._note("length", float(np.frombuffer(facts.lengths, "<i8").sum(dtype=np.float64)), count)
-        trained = np.frombuffer(facts.loss_tokens, "<i8")
+        self._note("length", float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64)), count)
+        trained = np.frombuffer(metadata.loss_tokens, "<i8")
         self._note("completion_length", float(trained.sum(dtype=np.float64)), count)
-        self._note("truncated", float(np.frombuffer(facts.truncated, np.bool_).sum()), count)
+        self._note("truncated", float(np.frombuffer(metadata.truncated, np.bool_).sum()), count)
         self._note("seconds", sum(seconds), len(seconds))
 
     def _note(self, name: str, total: float, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Groups on their way in: each frame is checked once, its facts are made, and it is kept.
+"""Groups on their way in: each frame is checked once, its metadata are made, and it is kept.
 
 This is the work of a put that depends on its size; it runs beside the loop that answers.
 """
@@ -14,18 +14,18 @@ import xxhash
 from penstock.arrays import Column, words_for
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
-    EvalFacts,
-    GroupFacts,
+    EvalMetadata,
+    GroupMetadata,
     Limits,
     check_group,
-    facts_for_evaluation,
     frame_size,
     front_size,
-    join_facts,
+    join_metadata,
+    metadata_for_evaluation,
     read_head,
 )
 from penstock.packing import plan
-from penstock.plane.over_length import NONE, OverLength, check_lengths, facts_for
+from penstock.plane.over_length import NONE, OverLength, check_lengths, metadata_for
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.untrained import check_trained
 from penstock.protocol import Buffer
@@ -68,14 +68,14 @@ class Arrived:
     """A group that is checked and kept: only the decision to accept it is missing."""
 
     group: str
-    facts: GroupFacts
+    metadata: GroupMetadata
     location: str
-    eval_facts: EvalFacts | None = None
+    eval_metadata: EvalMetadata | None = None
     """Of an evaluation group."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
-    metadata: bytes = b""
-    """The facts as they came, where the log may take them as they are."""
+    raw_metadata: bytes = b""
+    """The metadata as they came, where the log may take them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ class Intake:
         """What becomes of a group that a client has written to storage. None: it must be read to know that, and
         `may_read` is False."""
         try:
-            facts = self._facts_of(stored)
-            if not (stored.evaluation or facts.fits(self._settings.packing.seq_len)):
+            metadata = self._metadata_of(stored)
+            if not (stored.evaluation or metadata.fits(self._settings.packing.seq_len)):
                 # Its sender attached to a plane with another seq_len: this one reads the frame itself.
                 if not may_read:
                     return None
-                facts = facts_for(self._settings, facts, self._storage.read(stored.location)[0])
+                metadata = metadata_for(self._settings, metadata, self._storage.read(stored.location)[0])
             shown = None
             if stored.evaluation:
-                shown = EvalFacts.from_bytes(stored.shown)
-                self._check_own(facts)
+                shown = EvalMetadata.from_bytes(stored.shown)
+                self._check_own(metadata)
             else:
-                self._check_facts(facts)
+                self._check_metadata(metadata)
             if stored.read_back:
                 self._read_back(stored)
         except PenstockError as error:
@@ -132,30 +132,30 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - metadata must not end the plane, whatever it provokes
             words = f"group {stored.group!r}: {type(error).__name__}: {error}; its metadata cannot be used"
             return Refused(stored.group, InvalidInput(words), stored.location)
-        found = NONE if stored.evaluation else OverLength.of(facts)
-        if not stored.evaluation and self._is_dropped(facts):
+        found = NONE if stored.evaluation else OverLength.of(metadata)
+        if not stored.evaluation and self._is_dropped(metadata):
             return Dropped(stored.group, found, stored.location)
-        same = not stored.evaluation and facts.seq_len == self._settings.packing.seq_len
-        return Arrived(stored.group, facts, stored.location, shown, found, stored.metadata if same else b"")
+        same = not stored.evaluation and metadata.seq_len == self._settings.packing.seq_len
+        return Arrived(stored.group, metadata, stored.location, shown, found, stored.metadata if same else b"")
 
-    def _facts_of(self, stored: Stored) -> GroupFacts:
+    def _metadata_of(self, stored: Stored) -> GroupMetadata:
         """Metadata that belongs to the frame at its location, within the plane's limits."""
-        facts, size = GroupFacts.from_bytes(stored.metadata), parse_location(stored.location).size
+        metadata, size = GroupMetadata.from_bytes(stored.metadata), parse_location(stored.location).size
         name = f"group {stored.group!r}"
-        if facts.group != stored.group or not facts.num_samples:
-            raise CorruptFrame(f"{name}: the metadata is of group {facts.group!r}, {facts.num_samples} samples")
+        if metadata.group != stored.group or not metadata.num_samples:
+            raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
         # Only the sizes: what else the front says is checked by the rank that reads with it.
-        if not facts.size == frame_size(facts.front) == size or front_size(facts.front) != len(facts.front):
+        if not metadata.size == frame_size(metadata.front) == size or front_size(metadata.front) != len(metadata.front):
             raise CorruptFrame(
-                f"{name}: metadata of a frame of {facts.size} bytes, front of {len(facts.front)}, at a location of "
-                f"{size}; they must agree"
+                f"{name}: metadata of a frame of {metadata.size} bytes, front of {len(metadata.front)}, at a location "
+                f"of {size}; they must agree"
             )
-        if facts.num_tokens > self.limits.max_tokens or facts.num_samples > self.limits.max_samples:
+        if metadata.num_tokens > self.limits.max_tokens or metadata.num_samples > self.limits.max_samples:
             raise InvalidInput(
-                f"{name}: {facts.num_tokens:,} tokens in {facts.num_samples:,} samples; at most "
+                f"{name}: {metadata.num_tokens:,} tokens in {metadata.num_samples:,} samples; at most "
                 f"{self.limits.max_tokens:,} (max_group_tokens) in {self.limits.max_samples:,}"
             )
-        return facts
+        return metadata
 
     def _read_back(self, stored: Stored) -> None:
         """The first frame of a segment: a wrong mount or a copied folder is found before anything is acknowledged."""
@@ -184,90 +184,90 @@ class Intake:
         group, frame = incoming.group, incoming.frame
         try:
             if incoming.evaluation:
-                facts, eval_facts = self.check_evaluation(group, frame)
-                return Arrived(group, facts, "", eval_facts)
-            facts = self.check(group, frame)
-            found = OverLength.of(facts)
-            if self._is_dropped(facts):
+                metadata, eval_metadata = self.check_evaluation(group, frame)
+                return Arrived(group, metadata, "", eval_metadata)
+            metadata = self.check(group, frame)
+            found = OverLength.of(metadata)
+            if self._is_dropped(metadata):
                 return Dropped(group, found)
-            return Arrived(group, facts, "", over_length=found)
+            return Arrived(group, metadata, "", over_length=found)
         except PenstockError as error:
             return Refused(group, error)
         except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
             words = f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read"
             return Refused(group, InvalidInput(words))
 
-    def check(self, group: str, frame: Buffer) -> GroupFacts:
-        """The facts of a frame; raises what is wrong with it."""
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
+        """The metadata of a frame; raises what is wrong with it."""
         drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
-        facts = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
-        self._check_facts(facts)
-        return facts
+        metadata = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
+        self._check_metadata(metadata)
+        return metadata
 
-    def _check_facts(self, facts: GroupFacts) -> None:
+    def _check_metadata(self, metadata: GroupMetadata) -> None:
         """Raise what this plane's settings have against a group that is to be trained."""
         packing = self._settings.packing
         if self._settings.over_length == "reject":
-            check_lengths(facts)
-        self._check_own(facts)
-        self._check_required(facts)
-        if self._settings.untrained_groups == "reject" and not self._is_dropped(facts):
-            check_trained(facts)
+            check_lengths(metadata)
+        self._check_own(metadata)
+        self._check_required(metadata)
+        if self._settings.untrained_groups == "reject" and not self._is_dropped(metadata):
+            check_trained(metadata)
         most = self._settings.replay.max_staleness
-        if facts.policy_version is None and most is not None:
+        if metadata.policy_version is None and most is not None:
             raise InvalidInput(
-                f"group {facts.group!r}: no policy_version, and max_staleness is {most}; "
+                f"group {metadata.group!r}: no policy_version, and max_staleness is {most}; "
                 "say which policy sampled it: plane.group(..., policy_version=plane.policy_version)"
             )
         if packing.over_cap == "strict":
-            plan(join_facts([facts]), packing)  # a sample beyond a cap is found now, not when its step is planned
+            plan(join_metadata([metadata]), packing)  # a sample beyond a cap is found now, not when its step is planned
 
-    def _is_dropped(self, facts: GroupFacts) -> bool:
+    def _is_dropped(self, metadata: GroupMetadata) -> bool:
         """Whether `over_length` leaves nothing of a group."""
-        return self._settings.over_length == "drop" and not any(facts.kept)
+        return self._settings.over_length == "drop" and not any(metadata.kept)
 
-    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupFacts, EvalFacts]:
-        """The facts of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
+    def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
+        """The metadata of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
         length) is not asked of it."""
-        facts, eval_facts = facts_for_evaluation(group, frame, self.limits)
-        self._check_own(facts)
-        return facts, eval_facts
+        metadata, eval_metadata = metadata_for_evaluation(group, frame, self.limits)
+        self._check_own(metadata)
+        return metadata, eval_metadata
 
-    def _check_own(self, facts: GroupFacts) -> None:
-        for name, description in facts.own.items():
+    def _check_own(self, metadata: GroupMetadata) -> None:
+        for name, description in metadata.own.items():
             column, known = Column.of(name, description), self._settings.packing.own.get(name)
             if known is None:
                 raise InvalidInput(
-                    f"group {facts.group!r}: column {name!r} ({words_for(column)}), which this plane was not told of; "
-                    f"open it with columns=[penstock.Column({name!r}, ...)]"
+                    f"group {metadata.group!r}: column {name!r} ({words_for(column)}), which this plane was not told "
+                    f"of; open it with columns=[penstock.Column({name!r}, ...)]"
                 )
             if not known.is_like(column):
                 raise InvalidInput(
-                    f"group {facts.group!r}: column {name!r} is {words_for(column)}, and this plane was told of "
+                    f"group {metadata.group!r}: column {name!r} is {words_for(column)}, and this plane was told of "
                     f"{words_for(known)}; put samples, not frames that were encoded without the plane"
                 )
 
-    def _check_required(self, facts: GroupFacts) -> None:
+    def _check_required(self, metadata: GroupMetadata) -> None:
         for name in self._settings.requires:
-            lacking = _lacking(facts, name)
+            lacking = _lacking(metadata, name)
             if lacking:
                 raise InvalidInput(
-                    f"group {facts.group!r}: no {name} in sample {lacking[0]!r} ({len(lacking)} of {facts.num_samples} "
-                    "samples), which this plane requires of every trained sample; record it, or open the plane without "
-                    "it in `requires`"
+                    f"group {metadata.group!r}: no {name} in sample {lacking[0]!r} ({len(lacking)} of "
+                    f"{metadata.num_samples} samples), which this plane requires of each trained sample; record it, or "
+                    "open the plane without it in `requires`"
                 )
 
 
-def _lacking(facts: GroupFacts, name: str) -> list[str]:
+def _lacking(metadata: GroupMetadata, name: str) -> list[str]:
     """The trained samples without a column; of a group that trains nothing, all samples without it."""
-    trained = np.frombuffer(facts.kept_loss_tokens, "<i8") > 0
+    trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
-        trained = np.ones(facts.num_samples, np.bool_)
-    has = np.zeros(facts.num_samples, np.bool_)
-    if name in facts.columns:
-        table = np.frombuffer(facts.has, np.bool_).reshape(facts.num_samples, -1)
-        has = table[:, facts.columns.index(name)]
-    return [facts.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
+        trained = np.ones(metadata.num_samples, np.bool_)
+    has = np.zeros(metadata.num_samples, np.bool_)
+    if name in metadata.columns:
+        table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
+        has = table[:, metadata.columns.index(name)]
+    return [metadata.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
 
 
 def limits_of(settings: PlaneSettings) -> Limits:

@@ -1,4 +1,4 @@
-"""The plane's loop: one thread that listens on all carriers and lets engine and coordinator do the work.
+"""The plane's loop: one thread that listens on all transports and lets engine and coordinator do the work.
 
 Each turn takes everything that has arrived, writes all of it with one sync, answers, plans what was asked for, and
 looks at the clock. Nothing is done on a timer that a message could have announced.
@@ -25,12 +25,12 @@ from penstock.plane.durations import Marks
 from penstock.plane.effect_runner import EffectRunner
 from penstock.plane.engine import Engine
 from penstock.plane.failures import ends_plane, failure_in_words
-from penstock.plane.journal import run_at_once
 from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.plane_sessions import admission_of, coordinator_of, sign_of_life
 from penstock.plane.plane_status import status_of
-from penstock.plane.run_story import RunStory
+from penstock.plane.recorder import run_at_once
+from penstock.plane.run_logger import RunLogger
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.small_decisions import decide
@@ -65,20 +65,20 @@ from penstock.protocol import (
 )
 from penstock.protocol.admission import Effect as AdmissionEffect
 from penstock.storage import Storage
-from penstock.transport import PlaneCarrier
+from penstock.transport import PlaneTransport
 
 logger = logging.getLogger("penstock.plane")
 _RETRY_S = _LOOK_S = 1.0
 
 
-class Server:
+class PlaneLoop:
     """A plane at work. `run` in a process or thread of its own; `stop` from anywhere."""
 
     def __init__(
         self,
         settings: PlaneSettings,
         log: Log,
-        carriers: Sequence[PlaneCarrier],
+        transports: Sequence[PlaneTransport],
         *,
         storage: Storage | None = None,
         on_turn: Callable[[], None] = lambda: None,
@@ -93,23 +93,25 @@ class Server:
         self._storage = storage or storage_of(settings, log.folder)
         self.engine = Engine(settings, log, self._storage, outside)
         self._workers = workers or Threads()
-        self.engine.journal.run_beside = partial(self._workers.submit, "sweep")
+        self.engine.recorder.run_beside = partial(self._workers.submit, "sweep")
         self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
         self.coordinator = coordinator_of(settings, log, self.engine)
-        self._log, self._carriers, self._on_turn = log, list(carriers), on_turn
+        self._log, self._transports, self._on_turn = log, list(transports), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
         self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), _may_write)
-        self.story = RunStory(self.engine.counts)
-        self.story.started(settings.run, log, self.engine)
-        self._poller = _poller_of(self._carriers, self._workers)
+        self.run_logger = RunLogger(self.engine.counts)
+        self.run_logger.started(settings.run, log, self.engine)
+        self._poller = _poller_of(self._transports, self._workers)
         self._stopping = threading.Event()
         self._early: list[tuple[Peer, Buffer, Frames]] = []
         """What came while the log was away; handled in the next turn."""
         log.while_waiting = self._stay_alive
         self._marks = Marks()
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
-        self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
+        self._effects = EffectRunner(
+            self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
+        )
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -117,7 +119,7 @@ class Server:
 
     @property
     def urls(self) -> list[str]:
-        return [carrier.url for carrier in self._carriers]
+        return [transport.url for transport in self._transports]
 
     def run(self) -> None:
         """Work until `stop`; whatever goes wrong beyond repair ends the plane and is told to every rank."""
@@ -138,10 +140,10 @@ class Server:
         """Tell every rank, also those whose message was not read yet."""
         self._effects.carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
         words = self.coordinator.failure
-        for carrier in self._carriers:
-            for peer, _header, _frames in carrier.receive():
+        for transport in self._transports:
+            for peer, _header, _frames in transport.receive():
                 if words is not None:
-                    self._send((carrier, peer), words)
+                    self._send((transport, peer), words)
 
     def last_words(self) -> tuple[bytes, PenstockError] | None:
         """What a plane that ended answers to ranks that can still reach it, and what others raise; None if it ended in
@@ -154,10 +156,10 @@ class Server:
 
     def _close(self) -> None:
         self._log.while_waiting = lambda: None  # there is nobody left to answer
-        for carrier in self._carriers:
-            carrier.close()
+        for transport in self._transports:
+            transport.close()
         self._workers.close()  # first: what is being written has an end
-        self.engine.journal.run_beside = run_at_once
+        self.engine.recorder.run_beside = run_at_once
         try:
             if self.failure is None:
                 self.engine.close()
@@ -171,8 +173,8 @@ class Server:
         self._stopping.set()
 
     def _patience_s(self) -> float:
-        """How long to wait for a message: until the next look at the clock, or at a carrier that cannot call."""
-        looks = [carrier.poll_s for carrier in self._carriers if carrier.poll_s is not None]
+        """How long to wait for a message: until the next look at the clock, or at a transport that cannot call."""
+        looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
         return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
 
     def turn(self, now: float) -> None:
@@ -196,21 +198,21 @@ class Server:
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
-        self.story.look()
+        self.run_logger.look()
         self._on_turn()
         self._marks.mark("sessions and answers")
 
     def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
         """What has arrived. The log is asked once about all groups that are named."""
         arrived, self._early = self._early, []
-        for carrier in self._carriers:
-            arrived += [((carrier, peer), header, frames) for peer, header, frames in carrier.receive()]
+        for transport in self._transports:
+            arrived += [((transport, peer), header, frames) for peer, header, frames in transport.receive()]
         found = []
         for peer, header, frames in arrived:
             try:
                 found.append((peer, read_from_client(header), header, frames))
             except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
-                self.story.count("messages_corrupt", f"dropped a message: {error}")
+                self.run_logger.count("messages_corrupt", f"dropped a message: {error}")
         named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
         self.engine.acceptance.look_up(named)
         return found
@@ -219,12 +221,12 @@ class Server:
         """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
         now = self._now = time.monotonic()
         self.coordinator.remark = f"the log is slow or away: {self._log.where}"
-        for carrier in self._carriers:
-            for address, header, frames in carrier.receive():
-                peer = (carrier, address)
+        for transport in self._transports:
+            for address, header, frames in transport.receive():
+                peer = (transport, address)
                 sign = sign_of_life(self.coordinator, peer, header, now)
                 if sign is not None:  # not with `_send`: a peer that is gone would change what is being written
-                    carrier.send(address, self._pack(sign), ())
+                    transport.send(address, self._pack(sign), ())
                 if not isinstance(sign, Pulse) or not sign.number:
                     self._early.append((peer, header, frames))
         self._on_turn()
@@ -238,7 +240,7 @@ class Server:
     def _tell_version(self) -> None:
         """Ranks and producers hear of the newest weights with every answer."""
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
-        self.coordinator.remark = self.story.stale_words(self.engine)
+        self.coordinator.remark = self.run_logger.stale_words(self.engine)
 
     def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
         try:
@@ -248,13 +250,15 @@ class Server:
                 raise
             words = f"a {type(message).__name__} could not be handled: {failure_in_words(error)}"
             logger.debug("%s", words, exc_info=True)
-            self.story.count("messages_failed", words)
+            self.run_logger.count("messages_failed", words)
 
     def _act_on(self, peer: Peer, message: FromClient, run_id: bytes, frames: Frames, now: float) -> None:
         if isinstance(message, Attach):
             self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
-            self.story.count("messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here")
+            self.run_logger.count(
+                "messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here"
+            )
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
@@ -274,7 +278,7 @@ class Server:
 
     def _decide(self, effect: Decide) -> Send:
         if not isinstance(effect.message, OpenSegment):
-            return self.admission.decided(effect.ticket, decide(self.engine, self.story, effect.message))
+            return self.admission.decided(effect.ticket, decide(self.engine, self.run_logger, effect.message))
         try:
             (segment,) = self.engine.segments.register(_writer_of(effect.ticket[0]))
         except PenstockError as error:
@@ -307,10 +311,10 @@ class Server:
     def _answer(self, outcome: Outcome) -> None:
         assert isinstance(outcome.ticket, tuple)  # as made by admission
         if isinstance(outcome.error, AlteredOnTheWay):
-            self.story.count("messages_corrupt", f"{outcome.error}; asked for again")
+            self.run_logger.count("messages_corrupt", f"{outcome.error}; asked for again")
             self._effects.do(self.admission.missing(outcome.ticket))
             return
-        self.story.put(outcome.error, stale=outcome.stale, over_length=outcome.over_length)
+        self.run_logger.put(outcome.error, stale=outcome.stale, over_length=outcome.over_length)
         answer = self.admission.answer(
             outcome.ticket,
             outcome.error,
@@ -337,8 +341,8 @@ class Server:
 
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
-        carrier, address = peer
-        if not carrier.send(address, self._pack(message), frames):
+        transport, address = peer
+        if not transport.send(address, self._pack(message), frames):
             self.admission.rooms.gone(peer)
             self.engine.segments.seal_writer(_writer_of(peer))
 
@@ -382,21 +386,21 @@ class Server:
 def _writer_of(peer: Peer) -> str:
     """Names a client that writes segments, as long as its connection lasts."""
     assert isinstance(peer, tuple)  # as made in `turn`
-    carrier, address = peer
-    return f"{carrier.url} {address!r}"[:MAX_NAME]
+    transport, address = peer
+    return f"{transport.url} {address!r}"[:MAX_NAME]
 
 
 def _may_write(peer: Peer) -> bool:
     assert isinstance(peer, tuple)  # as made in `turn`
-    carrier, address = peer
-    return bool(carrier.is_writer(address))
+    transport, address = peer
+    return bool(transport.is_writer(address))
 
 
-def _poller_of(carriers: Sequence[PlaneCarrier], workers: Workers) -> zmq.Poller:
-    """Sees what comes from carriers that can call, and what workers have done."""
+def _poller_of(transports: Sequence[PlaneTransport], workers: Workers) -> zmq.Poller:
+    """Sees what comes from transports that can call, and what workers have done."""
     poller = zmq.Poller()
-    for carrier in carriers:
-        pollable = carrier.pollable()
+    for transport in transports:
+        pollable = transport.pollable()
         if pollable is not None:
             poller.register(pollable, zmq.POLLIN)
     if isinstance(workers, Threads):

@@ -26,17 +26,17 @@ def lose(engine: Engine, lost: Mapping[int, str]) -> tuple[int, str] | None:
     first = min(planned, default=None)
     words = ""
     if first is None:
-        engine.journal.decide(record)
+        engine.recorder.decide(record)
     else:
         op = next(op for op in state.steps[first].groups if op in lost)
         words = f"group {state.rows[op].id!r}: {lost[op]}"
         with engine.log.transaction():  # both, or neither
             engine.log.remove_steps(first)
             engine.log.add_record(state.op + 1, record)
-        engine.journal.rebuild()
+        engine.recorder.rebuild()
     engine.counts["groups_lost"] += len(lost)
     trained = [s for s, m in engine.state.steps.items() if s < engine.next_step and lost.keys() & set(m.groups)]
     if trained:
-        with suppress(DiskFull), engine.journal.transaction():  # written with the next decision, at the latest
+        with suppress(DiskFull), engine.recorder.transaction():  # written with the next decision, at the latest
             engine.state.retire(max(trained) + 1)
     return None if first is None else (first, words)

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import Buffer, GroupFacts, check_group
+from penstock.frames import Buffer, GroupMetadata, check_group
 from penstock.log import Shorten
-from penstock.plane.journal import Journal
+from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import Storage
 
@@ -39,9 +39,9 @@ class OverLength:
         return self.truncated_samples, self.truncated_tokens, self.dropped_samples, self.dropped_tokens
 
     @staticmethod
-    def of(facts: GroupFacts) -> OverLength:
-        """Count what a group loses to the `seq_len` that its facts were made for."""
-        lengths, kept = _numbers(facts.lengths), _numbers(facts.kept)
+    def of(metadata: GroupMetadata) -> OverLength:
+        """Count what a group loses to the `seq_len` that its metadata were made for."""
+        lengths, kept = _numbers(metadata.lengths), _numbers(metadata.kept)
         gone = kept == 0
         cut = (kept < lengths) & ~gone
         dropped = gone & (lengths > 0)
@@ -78,56 +78,56 @@ class OverLength:
 NONE = OverLength()
 
 
-def check_lengths(facts: GroupFacts) -> None:
-    """Reject a group with a sample longer than the `seq_len` its facts were made for."""
-    lengths = _numbers(facts.lengths)
-    longer = lengths > facts.seq_len
+def check_lengths(metadata: GroupMetadata) -> None:
+    """Reject a group with a sample longer than the `seq_len` its metadata were made for."""
+    lengths = _numbers(metadata.lengths)
+    longer = lengths > metadata.seq_len
     if longer.any():
         i = int(longer.argmax())
         raise InvalidInput(
-            f"group {facts.group!r}: sample {facts.ids[i]!r} has {lengths[i]} tokens and seq_len is {facts.seq_len} "
-            f"({int(longer.sum())} of {len(lengths)} samples are longer); generate fewer tokens, raise seq_len, or "
-            "open the plane with over_length='truncate' or 'drop'"
+            f"group {metadata.group!r}: sample {metadata.ids[i]!r} has {lengths[i]} tokens and seq_len is "
+            f"{metadata.seq_len} ({int(longer.sum())} of {len(lengths)} samples are longer); generate fewer tokens, "
+            "raise seq_len, or open the plane with over_length='truncate' or 'drop'"
         )
 
 
-def facts_for(settings: PlaneSettings, facts: GroupFacts, frame: Buffer) -> GroupFacts:
-    """Make the facts of a group again, for the `seq_len` of today."""
+def metadata_for(settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer) -> GroupMetadata:
+    """Make the metadata of a group again, for the `seq_len` of today."""
     drop = settings.over_length == "drop"
-    return check_group(frame, group=facts.group, seq_len=settings.packing.seq_len, drop=drop)
+    return check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)
 
 
-def note_seq_len(settings: PlaneSettings, journal: Journal, storage: Storage) -> None:
+def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> None:
     """Count and log what a smaller `seq_len` than before cuts off the groups that wait for training.
 
     They were accepted at the larger one, so they are truncated (dropped if `over_length` says so), never rejected."""
-    log, seq_len = journal.log, settings.packing.seq_len
+    log, seq_len = recorder.log, settings.packing.seq_len
     before = log.meta("seq_len", seq_len)
-    found = OverLength.total(_further_cuts(settings, journal, storage)) if seq_len < before else NONE
-    op = journal.state.op + 1
+    found = OverLength.total(_further_cuts(settings, recorder, storage)) if seq_len < before else NONE
+    op = recorder.state.op + 1
     if before != seq_len or not log.text("seq_len"):
-        with journal.transaction():
+        with recorder.transaction():
             log.set_meta("seq_len", seq_len)
             if found:
                 log.add_record(op, Shorten(**asdict(found)))
     if found:
-        journal.state.redo(op, Shorten(**asdict(found)))
-        journal.counts.update(asdict(found))
+        recorder.state.redo(op, Shorten(**asdict(found)))
+        recorder.counts.update(asdict(found))
         logger.warning("seq_len: %d, and the run was at %d: of the groups that wait, %s", seq_len, before, found)
 
 
-def _further_cuts(settings: PlaneSettings, journal: Journal, storage: Storage) -> Iterator[OverLength]:
+def _further_cuts(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> Iterator[OverLength]:
     """What each waiting group loses that it had before."""
-    for row in map(journal.state.row_of, journal.run_tables):
-        data = journal.log.facts(row.op)
+    for row in map(recorder.state.row_of, recorder.run_tables):
+        data = recorder.log.metadata(row.op)
         if data is None:
             continue
-        facts = GroupFacts.from_bytes(data)
-        if not facts.fits(settings.packing.seq_len):
+        metadata = GroupMetadata.from_bytes(data)
+        if not metadata.fits(settings.packing.seq_len):
             # A damaged frame is found, and its group set aside, when a step is planned with it.
             with suppress(PenstockError):
-                again = facts_for(settings, facts, storage.read(row.location)[0])
-                yield OverLength.of(again).since(OverLength.of(facts))
+                again = metadata_for(settings, metadata, storage.read(row.location)[0])
+                yield OverLength.of(again).since(OverLength.of(metadata))
 
 
 def _numbers(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -1,8 +1,8 @@
 """Groups in and steps out: decisions in the loop's thread, everything that weighs as much as the data beside it.
 
-    put      engine.offer    ->  [intake: check, make facts, keep, sync]  ->  engine.arrive, flush     answered
+    put      engine.offer    ->  [intake: check, make metadata, keep, sync]  ->  engine.arrive, flush     answered
     stored   engine.offer    ->  look at its metadata                     ->  engine.arrive, flush     answered
-    step     engine.draw     ->  [steps: plan from facts]                 ->  engine.record            durable
+    step     engine.draw     ->  [steps: plan from metadata]                 ->  engine.record            durable
                              ->  [steps: gather the payloads]             ->  staged                   delivered
 
 What stands in brackets runs on a worker's thread and touches nothing but storage. So no turn of the loop depends on
@@ -21,12 +21,12 @@ from itertools import islice
 import xxhash
 
 from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, StorageError
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.plane.acceptance import Claim, Outcome
 from penstock.plane.engine import Drawn, Engine
 from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused, Stored
-from penstock.plane.over_length import facts_for
+from penstock.plane.over_length import metadata_for
 from penstock.plane.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.plane.workers import Job, Then, Workers
 from penstock.protocol import NOTHING, Buffer, Put, Staged
@@ -141,7 +141,7 @@ class Pipeline:
         """The run a group belongs to, where that decides whether there is room."""
         if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
             return ""
-        return GroupFacts.from_bytes(metadata).run
+        return GroupMetadata.from_bytes(metadata).run
 
     def _looked_at(self, result: Arrived | Dropped | Refused | Exception | None) -> None:
         if isinstance(result, Exception):
@@ -151,7 +151,12 @@ class Pipeline:
             self._engine.segments.verified(result.location)
             self._engine.counts["groups_direct"] += 1
             self._engine.acceptance.arrive(
-                result.group, result.facts, result.location, result.eval_facts, result.over_length, result.metadata
+                result.group,
+                result.metadata,
+                result.location,
+                result.eval_metadata,
+                result.over_length,
+                result.raw_metadata,
             )
             return
         self._engine.segments.reject(result.location)
@@ -194,7 +199,7 @@ class Pipeline:
             if isinstance(result, Arrived):
                 self._engine.segments.expect_own(result.location)
                 self._engine.acceptance.arrive(
-                    result.group, result.facts, result.location, result.eval_facts, result.over_length
+                    result.group, result.metadata, result.location, result.eval_metadata, result.over_length
                 )
             elif isinstance(result, Dropped):
                 self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
@@ -279,24 +284,24 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """On a worker's thread."""
-        facts = self._fitting(drawn)
+        metadata = self._fitting(drawn)
         try:
-            return self._builder.plan(facts)
+            return self._builder.plan(metadata)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
-            return _Unplannable(error, self._builder.unpackable(facts))
+            return _Unplannable(error, self._builder.unpackable(metadata))
 
-    def _fitting(self, drawn: Drawn) -> list[GroupFacts]:
-        """Facts made for another `seq_len`, which cuts some of their samples, are made anew."""
-        found: list[GroupFacts] = []
-        for data, at in zip(drawn.facts, drawn.groups, strict=True):
+    def _fitting(self, drawn: Drawn) -> list[GroupMetadata]:
+        """Metadata made for another `seq_len`, which cuts some of their samples, are made anew."""
+        found: list[GroupMetadata] = []
+        for data, at in zip(drawn.metadata, drawn.groups, strict=True):
             found.append(self._fit(data, at.location))
         return found
 
-    def _fit(self, data: bytes, location: str) -> GroupFacts:
-        settings, facts = self._engine.settings, GroupFacts.from_bytes(data)
-        if facts.fits(settings.packing.seq_len):
-            return facts
-        return facts_for(settings, facts, self._engine.storage.read(location)[0])
+    def _fit(self, data: bytes, location: str) -> GroupMetadata:
+        settings, metadata = self._engine.settings, GroupMetadata.from_bytes(data)
+        if metadata.fits(settings.packing.seq_len):
+            return metadata
+        return metadata_for(settings, metadata, self._engine.storage.read(location)[0])
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
@@ -388,11 +393,11 @@ class Pipeline:
 
 
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
-    """Facts and locations of some held groups that are not in a step."""
+    """Metadata and locations of some held groups that are not in a step."""
     taken = {place.group for place in drawn.groups}
     rows = (engine.state.row_of(key) for key in engine.run_tables if key not in taken)
-    found = ((engine.log.facts(row.op), row.location) for row in islice(rows, _PROBES))
-    return [(facts, location) for facts, location in found if facts is not None]
+    found = ((engine.log.metadata(row.op), row.location) for row in islice(rows, _PROBES))
+    return [(metadata, location) for metadata, location in found if metadata is not None]
 
 
 class AlteredOnTheWay(CorruptFrame):

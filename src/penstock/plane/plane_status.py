@@ -31,7 +31,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "policy_version": engine.policy_version,
         "producers_waiting": admission.rooms.num_waiting,
         "oldest_wait_s": admission.rooms.oldest_s,
-        "retain": "all" if engine.journal.keeps_all else "steps",
+        "retain": "all" if engine.recorder.keeps_all else "steps",
         "held_groups": len(engine.run_tables),
         "held_bytes": engine.held_bytes,
         "max_disk_bytes": settings.max_disk_bytes,

@@ -21,7 +21,7 @@ from penstock.errors import InvalidInput
 from penstock.log import ForgetReports, Prioritize, Report
 
 if TYPE_CHECKING:
-    from penstock.plane.journal import Journal
+    from penstock.plane.recorder import Recorder
 
 KEPT_STEPS = 8
 """Committed steps for which a late report still counts."""
@@ -68,12 +68,12 @@ def merge(into: Values, values: Mapping[str, float]) -> None:
         into[group] = max(value, into.get(group, 0.0))
 
 
-def report(journal: Journal, priorities: Mapping[str, float], step: int | None) -> None:
+def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None) -> None:
     """Write down what a rank reported of a step; None: it takes effect at once."""
-    state = journal.state
+    state = recorder.state
     if step is not None and step > state.last_step:
         raise InvalidInput(f"priorities of step {step}: the last step that was planned is {state.last_step}")
-    found = _by_group(journal, priorities, state.steps[step].groups if step in state.steps else ())
+    found = _by_group(recorder, priorities, state.steps[step].groups if step in state.steps else ())
     if step is None:
         record: Prioritize | Report = Prioritize(priorities=found)
     elif step >= state.next_step:
@@ -81,14 +81,14 @@ def report(journal: Journal, priorities: Mapping[str, float], step: int | None) 
     else:
         record = Prioritize(priorities=state.reports.late(step, found), step=step)
     if record.priorities:
-        journal.decide(record)
+        recorder.decide(record)
 
 
-def _by_group(journal: Journal, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
+def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
     """The largest value for each group that is held, of ids of groups and of samples.
 
     An id such as GROUP/3 tells its group. Other ids are looked up among the samples of the reported step's groups."""
-    held, rows = journal.run_tables, journal.state.rows
+    held, rows = recorder.run_tables, recorder.state.rows
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}
     others: Values = {}
@@ -100,15 +100,15 @@ def _by_group(journal: Journal, priorities: Mapping[str, float], ops: Sequence[i
         else:
             others[name] = value
     if others:
-        groups = _groups_of(journal.log.facts_of(ops).values())
-        journal.counts["priorities_unknown"] += sum(name not in groups for name in others)
+        groups = _groups_of(recorder.log.metadata_of(ops).values())
+        recorder.counts["priorities_unknown"] += sum(name not in groups for name in others)
         for name, value in others.items():
             merge(found, dict.fromkeys(groups.get(name, ()), value))
     return {group: value for group, value in found.items() if group in held}
 
 
 class _Names(msgspec.Struct, array_like=True):
-    """The beginning of `GroupFacts`, up to what is wanted of them here."""
+    """The beginning of `GroupMetadata`, up to what is wanted of them here."""
 
     format: int
     group: str
@@ -122,10 +122,10 @@ class _Names(msgspec.Struct, array_like=True):
     ids: tuple[str, ...]
 
 
-def _groups_of(facts: Iterable[bytes]) -> dict[str, list[str]]:
+def _groups_of(metadata: Iterable[bytes]) -> dict[str, list[str]]:
     """Sample id -> the groups that have such a sample."""
     found: dict[str, list[str]] = defaultdict(list)
-    for data in facts:
+    for data in metadata:
         names = msgspec.msgpack.decode(zlib.decompress(data), type=_Names)
         for sample in names.ids:
             found[sample].append(names.group)

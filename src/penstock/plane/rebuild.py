@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from penstock.errors import ConfigError, CorruptFile, WaitTimeout
-from penstock.frames import EvalFacts
+from penstock.frames import EvalMetadata
 from penstock.log import Log, State
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
@@ -38,8 +38,8 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
         else:
             _draw_again(state, op, *steps[op])
     evaluated = log.groups_in(State.EVALUATION)
-    facts = log.facts_of([row.op for row in evaluated])
-    state.evaluations = Evaluations((row, _eval_facts(facts.get(row.op))) for row in evaluated)
+    metadata = log.metadata_of([row.op for row in evaluated])
+    state.evaluations = Evaluations((row, _eval_metadata(metadata.get(row.op))) for row in evaluated)
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
     # A run that keeps everything frees nothing, so what it holds need not be read: that grows with the run.
@@ -51,13 +51,13 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
 
 def _free_left(state: PlaneState, log: Log, frames: set[int]) -> None:
     """Free frames of groups that have ended: of a run that kept everything until `penstock storage forget`."""
-    known = state.given_back.ops
+    known = state.freeing.ops
     for row in log.groups_of(sorted(frames.difference(state.rows, state.quarantined, state.evaluations.ops, known))):
-        state.given_back.add(row)
+        state.freeing.add(row)
 
 
-def _eval_facts(data: bytes | None) -> EvalFacts | None:
-    return None if data is None else EvalFacts.from_bytes(data)
+def _eval_metadata(data: bytes | None) -> EvalMetadata | None:
+    return None if data is None else EvalMetadata.from_bytes(data)
 
 
 def _draw_again(state: PlaneState, op: int, step: int, data: bytes, recorded: State) -> None:

@@ -308,7 +308,7 @@ class ServerSettings(PlaneSettings):
     http: Annotated[
         str | None,
         Meta(
-            description="ADDRESS:PORT of the HTTP door, where groups are put as JSON or frames; port 0 picks a free "
+            description="ADDRESS:PORT of the HTTP API, where groups are put as JSON or frames; port 0 picks a free "
             "one; beyond loopback it needs `http_token`; none: off"
         ),
     ] = None

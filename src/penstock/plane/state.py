@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.frames import EvalFacts
+from penstock.frames import EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
@@ -48,11 +48,11 @@ from penstock.log import (
     State,
     Weigh,
 )
-from penstock.plane.blame import count_kinds
 from penstock.plane.evaluations import Evaluations
-from penstock.plane.given_back import GivenBack
+from penstock.plane.freeing import Freeing
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
+from penstock.plane.mixed_columns import count_kinds
 from penstock.plane.priorities import Reports
 from penstock.plane.run_tables import RunTables
 from penstock.plane.settings import Replay, Target
@@ -103,7 +103,7 @@ class PlaneState:
         self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
         """Whether the log and the storage forget nothing; memory forgets all the same."""
-        self.given_back = GivenBack(keeps_all=keeps_all)
+        self.freeing = Freeing(keeps_all=keeps_all)
         self._to_slim: list[int] = []
         """Steps whose plans are given back."""
         self.slim: dict[int, Manifest] = {}
@@ -137,19 +137,19 @@ class PlaneState:
         self._settle()
         return kept
 
-    def take_evaluation(self, row: GroupRow, facts: EvalFacts | None) -> None:
+    def take_evaluation(self, row: GroupRow, metadata: EvalMetadata | None) -> None:
         """An evaluation group was accepted."""
         self.op = max(self.op, row.op)
         self.ledger.accepted += row.samples
         self.ledger.add(State.EVALUATION, "", row.samples)
-        self.evaluations.add(row, facts)
+        self.evaluations.add(row, metadata)
 
     def give_back_evaluations(self, most_bytes: int) -> None:
         """Free the frames of the oldest evaluation groups, until at most `most_bytes` of them are kept."""
         if self.keeps_all:
             return
         for row in self.evaluations.give_back(most_bytes):
-            self.given_back.add(row)
+            self.freeing.add(row)
 
     def _insert(self, row: GroupRow) -> bool:
         # A group that does not say which policy made it counts as of the present one; where staleness is limited it is
@@ -232,7 +232,7 @@ class PlaneState:
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
-            self.given_back.add(row)
+            self.freeing.add(row)
         self._settle()
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
@@ -330,12 +330,12 @@ class PlaneState:
             log.set_groups(ops, state, reason)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
-        if self.given_back.ops:
-            log.forget_frames(self.given_back.ops)
+        if self.freeing.ops:
+            log.forget_frames(self.freeing.ops)
         for step in () if self.keeps_all else self._to_slim:
             slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
             log.set_manifest(step, msgspec.msgpack.encode(slim))
-        if self.given_back.ops or self._to_slim:
+        if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
 
     def written(self) -> None:
@@ -387,7 +387,7 @@ class PlaneState:
         self.by_id.pop(row.id)
         self._last_step_of.pop(op, None)
         if frame:
-            self.given_back.add(row)
+            self.freeing.add(row)
 
     def retire(self, oldest: int = 1) -> None:
         """Forget steps that can no longer be asked for, and the groups that ended with them."""
@@ -408,4 +408,4 @@ class PlaneState:
             elif row.op not in self._unwritten and row.state is not State.HELD and row.id in self.run_tables:
                 self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
-        self.given_back.keep_differences(frames)
+        self.freeing.keep_differences(frames)

@@ -1,7 +1,7 @@
-"""From facts to a plan, and from a plan to the bytes each rank is sent.
+"""From metadata to a plan, and from a plan to the bytes each rank is sent.
 
-Nothing here remembers anything, so it may run beside the loop that answers: the same facts and settings give the same
-plan and digests, in any process, at any time; the same frames give the same samples.
+Nothing here remembers anything, so it may run beside the loop that answers: the same metadata and settings give the
+same plan and digests, in any process, at any time; the same frames give the same samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import step_digest
 from penstock.errors import PenstockError
-from penstock.frames import GroupFacts, join_facts
+from penstock.frames import GroupMetadata, join_metadata
 from penstock.packing import Packing, plan
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
@@ -52,10 +52,10 @@ class PlannedStep:
 class Builder(Protocol):
     """Plans and builds steps. `StepBuilder` is the one; simulations use a smaller one."""
 
-    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
+    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
         """Plan a step of these groups."""
 
-    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+    def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         """Which of these cannot be planned even alone, with the reason."""
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
@@ -64,14 +64,14 @@ class Builder(Protocol):
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Joins facts to plan, gathers frames to build."""
+    """Joins metadata to plan, gathers frames to build."""
 
     packing: Packing
     storage: Storage
 
-    def plan(self, facts: Sequence[GroupFacts]) -> PlannedStep:
-        made = plan(join_facts(facts), self.packing)
-        digests = [digest for group in facts for digest in group.digests]
+    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+        made = plan(join_metadata(metadata), self.packing)
+        digests = [digest for group in metadata for digest in group.digests]
         needs = [rank_plan.needs for rank_plan in made.rank_plans]
         packed = [rank_plan.relative().to_bytes() for rank_plan in made.rank_plans]
         return PlannedStep(
@@ -83,11 +83,11 @@ class StepBuilder:
             loss_tokens=made.totals.step.loss_tokens,
         )
 
-    def unpackable(self, facts: Sequence[GroupFacts]) -> dict[int, str]:
+    def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         found: dict[int, str] = {}
-        for i, group in enumerate(facts):
+        for i, group in enumerate(metadata):
             try:
-                plan(join_facts([group]), self.packing)
+                plan(join_metadata([group]), self.packing)
             except PenstockError as error:
                 found[i] = str(error)
             except Exception as error:  # noqa: BLE001 - whatever a group provokes is its own fault
@@ -96,7 +96,7 @@ class StepBuilder:
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
-        known = {place.location: GroupFacts.from_bytes(place.metadata) for place in groups}
+        known = {place.location: GroupMetadata.from_bytes(place.metadata) for place in groups}
         gathered = gather_picks(self.storage, [requests[rank] for rank in inline])
         payloads: list[Frames | None] = [None] * len(requests)
         for rank, payload in zip(inline, gathered, strict=True):
@@ -110,14 +110,14 @@ class StepBuilder:
         )
 
 
-def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupFacts]) -> StepPicks:
+def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> StepPicks:
     """What one rank reads, with what it must find."""
     groups = []
     for pick in request:
-        facts = known[pick.location]
-        digests = tuple(facts.digests[row] for row in pick.rows)
+        metadata = known[pick.location]
+        digests = tuple(metadata.digests[row] for row in pick.rows)
         groups.append(
-            PickedGroup(group=pick.group, location=pick.location, rows=pick.rows, front=facts.front, digests=digests)
+            PickedGroup(group=pick.group, location=pick.location, rows=pick.rows, front=metadata.front, digests=digests)
         )
     return StepPicks(groups=tuple(groups))
 

@@ -1,4 +1,4 @@
-"""What the coordinator wants done: messages for the carrier, decisions for the engine."""
+"""What the coordinator wants done: messages for the transport, decisions for the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.protocol.messages import Frames, FromPlane, Peer
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give this to the carrier."""
+    """Give this to the transport."""
 
     peer: Peer
     message: FromPlane
@@ -19,7 +19,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """No more steps go to this process: the carrier may give back what it keeps for it."""
+    """No more steps go to this process: the transport may give back what it keeps for it."""
 
     peer: Peer
 

@@ -15,7 +15,7 @@ from penstock.protocol.messages import Frames, FromClient
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """Give this to the carrier."""
+    """Give this to the transport."""
 
     message: FromClient
     frames: Frames = ()

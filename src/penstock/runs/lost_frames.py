@@ -9,7 +9,7 @@ import xxhash
 
 from penstock.frames import Limits, read_head
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import GroupFacts, check_group
+from penstock.frames import GroupMetadata, check_group
 from penstock.plane import MAX_ID
 from penstock.frames import UNCUT
 from penstock.storage import Part, Range
@@ -137,7 +137,7 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
         return Unusable(source.part, piece.offset, piece.size, piece.problem)
     try:
         frame = read_at(file, piece.offset, piece.size)
-        facts = facts_of_frame(frame)
+        metadata = metadata_of_frame(frame)
     except (PenstockError, MemoryError) as error:
         return Unusable(source.part, piece.offset, piece.size, str(error))
     except Exception as error:  # noqa: BLE001 - whatever a frame provokes, the others are looked at
@@ -146,16 +146,16 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
         part=source.part,
         at=piece.offset,
         size=piece.size,
-        group=facts.group,
+        group=metadata.group,
         digest=xxhash.xxh3_128_digest(frame),
-        content=xxhash.xxh3_128_digest(b"".join(facts.digests)),
-        samples=facts.num_samples,
-        tokens=facts.num_tokens,
-        policy_version=facts.policy_version,
+        content=xxhash.xxh3_128_digest(b"".join(metadata.digests)),
+        samples=metadata.num_samples,
+        tokens=metadata.num_tokens,
+        policy_version=metadata.policy_version,
     )
 
 
-def facts_of_frame(frame: bytes) -> GroupFacts:
+def metadata_of_frame(frame: bytes) -> GroupMetadata:
     """The metadata of a frame, which names its group itself; raises what is wrong with it.
 
     It is made for a `seq_len` that cuts nothing. A plane makes it again for groups that its own one cuts.

@@ -18,14 +18,14 @@ import msgspec
 
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
 from penstock.log import Advance, Lose, Quarantine
 from penstock.log import carry_over, copy_log, set_identity
 from penstock.log import LOG, typed_errors
 from penstock.log import NAME as WITNESS
 from penstock.log import Witness
-from penstock.runs.lost_frames import LostFrame, Progress, facts_of_frame, frames_of, no_progress
+from penstock.runs.lost_frames import LostFrame, Progress, metadata_of_frame, frames_of, no_progress
 from penstock.plane import Manifest
 from penstock.runs.recovery import ASIDE, BUILDING, Plan
 from penstock.plane import OWN
@@ -177,24 +177,24 @@ def _begin(plan: Plan, building: Path) -> Log:
 
 def _read_again(
     frames: Iterable[tuple[LostFrame, str]], progress: Progress
-) -> Iterator[tuple[LostFrame, str, bytes, GroupFacts]]:
+) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
     """(frame, location, bytes, metadata); raises Conflict if it is not what the survey found."""
     for name, some in groupby(frames, key=lambda one: one[0].part.name):
         places = list(some)
         part = places[0][0].part
         for (frame, data), (_, location) in zip(frames_of(part, [one for one, _ in places]), places, strict=True):
-            facts = facts_of_frame(data)
-            if facts.group != frame.group or len(data) != frame.size:
+            metadata = metadata_of_frame(data)
+            if metadata.group != frame.group or len(data) != frame.size:
                 raise Conflict(f"{name}: changed while it was read; is a plane at work on it? Call this again")
             progress(frame.size)
-            yield frame, location, data, facts
+            yield frame, location, data, metadata
 
 
 def _written(
-    frames: Iterable[tuple[LostFrame, str, bytes, GroupFacts]], writer: Writer
-) -> Iterator[tuple[LostFrame, str, bytes, GroupFacts]]:
+    frames: Iterable[tuple[LostFrame, str, bytes, GroupMetadata]], writer: Writer
+) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
     """The same frames, in a storage: with one sync for each batch."""
-    batch: list[tuple[LostFrame, str, bytes, GroupFacts]] = []
+    batch: list[tuple[LostFrame, str, bytes, GroupMetadata]] = []
     size = 0
     for one in frames:
         batch.append(one)
@@ -206,23 +206,23 @@ def _written(
 
 
 def _write(
-    batch: list[tuple[LostFrame, str, bytes, GroupFacts]], writer: Writer
-) -> list[tuple[LostFrame, str, bytes, GroupFacts]]:
+    batch: list[tuple[LostFrame, str, bytes, GroupMetadata]], writer: Writer
+) -> list[tuple[LostFrame, str, bytes, GroupMetadata]]:
     locations = writer.write([[data] for _, _, data, _ in batch]) if batch else []
-    return [(frame, at, data, facts) for (frame, _, data, facts), at in zip(batch, locations, strict=True)]
+    return [(frame, at, data, metadata) for (frame, _, data, metadata), at in zip(batch, locations, strict=True)]
 
 
 def _accept(
     log: Log,
-    frames: Iterable[tuple[LostFrame, str, bytes, GroupFacts]],
+    frames: Iterable[tuple[LostFrame, str, bytes, GroupMetadata]],
     op: int,
     choices: Choices,
     members: set[str],
 ) -> None:
     """Write groups to the log, as a put does."""
     batch: list[tuple[GroupRow, bytes]] = []
-    for frame, location, _, facts in frames:
-        batch.append((_row(op + len(batch), frame, location, facts, members), facts.to_bytes()))
+    for frame, location, _, metadata in frames:
+        batch.append((_row(op + len(batch), frame, location, metadata, members), metadata.to_bytes()))
         if len(batch) == _BATCH:
             op = _add(log, batch, choices.state)
             batch = []
@@ -242,18 +242,18 @@ def _add(log: Log, rows: Sequence[tuple[GroupRow, bytes]], state: As) -> int:
     return op + 1
 
 
-def _row(op: int, frame: LostFrame, location: str, facts: GroupFacts, members: set[str]) -> GroupRow:
+def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, members: set[str]) -> GroupRow:
     return GroupRow(
         op=op,
-        id=facts.group,
+        id=metadata.group,
         digest=frame.digest,
-        policy_version=facts.policy_version,
-        samples=facts.num_samples,
-        tokens=facts.num_tokens,
+        policy_version=metadata.policy_version,
+        samples=metadata.num_samples,
+        tokens=metadata.num_tokens,
         size=parse_location(location).size,
-        run=facts.run if facts.run in members else "",
-        prompt=facts.prompt,
-        kinds=tuple(sorted(facts.kinds.items())),
+        run=metadata.run if metadata.run in members else "",
+        prompt=metadata.prompt,
+        kinds=tuple(sorted(metadata.kinds.items())),
         location=location,
     )
 

@@ -19,7 +19,7 @@ import xxhash
 from penstock.config import build
 from penstock.config import without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.log import GroupRow, SqliteLog
 from penstock.log import DropGroup, Lose, Quarantine, Record, ReleaseGroup, Report, Shorten, read_record
 from penstock.plane import Engine
@@ -156,7 +156,7 @@ class _Life:
             prompt=entry.prompt,
             kinds=entry.kinds,
         )
-        with self.engine.journal.transaction():
+        with self.engine.recorder.transaction():
             self.engine.log.add_groups([(row, b"")])
         self.engine.state.take_in(row)
 
@@ -180,7 +180,7 @@ class _Life:
             elif isinstance(found, Dropped):
                 self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
             else:
-                acceptance.arrive(found.group, found.facts, found.location, over_length=found.over_length)
+                acceptance.arrive(found.group, found.metadata, found.location, over_length=found.over_length)
                 outcomes = list(acceptance.flush())
         for outcome in outcomes:
             if not isinstance(outcome, bool) and outcome.error is not None:
@@ -194,7 +194,7 @@ class _Life:
         record = read_record(entry.data)
         if isinstance(record, (Shorten, Report)):
             return  # a put counts again what it shortens; reports take effect with a decision of their own
-        self.engine.journal.decide(self._of_today(record))
+        self.engine.recorder.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:
         """The same decision, about the same groups under the numbers they have here."""
@@ -232,7 +232,7 @@ class _Life:
             )
         self._compare_groups(entry, [place.group for place in drawn.groups])
         try:
-            planned = self._builder.plan([GroupFacts.from_bytes(data) for data in drawn.facts])
+            planned = self._builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata])
         except PenstockError as error:
             raise _Differs(f"Step {entry.step} cannot be planned now: {error}", entry.step) from None
         self.engine.record(drawn, planned)

@@ -16,7 +16,7 @@ from penstock.arrays import sample_digests
 from penstock.frames import Buffer
 from penstock.frames import describe
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.frames import GroupFacts
+from penstock.frames import GroupMetadata
 from penstock.log import State, reading
 from penstock.runs.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.runs.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
@@ -137,16 +137,16 @@ def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progre
     kept = sorted(log.kept, key=lambda one: (one[1].segment, one[1].offset))
     for first in range(0, len(kept), _BATCH):
         batch = kept[first : first + _BATCH]
-        facts = None if report.fast else _facts(run, [group.op for group, _ in batch])
-        frames = None if facts is None else read_each(run.storage, [group.location for group, _ in batch])
+        metadata = None if report.fast else _metadata(run, [group.op for group, _ in batch])
+        frames = None if metadata is None else read_each(run.storage, [group.location for group, _ in batch])
         for group, at in batch:
             report.frames += 1
             report.bytes += at.size
             try:
-                if facts is None or frames is None:
+                if metadata is None or frames is None:
                     _check_size(parts, at)
                 else:
-                    _check_frame(next(frames), group, facts.get(group.op))
+                    _check_frame(next(frames), group, metadata.get(group.op))
             except PenstockError as error:
                 if isinstance(error, Away):
                     run.storage.segments()  # raises Away, too, where all of the storage is away
@@ -165,25 +165,25 @@ def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
         raise Gone(f"{mine[-1].name}: ends {at.end - end} bytes before the frame at {at.offset} does")
 
 
-def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, facts: bytes | None) -> None:
+def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, metadata: bytes | None) -> None:
     """Raise unless the samples in storage are those that were accepted."""
     if isinstance(frame, PenstockError):
         raise frame
     if not any(frame):
         raise Gone(f"{group.location}: was deleted: nothing but zeros is there")
-    if group.state is State.EVALUATION or facts is None:
+    if group.state is State.EVALUATION or metadata is None:
         if xxhash.xxh3_128_digest(frame) != group.digest:
             raise CorruptFrame(f"{group.location}: not the bytes that were accepted")
         return
     _, samples, _ = describe(frame, limits=LIMITS)
-    if tuple(sample_digests(samples)) != GroupFacts.from_bytes(facts).digests:
+    if tuple(sample_digests(samples)) != GroupMetadata.from_bytes(metadata).digests:
         raise CorruptFrame(f"{group.location}: other samples than were accepted")
 
 
-def _facts(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
+def _metadata(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
     """The metadata of groups, by op."""
     with reading(run.folder) as log:
-        return log.facts_of(ops)
+        return log.metadata_of(ops)
 
 
 def _is_needed(run: StoredRun, group: KnownGroup) -> bool:

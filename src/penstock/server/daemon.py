@@ -25,12 +25,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from penstock.client import Plane, plane_carrier, usable_url
+from penstock.client import Plane, plane_transport, usable_url
 from penstock.errors import ConfigError, Fenced
 from penstock.log import Log
-from penstock.plane import Server, ServerSettings, note_listening, open_log, run_folder
+from penstock.plane import PlaneLoop, ServerSettings, note_listening, open_log, run_folder
 from penstock.server.allocation import settle_memory
-from penstock.server.http_api import HttpDoor, find_token
+from penstock.server.http_api import HttpApi, find_token
 from penstock.server.log_format import LineFormatter
 from penstock.server.metrics_page import MetricsPage, metrics_token
 from penstock.server.prometheus import Snapshot
@@ -79,7 +79,7 @@ class Ready:
     metrics: str | None
     """Address of the Prometheus page."""
     http: str | None
-    """Address of the HTTP door."""
+    """Address of the HTTP API."""
     http_token: str | None
     """Its token, if it was made here; None if it was given."""
     secured: bool
@@ -118,11 +118,11 @@ class LoopHooks:
 
     def __init__(self, config: ServerSettings) -> None:
         self.config = config
-        self.server: Server
+        self.server: PlaneLoop
         self.log: Log
         self.watchdog: Watchdog | None = None
         self.page: MetricsPage | None = None
-        self.door: HttpDoor | None = None
+        self.door: HttpApi | None = None
         self.made_token: str | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
@@ -196,19 +196,19 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
         raise ConfigError(f"metrics_token: {config.metrics_token!r} without metrics; give the address of the page too")
     token = None if config.metrics is None else metrics_token(config.metrics, config.metrics_token)
     if config.http is None and config.http_token is not None:
-        raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP door too")
+        raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP API too")
     with contextlib.ExitStack() as opened:
         log = _open_log(config)
         opened.callback(log.close)
         turns.log = log
-        carriers = []
+        transports = []
         for url in config.listen:
-            carriers.append(plane_carrier(url, config.keys, max_message=config.max_message_bytes))
-            opened.callback(carriers[-1].close)
-            stack.callback(_remove_socket, carriers[-1].url, _inode(carriers[-1].url))
+            transports.append(plane_transport(url, config.keys, max_message=config.max_message_bytes))
+            opened.callback(transports[-1].close)
+            stack.callback(_remove_socket, transports[-1].url, _inode(transports[-1].url))
         memory = MemoryPlane()
-        turns.server = Server(config, log, [*carriers, memory] if config.http else carriers, on_turn=turns)
-        note_listening(log, [usable_url(carrier.url) for carrier in carriers])
+        turns.server = PlaneLoop(config, log, [*transports, memory] if config.http else transports, on_turn=turns)
+        note_listening(log, [usable_url(transport.url) for transport in transports])
         if config.http is not None:
             memory.last_words = turns.server.last_words
             turns.door, turns.made_token = _open_door(config, config.http, memory)
@@ -225,12 +225,12 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     return turns
 
 
-def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpDoor, str | None]:
+def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpApi, str | None]:
     """The door, a client of the plane in this process; and its token, if it was made here."""
     token, is_made = find_token(address, config.http_token, config.folder)
     line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts)
     try:
-        return HttpDoor(address, line, token=token), token if is_made else None
+        return HttpApi(address, line, token=token), token if is_made else None
     except BaseException:
         line.close()
         raise

@@ -1,4 +1,4 @@
-"""The HTTP door: producers in other languages, and in sandboxes, put groups and look at the ledger.
+"""The HTTP API: producers in other languages, and in sandboxes, put groups and look at the ledger.
 
     POST /v1/groups     a group as JSON, or a frame: 201 it is new and durable, 200 it was there already
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
@@ -65,11 +65,11 @@ _LATER_S = 1.0
 Answer = Callable[["Request"], Awaitable["Response"]]
 
 
-class HttpDoor:
+class HttpApi:
     """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one."""
 
     def __init__(self, address: str, plane: Plane, *, token: str) -> None:
-        require("the HTTP door", "starlette", "uvicorn", extra="http")
+        require("the HTTP API", "starlette", "uvicorn", extra="http")
         host, port = parse_address(address, "http")
         self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
         app = make_app(plane, self._pool, token=token)
@@ -104,7 +104,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
             return refusal
         with in_hand.taking(size) as fits:
             if not fits:
-                return _later(f"the HTTP door: {MAX_BYTES_IN_HAND} bytes of groups are on their way; send it again")
+                return _later(f"the HTTP API: {MAX_BYTES_IN_HAND} bytes of groups are on their way; send it again")
             body = await _body(request, size)
             if body is None:
                 return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")

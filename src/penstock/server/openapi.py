@@ -1,4 +1,4 @@
-"""What the HTTP door says of itself, as OpenAPI 3.1: made of the records that it reads, so it says what is so."""
+"""What the HTTP API says of itself, as OpenAPI 3.1: made of the records that it reads, so it says what is so."""
 
 from __future__ import annotations
 

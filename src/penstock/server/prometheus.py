@@ -165,13 +165,13 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
-    for run, facts in status["runs"].items():
+    for run, metadata in status["runs"].items():
         labels = {"member": run}
-        yield "penstock_run_share", "gauge", labels, facts["share"]
-        yield "penstock_run_held_groups", "gauge", labels, facts["held_groups"]
-        yield "penstock_run_held_bytes", "gauge", labels, facts["held_bytes"]
-        yield "penstock_run_taken_tokens_total", "counter", labels, facts["taken_tokens"]
-        yield "penstock_run_evicted", "gauge", labels, float(facts["evicted"] is not None)
+        yield "penstock_run_share", "gauge", labels, metadata["share"]
+        yield "penstock_run_held_groups", "gauge", labels, metadata["held_groups"]
+        yield "penstock_run_held_bytes", "gauge", labels, metadata["held_bytes"]
+        yield "penstock_run_taken_tokens_total", "counter", labels, metadata["taken_tokens"]
+        yield "penstock_run_evicted", "gauge", labels, float(metadata["evicted"] is not None)
     yield "penstock_plane_producers_waiting", "gauge", {}, status["producers_waiting"]
     yield "penstock_plane_oldest_wait_s", "gauge", {}, status["oldest_wait_s"]
     for phase in _PHASES:

@@ -46,7 +46,7 @@ def row(op: int, **more: Any) -> GroupRow:
 
 def add(log: Log, *ops: int) -> None:
     with log.transaction():
-        log.add_groups([(row(op), b"facts %d" % op) for op in ops])
+        log.add_groups([(row(op), b"metadata %d" % op) for op in ops])
 
 
 class LogSuite:
@@ -96,7 +96,7 @@ class LogSuite:
         assert (again.run_id, again.epoch, again.commits) == (run_id, 2, commits + 1)
         assert list(again.groups()) == [row(1, size=1 << 60), odd]
         assert again.digest_of(odd.id) == odd.digest
-        assert again.facts_of([1, 2, 3]) == {1: b"\0facts", 2: b""}
+        assert again.metadata_of([1, 2, 3]) == {1: b"\0facts", 2: b""}
         assert dict(again.records()) == {3: Advance(policy_version=7), 4: Discard(reason="why", samples=3, key="k\0")}
         assert again.is_discarded("k\0")
         assert list(again.steps()) == [(1, 5, b"manifest", State.SCHEDULED)]
@@ -228,11 +228,11 @@ class LogSuite:
     def test_the_guard_is_asked_before_it_is_taken_over(self, tmp_path: Path) -> None:
         seen: list[dict[str, Any]] = []
 
-        def refuse(**facts: Any) -> None:
-            seen.append(facts)
+        def refuse(**metadata: Any) -> None:
+            seen.append(metadata)
             raise CorruptFile("not this one")
 
-        log = self.open(tmp_path, guard=lambda **facts: seen.append(facts))
+        log = self.open(tmp_path, guard=lambda **metadata: seen.append(metadata))
         add(log, 1)
         commits, run_id = log.commits, log.run_id
         log.close()

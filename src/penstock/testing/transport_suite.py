@@ -1,4 +1,4 @@
-"""What every carrier must do, as a suite to run over yours; and a carrier that makes any other one unreliable.
+"""What every transport must do, as a suite to run over yours; and a transport that makes any other one unreliable.
 
     class TestMine(RestartableSuite):
         def ends(self, folder): return Ends(plane=lambda: MyPlane(folder), client=lambda: MyClient(folder))
@@ -19,22 +19,22 @@ from random import Random
 import zmq
 
 from penstock.protocol import Buffer, Frames, Peer
-from penstock.transport import ClientCarrier, Envelope, PlaneCarrier
+from penstock.transport import ClientTransport, Envelope, PlaneTransport
 
 PATIENCE_S = 20.0
 SIZES = (0, 1, 63, 64, 65, 4096, 16_383, 16_384, 65_536, 5_000_001)
-"""Around what carriers align to and decide by."""
+"""Around what transports align to and decide by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How to make a carrier's two ends. Called again, `plane` makes one at the same address."""
+    """How to make a transport's two ends. Called again, `plane` makes one at the same address."""
 
-    plane: Callable[[], PlaneCarrier]
-    client: Callable[[], ClientCarrier]
+    plane: Callable[[], PlaneTransport]
+    client: Callable[[], ClientTransport]
 
 
-def hear(plane: PlaneCarrier, count: int, patience_s: float = PATIENCE_S) -> list[tuple[Peer, bytes, list[bytes]]]:
+def hear(plane: PlaneTransport, count: int, patience_s: float = PATIENCE_S) -> list[tuple[Peer, bytes, list[bytes]]]:
     """What reaches the plane, as soon as there are `count` messages, or when patience ends."""
     got: list[tuple[Peer, bytes, list[bytes]]] = []
     poller, pollable = zmq.Poller(), plane.pollable()
@@ -48,7 +48,7 @@ def hear(plane: PlaneCarrier, count: int, patience_s: float = PATIENCE_S) -> lis
     return got
 
 
-def answer(client: ClientCarrier, patience_s: float = PATIENCE_S) -> tuple[bytes, list[bytes]]:
+def answer(client: ClientTransport, patience_s: float = PATIENCE_S) -> tuple[bytes, list[bytes]]:
     """The next message that reaches a client."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
@@ -58,8 +58,8 @@ def answer(client: ClientCarrier, patience_s: float = PATIENCE_S) -> tuple[bytes
     raise AssertionError(f"nothing arrived within {patience_s} s")
 
 
-class CarrierSuite:
-    """What every carrier must do."""
+class TransportSuite:
+    """What every transport must do."""
 
     def ends(self, folder: Path) -> Ends:
         raise NotImplementedError
@@ -162,13 +162,13 @@ class CarrierSuite:
         assert [(header, frames) for _, header, frames in hear(plane, 1)] == [(b"last words", [b"payload"])]
         plane.close()
 
-    def _pair(self, folder: Path) -> tuple[PlaneCarrier, ClientCarrier]:
+    def _pair(self, folder: Path) -> tuple[PlaneTransport, ClientTransport]:
         ends = self.ends(folder)
         return ends.plane(), ends.client()
 
 
-class RestartableSuite(CarrierSuite):
-    """What a carrier between processes must do as well."""
+class RestartableSuite(TransportSuite):
+    """What a transport between processes must do as well."""
 
     def test_a_client_reaches_the_plane_that_came_back(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path)
@@ -213,7 +213,7 @@ class Trouble:
 class UnreliableClient:
     """A client's end that loses, doubles, delays and damages what passes, always in the same way for a seed."""
 
-    def __init__(self, inner: ClientCarrier, trouble: Trouble, seed: int) -> None:
+    def __init__(self, inner: ClientTransport, trouble: Trouble, seed: int) -> None:
         self._inner, self._trouble, self._rng = inner, trouble, Random(seed)  # noqa: S311 - repeatable, not secret
         self._ready: deque[Envelope] = deque()
         self._late: dict[str, list[Envelope]] = {"out": [], "in": []}

@@ -95,7 +95,7 @@ class Prometheus:
         self._page.close()
 
 
-class Journal:
+class MetricsFile:
     """Writes each step's metrics to every sink."""
 
     def __init__(self, folder: Path, run: str, extra: list[str], prometheus: str = "") -> None:

@@ -35,7 +35,7 @@ from penstock.train.fake import FakeSource
 from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
 from penstock.train.memory_metrics import memory
-from penstock.train.metrics_sinks import Journal
+from penstock.train.metrics_sinks import MetricsFile
 from penstock.train.model import build_model, check_packing, check_vocabulary, row_logprobs
 from penstock.train.modes import ByMode
 from penstock.train.published_weights import Weights
@@ -139,9 +139,9 @@ class Trainer:
             self._vision = Vision(self.model, config.model, store, policy)
         self._loss = loss_of(config.loss)
         self._weights = Weights(self.folder / "weights")
-        self._journal = None
+        self._metrics_file = None
         if rank == 0:
-            self._journal = Journal(self.folder, config.run, list(config.metrics), config.prometheus)
+            self._metrics_file = MetricsFile(self.folder, config.run, list(config.metrics), config.prometheus)
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._publish(self.done)
 
@@ -243,10 +243,10 @@ class Trainer:
     def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:
         self._rewards.append(sums.reward)
         images = self._vision.metrics() if self._vision else {}  # of this step, also on a rank that writes nothing
-        if self._journal is None:
+        if self._metrics_file is None:
             return
         total = step.accounting.total
-        self._journal.write(
+        self._metrics_file.write(
             step.number,
             {
                 **sums.metrics(),
@@ -273,7 +273,7 @@ class Trainer:
         DDP's reducer holds the group. If it is the last one to do so, it waits, with the GIL, for gloo's thread, which
         may wait for the GIL to free the last all-reduce: the process would never end.
         """
-        for part in (self._journal, self._vision, self.observer):
+        for part in (self._metrics_file, self._vision, self.observer):
             if part is not None:
                 part.close()
         self._wrapped = self.model

@@ -1,8 +1,8 @@
 from penstock.transport.files import FileClient as FileClient
 from penstock.transport.files import FilePlane as FilePlane
-from penstock.transport.interface import ClientCarrier as ClientCarrier
+from penstock.transport.interface import ClientTransport as ClientTransport
 from penstock.transport.interface import Envelope as Envelope
-from penstock.transport.interface import PlaneCarrier as PlaneCarrier
+from penstock.transport.interface import PlaneTransport as PlaneTransport
 from penstock.transport.keys import ClientKeys as ClientKeys
 from penstock.transport.keys import Guard as Guard
 from penstock.transport.keys import PlaneKeys as PlaneKeys

@@ -1,9 +1,9 @@
-"""What a carrier is: something that moves messages between one plane and many clients.
+"""What a transport is: something that moves messages between one plane and many clients.
 
-A message is a header and payload buffers. Carriers may lose messages when a connection breaks, and may deliver
+A message is a header and payload buffers. Transports may lose messages when a connection breaks, and may deliver
 one twice; they never alter one unnoticed. They keep the order of those with payloads, and of those without; but one
 without should overtake large payloads, so that a slow link does not look like a dead one. The protocol does the rest.
-`penstock.testing.transport_suite` is the suite that every carrier must pass; `memory.py` is the one to read first.
+`penstock.testing.transport_suite` is the suite that every transport must pass; `memory.py` is the one to read first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Envelope: TypeAlias = tuple[Buffer, Frames]
 """(header, payload buffers)."""
 
 
-class ClientCarrier(Protocol):
+class ClientTransport(Protocol):
     """A client's end: used by one thread, except for `wake`."""
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
@@ -31,7 +31,7 @@ class ClientCarrier(Protocol):
     def close(self) -> None: ...
 
 
-class PlaneCarrier(Protocol):
+class PlaneTransport(Protocol):
     """The plane's end: used by one thread."""
 
     @property
@@ -40,7 +40,7 @@ class PlaneCarrier(Protocol):
 
     @property
     def poll_s(self) -> float | None:
-        """How often to look, for carriers that cannot announce a message; None for those that can."""
+        """How often to look, for transports that cannot announce a message; None for those that can."""
 
     def pollable(self) -> object | None:
         """A ZeroMQ socket or file descriptor that becomes readable when there is something to receive."""

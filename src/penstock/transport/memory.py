@@ -1,4 +1,4 @@
-"""Messages within one process: the simplest carrier, and the one that reads as the specification."""
+"""Messages within one process: the simplest transport, and the one that reads as the specification."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A plane that is restarted on another host has another address, and other keys. So whoever knows (`Resolve`: a file, a
 name service, a Ray actor) is asked when something was sent and nothing came back for a while; if the answer is a new
-one, the connection is made anew. What was under way is lost with the old connection, as carriers may lose things: the
+one, the connection is made anew. What was under way is lost with the old connection, as transports may lose things: the
 protocol asks again.
 """
 

@@ -2,8 +2,8 @@
 
 Floats are the shortest text that reads back. Arrays are formatted by orjson straight from their memory, about 30 ns per
 float where a loop over Python floats takes 500 to 1,000. A column that holds one number, as advantages and rewards
-often do, is formatted once and repeated. Facts go through the standard library, escaped to ASCII, so that no name can
-hold a line separator. Reading checks every line: the table's types, all columns of one length.
+often do, is formatted once and repeated. Other fields go through the standard library, escaped to ASCII: no name
+can hold a line separator. Reading checks every line: the table's types, all columns of one length.
 """
 
 from __future__ import annotations

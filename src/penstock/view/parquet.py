@@ -30,7 +30,7 @@ _RECORDS_PER_GROUP = 64
 _IMAGES_PER_GROUP = 8 << 20
 """Bytes of images, from which on a row group is written: 64 records of a rollout with screenshots are 267 MB."""
 _TEXT = ("rollout", "rule", "images", "columns")
-"""Facts with structure; kept as JSON text so that the schema never changes with what is in them."""
+"""Metadata with structure; kept as JSON text so that the schema never changes with what is in them."""
 
 
 class ParquetFile:

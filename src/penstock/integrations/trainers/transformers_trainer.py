@@ -150,7 +150,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         self.add_callback(CommitSteps())
         self.loss, self.observer = loss or ByMode(rl=Dppo()), observer
         self._plane, self._publish, self._first_step = plane, publish, first_step
-        self._line: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
+        self._connection: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
         self._open = ExitStack()
         self._sums: Sums | None = None
         self._trees_checked = False
@@ -177,7 +177,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         rank, world = self.args.process_index, self.world
         if isinstance(self._plane, Plane):
             return self._plane.source(rank, world=world, resume_step=first)
-        return connect(self._plane, rank=rank, world=world, resume_step=first, **self._line)
+        return connect(self._plane, rank=rank, world=world, resume_step=first, **self._connection)
 
     def get_train_dataloader(self) -> Any:
         publish = None if self._publish is None else self._announce

@@ -148,7 +148,7 @@ class PlaneRolloutWorker:
         self.position = PlanePosition(self)
         self.progress = Progress()
         self._plane, self._drop = plane, frozenset(drop)
-        self._line: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
+        self._connection: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
         self._source: Source | None = None
         self._args: Any = None
         self._thread: threading.Thread | None = None
@@ -177,7 +177,7 @@ class PlaneRolloutWorker:
         if isinstance(self._plane, Plane):
             self._source = self._plane.source(0, world=1, resume_step=first)
         else:
-            self._source = connect(self._plane, rank=0, world=1, resume_step=first, **self._line)
+            self._source = connect(self._plane, rank=0, world=1, resume_step=first, **self._connection)
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(self._source,), name="penstock-trl", daemon=True)
         self._thread.start()

@@ -18,7 +18,7 @@ from penstock import errors
 from penstock.client.client_loop import ClientLoop
 from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
 from penstock.protocol import Answer, Answered, Event, Frames, FromPlane, Out, ProducerSession, Rejected, Room
-from penstock.transport import ClientCarrier
+from penstock.transport import ClientTransport
 
 Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
 """Asks the session at a time; gives the ticket that comes back with the answer."""
@@ -40,17 +40,17 @@ def error_of(answer: Rejected) -> PenstockError:
     return PenstockError(f"{answer.kind}: {answer.reason}")
 
 
-class ProducerLine:
+class ProducerConnection:
     """A session, the thread that carries it, and who waits for which answer."""
 
-    def __init__(self, carrier: ClientCarrier, session: ProducerSession) -> None:
+    def __init__(self, transport: ClientTransport, session: ProducerSession) -> None:
         self.session = session
         self._futures: dict[int, Future[Answer]] = {}
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
         timeouts = session.timeouts
         self._loop = ClientLoop(
-            carrier,
+            transport,
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,

@@ -7,7 +7,7 @@ from collections.abc import Container
 from penstock.log import GroupRow
 
 
-class GivenBack:
+class Freeing:
     """What the next transaction makes the log forget."""
 
     def __init__(self, *, keeps_all: bool = False) -> None:

@@ -31,7 +31,7 @@ Shape: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleFacts:
+class SampleMetadata:
     """One entry per sample."""
 
     lengths: NDArray[np.int64]
@@ -69,13 +69,13 @@ class SampleFacts:
         return len(self.lengths)
 
     @staticmethod
-    def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleFacts:
-        """Read the facts of samples that are to be truncated at `seq_len`; `drop`: longer samples keep nothing."""
+    def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleMetadata:
+        """Read the metadata of samples that are to be truncated at `seq_len`; `drop`: longer samples keep nothing."""
         lengths = samples.lengths
         kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
         trained = _trained(samples, kept)
         patches, modality, stub, stub_patches = _look(samples, kept)
-        return SampleFacts(
+        return SampleMetadata(
             lengths=lengths,
             kept=kept,
             loss_tokens=samples.loss_tokens if (kept < lengths).any() else trained,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import penstock as ps
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import RangedFrame, digest_of, encode_group, front_of
-from penstock.frames.metadata import GroupFacts, check_group, facts_of, facts_of_pieces
+from penstock.frames.metadata import GroupMetadata, check_group, metadata_of, metadata_of_pieces
 from penstock.testing.strategies import batches
 
 
@@ -26,7 +26,7 @@ def as_group(samples: list[ps.Sample]) -> list[ps.Sample]:
 
 @settings(max_examples=150)
 @given(batches().filter(bool))
-def test_facts_of_arrays_are_those_of_the_frame(samples: list[ps.Sample]) -> None:
+def test_metadata_of_arrays_are_those_of_the_frame(samples: list[ps.Sample]) -> None:
     made, frame = encode_group(as_group(samples)), ps.encode(as_group(samples))
     assert b"".join(made.pieces) == frame
     assert made.digest() == digest_of([frame]) == xxhash.xxh3_128_digest(frame)
@@ -34,13 +34,13 @@ def test_facts_of_arrays_are_those_of_the_frame(samples: list[ps.Sample]) -> Non
         expected = check_group(frame, group="g", seq_len=40)
     except InvalidInput as error:
         with pytest.raises(InvalidInput, match=re.escape(str(error))):
-            facts_of_pieces(made, group="g", seq_len=40)
+            metadata_of_pieces(made, group="g", seq_len=40)
         return
-    found = facts_of_pieces(made, group="g", seq_len=40)
-    for name in GroupFacts.__struct_fields__:  # by their representation: NaN equals NaN
+    found = metadata_of_pieces(made, group="g", seq_len=40)
+    for name in GroupMetadata.__struct_fields__:  # by their representation: NaN equals NaN
         assert repr(getattr(found, name)) == repr(getattr(expected, name)), name
     assert found.to_bytes() == expected.to_bytes()
-    read = GroupFacts.from_bytes(found.to_bytes())
+    read = GroupMetadata.from_bytes(found.to_bytes())
     assert (read.front, read.size) == (front_of(frame), len(frame))
     assert RangedFrame(read.front).head.ids == read.ids
 
@@ -54,18 +54,18 @@ def test_rewards_are_one_number_per_sample() -> None:
     per_token = [np.nan, 0.5, 0, 0, 0, 0, 0, 1.0]
     given: list[dict[str, Any]] = [{"rewards": 0.5}, {}, {"rewards": per_token}, {"rewards": [0.25] * 8}]
     given += [{"rewards": [np.nan] * 8}, {"rewards": np.nan}]
-    found = facts_of_pieces(encode_group([sample(i, **own) for i, own in enumerate(given)]), group="g", seq_len=8)
+    found = metadata_of_pieces(encode_group([sample(i, **own) for i, own in enumerate(given)]), group="g", seq_len=8)
     assert np.frombuffer(found.rewards, "<f4").tolist() == pytest.approx(
         [0.5, np.nan, 1.5, 0.25, np.nan, np.nan], nan_ok=True
     )
-    assert facts_of_pieces(encode_group([sample(0)]), group="g", seq_len=8).rewards == b""
+    assert metadata_of_pieces(encode_group([sample(0)]), group="g", seq_len=8).rewards == b""
 
 
 def test_environments_are_given_once_where_all_are_the_same() -> None:
     one, two = ([sample(i, env=env) for i, env in enumerate(envs)] for envs in (["a", "a"], ["a", "b"]))
-    assert facts_of_pieces(encode_group(one), group="g", seq_len=8).env == ("a",)
-    assert facts_of_pieces(encode_group(two), group="g", seq_len=8).env == ("a", "b")
-    unknown = facts_of_pieces(encode_group(one), group="g", seq_len=8)
+    assert metadata_of_pieces(encode_group(one), group="g", seq_len=8).env == ("a",)
+    assert metadata_of_pieces(encode_group(two), group="g", seq_len=8).env == ("a", "b")
+    unknown = metadata_of_pieces(encode_group(one), group="g", seq_len=8)
     assert (unknown.truncated, unknown.seconds, unknown.metrics) == (b"", (), {})
 
 
@@ -80,16 +80,16 @@ def test_environments_are_given_once_where_all_are_the_same() -> None:
         ({"metrics": {"m" * 65: 1.0}}, "1 metrics; at most 32, with names of at most 64 characters"),
     ],
 )
-def test_facts_whose_new_fields_do_not_add_up_are_refused(change: dict[str, Any], words: str) -> None:
-    facts = facts_of_pieces(encode_group([sample(0), sample(1)]), group="g", seq_len=8)
-    with pytest.raises(CorruptFrame, match=f"facts of a group: {words}"):
-        GroupFacts.from_bytes(msgspec.structs.replace(facts, **change).to_bytes())
+def test_metadata_whose_new_fields_do_not_add_up_are_refused(change: dict[str, Any], words: str) -> None:
+    metadata = metadata_of_pieces(encode_group([sample(0), sample(1)]), group="g", seq_len=8)
+    with pytest.raises(CorruptFrame, match=f"metadata of a group: {words}"):
+        GroupMetadata.from_bytes(msgspec.structs.replace(metadata, **change).to_bytes())
     kept = {"truncated": b"\0\1", "seconds": (1.0, 2.0), "metrics": {"m" * 64: 0.5}}
-    again = msgspec.structs.replace(facts, **kept)
-    assert GroupFacts.from_bytes(again.to_bytes()) == again
+    again = msgspec.structs.replace(metadata, **kept)
+    assert GroupMetadata.from_bytes(again.to_bytes()) == again
 
 
-def test_facts_of_arrays_cost_less_than_checking_the_frame() -> None:
+def test_metadata_of_arrays_cost_less_than_checking_the_frame() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 150_000, 1024)
     samples = [
@@ -114,6 +114,6 @@ def test_facts_of_arrays_cost_less_than_checking_the_frame() -> None:
             took.append(time.process_time() - began)
         return min(took)
 
-    arrays = best(lambda: facts_of(made.samples, made.prefixes, group="g", seq_len=4096))
+    arrays = best(lambda: metadata_of(made.samples, made.prefixes, group="g", seq_len=4096))
     checked = best(lambda: check_group(frame, group="g", seq_len=4096))
     assert arrays < checked

@@ -1,4 +1,4 @@
-"""What an operator reads: the run's story in the log, what is waited for, numbers that are not finite, bounds."""
+"""What an operator reads: the run's run_logger in the log, what is waited for, numbers that are not finite, bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The carrier suite over the client that asks an actor where its plane is."""
+"""The transport suite over the client that asks an actor where its plane is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestRayClient(RestartableSuite):
         """Needs the cluster."""
 
     def ends(self, folder: Path) -> Ends:
-        name = f"carrier{next(_numbers)}"
+        name = f"transport{next(_numbers)}"
         calls.start(AddressActor, actor_of(name), node=calls.my_node())
 
         def plane() -> SocketPlane:

@@ -12,14 +12,14 @@ import pytest
 
 from penstock.demo.launch import Launcher
 from penstock.errors import ConfigError, MissingExtra
-from penstock.train.metrics_sinks import Journal, Prometheus
+from penstock.train.metrics_sinks import MetricsFile, Prometheus
 from penstock.train.run_config import TrainConfig
 
 STEPS = {1: {"train/reward": 0.25, "perf/step_s": 0.5}, 2: {"train/reward": 0.75, "perf/step_s": math.nan}}
 
 
 def write(folder: Path, *extra: str) -> None:
-    journal = Journal(folder, "run-1", list(extra))
+    journal = MetricsFile(folder, "run-1", list(extra))
     for step, values in STEPS.items():
         journal.write(step, values)
     journal.close()
@@ -69,7 +69,7 @@ def test_prometheus_reads_the_last_step_from_a_loopback_page(tmp_path: Path) -> 
         'penstock_train_step{run="run-1"} 2.0',
     ]
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0:9000"):
-        Journal(tmp_path, "run-1", [], prometheus="0.0.0.0:9000")
+        MetricsFile(tmp_path, "run-1", [], prometheus="0.0.0.0:9000")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -80,7 +80,7 @@ def test_a_sink_that_is_not_installed_says_what_to_install(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingExtra, match=rf"pip install 'penstock-rl\[{name}\]'"):
-        Journal(tmp_path, "run-1", [name])
+        MetricsFile(tmp_path, "run-1", [name])
     with pytest.raises(MissingExtra, match=rf"penstock-rl\[{name}\]"):  # and the whole run, before it starts a process
         Launcher(TrainConfig(folder=str(tmp_path / "run"), metrics=(name,))).run(lambda _: None)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()

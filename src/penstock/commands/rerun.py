@@ -1,12 +1,12 @@
 """Feed a run into a plane again, or decide it again and compare its steps with what its log says.
 
-  penstock replay runs/demo                              what the run still has
-  penstock replay runs/demo --verify                     read every frame; exit 1 if one is damaged
-  penstock replay runs/demo --diff                       make a plane with the recorded settings, put the same groups,
+  penstock rerun runs/demo                              what the run still has
+  penstock rerun runs/demo --verify                     read every frame; exit 1 if one is damaged
+  penstock rerun runs/demo --diff                       make a plane with the recorded settings, put the same groups,
                                                          compare the digests of every step; exit 1 if one differs,
                                                          and say which
-  penstock replay runs/demo --plane tcp://HOST:7440      put the groups in their order, with their times between
-  penstock replay runs/demo --plane tcp://HOST:7440 --as-fast-as-possible
+  penstock rerun runs/demo --plane tcp://HOST:7440      put the groups in their order, with their times between
+  penstock rerun runs/demo --plane tcp://HOST:7440 --as-fast-as-possible
 
 A run that is started with retain="all" has all of it (docs/archive.md); any other has its last steps. Its plane may be
 at work: frames that are freed meanwhile are counted. Groups keep their ids, so a replay that was interrupted is started

@@ -32,7 +32,7 @@ _ONCE = {
 }
 
 
-class RunStory:
+class RunLogger:
     """Writes lines and counts; `counts` are those of the engine."""
 
     def __init__(self, counts: Counter[str]) -> None:

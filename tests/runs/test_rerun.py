@@ -256,21 +256,21 @@ def test_a_speed_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_shows_verifies_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record(tmp_path, *"abcd")
-    assert main(["replay", str(run)]) == 0
+    assert main(["rerun", str(run)]) == 0
     assert "2 steps, 5 groups (1 for evaluation)" in capsys.readouterr().out
-    assert main(["replay", str(run), "--verify"]) == 0
+    assert main(["rerun", str(run), "--verify"]) == 0
     assert "5 frames read: all as written" in capsys.readouterr().out
-    assert main(["replay", str(run), "--diff"]) == 0
+    assert main(["rerun", str(run), "--diff"]) == 0
     assert capsys.readouterr().out == "No difference in 2 steps of run 'run'.\n"
     alter_group(run, "c", encode(named_group("c", tokens=8)))
-    assert main(["replay", str(run), "--diff", "--json"]) == 1
+    assert main(["rerun", str(run), "--diff", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["step"]) == (False, 2)
     (path,) = [path for path in (run / "storage" / "segments").iterdir() if path.stat().st_size]
     path.write_bytes(b"x")
-    assert main(["replay", str(run), "--verify"]) == 1
+    assert main(["rerun", str(run), "--verify"]) == 1
     assert "group 'a'" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "none")]) == 1
+    assert main(["rerun", str(tmp_path / "none")]) == 1
     assert "no such folder" in capsys.readouterr().err
 
 
@@ -281,11 +281,11 @@ def test_the_command_feeds_a_plane_and_reads_a_run_whose_plane_is_at_work(
     with ps.open(tmp_path / "run", **SETTINGS) as old, ps.open(tmp_path / "new", listen=[url], **SETTINGS) as plane:
         put(old, *"abcd")
         digests = train(old, 2)
-        assert main(["replay", str(tmp_path / "run"), "--plane", url, "--as-fast-as-possible"]) == 0
+        assert main(["rerun", str(tmp_path / "run"), "--plane", url, "--as-fast-as-possible"]) == 0
         assert "4 groups put, 0 were there already" in capsys.readouterr().out
-        assert main(["replay", str(tmp_path / "run"), "--plane", url, "--speed", "100", "--json"]) == 0
+        assert main(["rerun", str(tmp_path / "run"), "--plane", url, "--speed", "100", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["known"] == 4
-        assert main(["replay", str(tmp_path / "run"), "--diff"]) == 0
+        assert main(["rerun", str(tmp_path / "run"), "--diff"]) == 0
         assert train(plane, 2) == digests
 
 

@@ -25,7 +25,7 @@ Then: TypeAlias = Callable[[Any], None]
 """Receives what the job returned, or the exception it raised."""
 
 
-class Journal:
+class Recorder:
     """The log, and what memory makes of it."""
 
     def __init__(self, settings: PlaneSettings, log: Log, segments: Segments) -> None:
@@ -71,11 +71,11 @@ class Journal:
         with self.log.transaction():
             yield
             self.state.write(self.log)
-            freed = self.state.given_back.locations
+            freed = self.state.freeing.locations
             self.segments.write(freed)
         self.state.written()
         self.segments.written(freed)
-        self.state.given_back.done()
+        self.state.freeing.done()
         self.delete_freed()
 
     def delete_freed(self) -> None:
