@@ -21,7 +21,7 @@ from penstock.demo.chat_model import save_model
 from penstock.demo.endpoint import Endpoint, Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TASKSETS = Path(__file__).parent / "tasksets"
+TASKSETS = Path(__file__).parent.parent / "integrations" / "tasksets"
 
 
 @pytest.fixture(scope="module")

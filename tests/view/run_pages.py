@@ -65,3 +65,12 @@ def keys(page: Any, title: str) -> dict[str, str]:
         "all => all.map(e => [[...e.childNodes].map(n => n.textContent), e.lastChild.textContent])",
     )
     return {"".join(parts[:-1]): value for parts, value in names_and_values}
+
+
+def address(page: Any, *wanted: str, without: str = "") -> str:
+    """The page's address, once it has all of these; a browser changes it some time after a click."""
+    has = "wanted => wanted.every(part => location.href.includes(part))"
+    page.wait_for_function(has, arg=list(wanted))
+    if without:
+        page.wait_for_function("part => !location.href.includes(part)", arg=without)
+    return str(page.evaluate("location.href"))

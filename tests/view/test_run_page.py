@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import keep_pictures, wait_until
-from tests.view.run_pages import ARTIFACTS, STEPS, keys, metrics
+from tests.view.run_pages import ARTIFACTS, STEPS, address, keys, metrics
 
 
 def test_the_run_page_draws_every_step_that_was_written_down(at: Any) -> None:
@@ -54,7 +54,7 @@ def test_what_a_page_notes_in_the_address_does_not_undo_a_click(at: Any) -> None
     page = at("samples/runs/alpha/3", ".holder")
     page.evaluate("location.hash = '#/run/runs/alpha/3'; ps.query.set({ colour: 'entropy' })")
     page.wait_for_selector(".chart")
-    assert "#/run/runs/alpha/3" in page.url
+    address(page, "#/run/runs/alpha/3")
 
 
 def test_dragging_looks_closer_and_the_address_remembers_it(at: Any) -> None:
@@ -64,20 +64,22 @@ def test_dragging_looks_closer_and_the_address_remembers_it(at: Any) -> None:
     page.mouse.down()
     page.mouse.move(box["x"] + 200, box["y"] + 60, steps=4)
     page.mouse.up()
-    assert "range=" in page.url and page.is_visible("#whole")
-    low, high = (int(part) for part in page.url.split("range=")[1].split("&")[0].split("-"))
+    found = address(page, "range=")
+    assert page.is_visible("#whole")
+    low, high = (int(part) for part in found.split("range=")[1].split("&")[0].split("-"))
     assert 1 < low < high < STEPS
     page.evaluate(
         "const box = document.querySelector('#smooth'); box.value = 0.9; box.dispatchEvent(new Event('input'))"
     )
     page.check("#log")
-    assert "smooth=0.9" in page.url and "log=1" in page.url
+    address(page, "smooth=0.9", "log=1")
     page.reload()
     page.wait_for_selector(".chart")
-    assert f"range={low}-{high}" in page.url and page.is_checked("#log") and page.input_value("#smooth") == "0.9"
+    address(page, f"range={low}-{high}")
+    assert page.is_checked("#log") and page.input_value("#smooth") == "0.9"
     keep_pictures(page, ARTIFACTS, "run-zoomed")
     page.click("#whole")
-    assert "range=" not in page.url
+    address(page, without="range=")
 
 
 def test_several_runs_are_drawn_over_one_another(at: Any) -> None:
@@ -87,7 +89,7 @@ def test_several_runs_are_drawn_over_one_another(at: Any) -> None:
     found = keys(page, "Reward")
     assert set(found) == {"alpha", "beta"}
     assert float(found["alpha"]) - float(found["beta"]) == pytest.approx(0.2, abs=1e-3)
-    assert "with=runs" in page.url
+    address(page, "with=runs")
     keep_pictures(page, ARTIFACTS, "run-together")
 
 
