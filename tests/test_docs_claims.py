@@ -79,7 +79,8 @@ def test_files_and_targets_that_a_page_names_are_there(page: Path) -> None:
     for path in re.findall(r"`((?:src|tests|scripts|docs|examples)/[\w./-]+)`", text):
         assert (ROOT / path.rstrip("/")).exists(), path
     for path in re.findall(
-        r"`((?:penstock|arrays|assets|capture|convert|encode|hold|pack|send|serve|train|view)/[\w./]+\.py)`", text
+        r"`((?:penstock|arrays|assets|capture|convert|frames|replay|packing|protocol|transport|plane|client|server|runs|log|storage|train|view)/[\w./]+\.py)`",
+        text,
     ):
         assert (ROOT / "src" / "penstock" / path.removeprefix("penstock/")).exists(), path
 
