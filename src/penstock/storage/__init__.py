@@ -11,14 +11,25 @@ from penstock.storage.custody import Custody, Marker, check_log, read_marker
 from penstock.storage.filesystem import is_shared
 from penstock.storage.folder import FolderStorage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.interface import Away, Gone, Location, SegmentFile, Storage, parse_location
+from penstock.storage.interface import (
+    Away,
+    Gone,
+    Location,
+    SegmentFile,
+    SegmentSealed,
+    Storage,
+    Writable,
+    parse_location,
+)
 from penstock.storage.object_requests import is_object_url
 from penstock.storage.objects import ObjectStorage
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks, read_each
 from penstock.storage.places import KeptStorage, StorageRun, address_of, erase, open_storage, runs_below
+from penstock.storage.signed import SIGNED_SCHEMES, Sign, SignedStorage
 from penstock.storage.writer import Writer
 
 __all__ = [
+    "SIGNED_SCHEMES",
     "Away",
     "Custody",
     "DamagedFrame",
@@ -31,8 +42,12 @@ __all__ = [
     "ObjectStorage",
     "Pick",
     "SegmentFile",
+    "SegmentSealed",
+    "Sign",
+    "SignedStorage",
     "Storage",
     "StorageRun",
+    "Writable",
     "Writer",
     "address_of",
     "check_log",

@@ -16,8 +16,8 @@ from penstock.send.messages import Attached, Rejected
 from penstock.send.producer import Answer
 from penstock.serve.clients.encoded_group import EncodedGroup
 from penstock.serve.clients.producer_line import Written
-from penstock.serve.clients.reachable import reachable
-from penstock.storage import KeptStorage, Writer
+from penstock.serve.clients.reachable import writable
+from penstock.storage import Sign, Writable, Writer
 from penstock.storage.interface import Pieces
 from penstock.storage.object_ranges import OBJECT_BYTES
 
@@ -43,7 +43,7 @@ class _Waiting:
 class DirectWriter:
     """Writes frames of this process. Safe to use from many threads."""
 
-    def __init__(self, storage: KeptStorage, open_segment: Callable[[], str]) -> None:
+    def __init__(self, storage: Writable, open_segment: Callable[[], str]) -> None:
         """`open_segment` asks the plane for a registered segment."""
         self._storage, self._writer = storage, Writer(storage, open_segment)
         self._waiting: deque[_Waiting] = deque()
@@ -97,8 +97,9 @@ class DirectWriter:
 class Direct:
     """Whether groups of this process go straight to storage, found out by the first put."""
 
-    def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str]) -> None:
-        self._attach, self._open_segment = attach, open_segment
+    def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str], sign: Sign) -> None:
+        """`sign` asks the plane for signed URLs."""
+        self._attach, self._open_segment, self._sign = attach, open_segment, sign
         self._lock = threading.Lock()
         self._is_known = False
         self._repeats = 0
@@ -118,7 +119,7 @@ class Direct:
 
     def _find_out(self) -> None:
         attached = self._attach()
-        storage = reachable(attached) if attached.may_write else None
+        storage = writable(attached, self._sign)
         if storage is not None:
             self._writer = DirectWriter(storage, self._open_segment)
             self.seq_len, self.drops_long = attached.seq_len, attached.drops_long

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ from penstock.send.messages import (
     SegmentOpened,
     SettleGroup,
     SetWeight,
+    SignedUrls,
+    SignUrls,
     Status,
 )
 from penstock.send.producer import Answer, ProducerSession
@@ -56,7 +58,9 @@ from penstock.serve.clients.source import Source
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.serve.decisions.ledger import Ledger
 from penstock.serve.process.server import Server
+from penstock.storage import SegmentSealed
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Connect = Callable[[], ClientCarrier]
 
@@ -85,7 +89,7 @@ class Plane:
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
         self._line = ProducerLine(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
-        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment))
+        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
             self._collected = close_when_collected(self, partial(end, self._line, self._async, server, thread))
@@ -274,6 +278,15 @@ class Plane:
         assert isinstance(answer, SegmentOpened)
         return answer.segment
 
+    async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
+        """Signed URLs of objects of this process's segments, and for how many seconds they are valid."""
+        question = self._question(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
+        answer = await self._line.aask(question)
+        if isinstance(answer, Rejected):
+            raise SegmentSealed(answer.reason) if answer.kind == "Sealed" else error_of(answer)
+        assert isinstance(answer, SignedUrls)
+        return answer.urls, answer.seconds
+
     def _attached(self) -> Attached:
         answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._line.session.run))
         assert isinstance(answer, Attached)
@@ -432,14 +445,14 @@ class Plane:
         self._line.check_open()
 
 
-def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
     """A method that does not keep its plane alive: one whose last reference is gone is closed."""
     found = weakref.WeakMethod(method)
 
-    def call() -> T:
+    def call(*words: P.args, **named: P.kwargs) -> T:
         bound = found()
         if bound is None:
             raise Closed("this plane was closed")
-        return bound()
+        return bound(*words, **named)
 
     return call

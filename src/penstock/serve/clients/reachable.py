@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.send.messages import Attached
-from penstock.storage import FolderStorage, KeptStorage, ObjectStorage, open_storage, read_marker
+from penstock.storage import (
+    FolderStorage,
+    KeptStorage,
+    ObjectStorage,
+    Sign,
+    SignedStorage,
+    Writable,
+    open_storage,
+    read_marker,
+)
 from penstock.storage.object_requests import is_object_url
 
 logger = logging.getLogger("penstock.storage")
@@ -17,17 +27,29 @@ _LOOK_S = 3.0
 
 def reachable(attached: Attached) -> KeptStorage | None:
     """The plane's storage, if this process sees it: the marker must be that of this run and this start of the plane."""
-    if not attached.storage:
+    if not attached.storage or not _sees(attached, lambda: _opened(attached.storage)):
         return None
+    return open_storage(attached.storage, create=False)
+
+
+def writable(attached: Attached, sign: Sign) -> Writable | None:
+    """The plane's storage, if this process may write there itself and sees it."""
+    if not attached.may_write or not attached.signs:
+        return reachable(attached) if attached.may_write else None
+    if not _sees(attached, lambda: SignedStorage(attached.storage, sign, patience_s=_LOOK_S)):
+        return None
+    return SignedStorage(attached.storage, sign)
+
+
+def _sees(attached: Attached, opened: Callable[[], Writable | None]) -> bool:
+    """Whether the marker of a storage is that of this run and this start of the plane."""
     try:
-        storage = _opened(attached.storage)
+        storage = opened()
         marker = None if storage is None else read_marker(storage)
     except PenstockError as error:
         logger.warning("%s; frames pass the plane instead", error)
-        return None
-    if marker is None or (marker.run_id, marker.epoch) != (attached.run_id.hex(), attached.epoch):
-        return None
-    return open_storage(attached.storage, create=False)
+        return False
+    return marker is not None and (marker.run_id, marker.epoch) == (attached.run_id.hex(), attached.epoch)
 
 
 def _opened(address: str) -> KeptStorage | None:

@@ -19,7 +19,7 @@ import zmq
 
 from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError, PlaneLost
 from penstock.log import Log
-from penstock.send.admission import Decide, Offer
+from penstock.send.admission import Decide, Offer, SignFor
 from penstock.send.admission import Effect as AdmissionEffect
 from penstock.send.carrier import Peer, PlaneCarrier
 from penstock.send.effects import Send
@@ -40,6 +40,7 @@ from penstock.send.messages import (
     Put,
     SettleGroup,
     SetWeight,
+    SignUrls,
     Status,
     Trace,
 )
@@ -63,6 +64,7 @@ from penstock.serve.process.plane_sessions import admission_of, coordinator_of, 
 from penstock.serve.process.plane_status import status_of
 from penstock.serve.process.run_story import RunStory
 from penstock.serve.process.small_decisions import decide
+from penstock.serve.process.url_signing import UrlSigning
 from penstock.serve.process.workers import Threads, Workers
 from penstock.serve.settings import PlaneSettings
 from penstock.storage import Storage
@@ -110,6 +112,7 @@ class Server:
         self._marks = Marks()
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(self.engine, self.coordinator, self._pipeline, self.story, self._send, self.damage)
+        self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -258,7 +261,7 @@ class Server:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, OpenSegment, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+        elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
@@ -269,6 +272,8 @@ class Server:
                 self._offer(effect)
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
+            elif isinstance(effect, SignFor):
+                self._signing.sign(effect, _writer_of(effect.ticket[0]))
             else:
                 self._effects.do(effect)
 
