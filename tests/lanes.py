@@ -48,6 +48,7 @@ PROCESS = {
     "serve/test_watchdog.py",
     "bench/test_storage_bench.py",
     "storage/test_objects_killed.py",
+    "storage/test_signed.py::test_a_run_of_workers_without_credentials_survives_kills",
     "storage/test_direct.py::test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane",
     "test_cli.py",
     "test_command_errors.py",

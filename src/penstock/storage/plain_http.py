@@ -66,12 +66,12 @@ def _request(method: str, url: str, headers: Mapping[str, str], body: bytes, mos
 
 
 def _taken(key: tuple[str, str]) -> http.client.HTTPConnection:
-    """A connection that nothing else uses."""
-    found, used_at = _connections.kept.pop(key, (None, 0.0))
-    if found is not None and time.monotonic() - used_at < _IDLE_S:
-        return found
-    if found is not None:
-        found.close()
+    """A connection of this thread that is not in use. Those that were not used for long are closed."""
+    kept, now = _connections.kept, time.monotonic()
+    for old in [one for one, (_, used_at) in kept.items() if now - used_at >= _IDLE_S]:
+        kept.pop(old)[0].close()
+    if key in kept:
+        return kept.pop(key)[0]
     scheme, host = key
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     return kind(host, timeout=_TIMEOUT_S)
