@@ -270,7 +270,8 @@ def test_a_worker_without_credentials_puts_and_a_rank_with_them_reads(
         source.close()
     counts = plane.status()["counts"]
     assert (counts["groups_direct"], counts["urls_signed"]) == (4, 9)  # the marker, the first object, seven more
-    assert s3_proxy.signed == {"": 1 + 1 + 4}
+    assert s3_proxy.count("PUT", "/segments/") == 1 + 4
+    assert s3_proxy.signed == {"": 2 + 1 + 5}  # the proof, the marker, the segment
 
 
 def test_a_worker_on_a_bad_network_loses_and_doubles_nothing(
@@ -293,11 +294,28 @@ def test_a_worker_on_a_bad_network_loses_and_doubles_nothing(
 def test_a_store_that_a_worker_does_not_reach_is_left_to_the_plane(
     open_plane: OpenPlane, tmp_path: Path, where: str, s3_proxy: ObjectProxy
 ) -> None:
-    s3_proxy.faults = [Fault("403", path="X-Amz-Signature", times=math.inf, code="AccessDenied")]
     plane = open_plane(tmp_path / "run", storage=where, sign_puts_s=600)
+    s3_proxy.faults = [Fault("403", path="X-Amz-Signature", times=math.inf, code="AccessDenied")]
     assert plane.put(named_group("a"))
     assert writer_of(plane) is None
     assert plane.status()["counts"]["groups"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no-conditions", r"overwrites objects that exist when the URL is signed"),
+        ("403", r"access denied \(403 Access"),
+    ],
+)
+def test_a_store_that_takes_no_create_only_writes_with_signed_urls_is_found_out(
+    tmp_path: Path, where: str, s3_proxy: ObjectProxy, kind: str, words: str
+) -> None:
+    s3_proxy.faults = [Fault(kind, method="PUT", path="X-Amz-Signature", times=math.inf, code="AccessDenied")]
+    with pytest.raises(StorageError, match=f"sign_puts_s: .*{words}.*pass the plane"):
+        ps.open(tmp_path / "run", **{**SETTINGS, "storage": where, "sign_puts_s": 600})  # type: ignore[arg-type]
+    assert not [path for _, path in s3_proxy.requests if "/segments/" in path]
+    assert not asyncio.run(ObjectStorage(where).listed("proof"))
 
 
 @pytest.mark.parametrize(

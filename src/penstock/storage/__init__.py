@@ -25,7 +25,7 @@ from penstock.storage.object_requests import is_object_url
 from penstock.storage.objects import ObjectStorage
 from penstock.storage.picking import DamagedFrame, Pick, gather_picks, read_each
 from penstock.storage.places import KeptStorage, StorageRun, address_of, erase, open_storage, runs_below
-from penstock.storage.signed import SIGNED_SCHEMES, Sign, SignedStorage
+from penstock.storage.signed import SIGNED_SCHEMES, Sign, SignedStorage, prove_signing
 from penstock.storage.writer import Writer
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "is_shared",
     "open_storage",
     "parse_location",
+    "prove_signing",
     "read_each",
     "read_marker",
     "runs_below",

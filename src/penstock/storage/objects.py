@@ -113,11 +113,13 @@ class ObjectStorage:
 
     def sign(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
         """URLs that let whoever has them make one kind of request on one object each, for a time."""
-        return run(self._sign(method, names, timedelta(seconds=seconds)))
+        return run(self.sign_async(method, names, seconds))
 
-    async def _sign(self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta) -> list[str]:
+    async def sign_async(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
+        """`sign`, in the thread that makes all requests."""
         import obstore
 
+        valid = timedelta(seconds=seconds)
         return list(await self.ask(names[0], lambda: obstore.sign_async(self.store, method, list(names), valid)))
 
     # -------------------------------------------------------------- reading
@@ -214,7 +216,7 @@ class ObjectStorage:
         sizes = await at_once([_bound(self._size, name) for name in new], _READS)
         self._sizes |= {name: size for name, size in zip(new, sizes, strict=True) if size < math.inf}
         done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes.get(name, math.inf)]
-        await self._remove([*done, *(path for some in paths for path in some)])
+        await self.remove([*done, *(path for some in paths for path in some)])
         for name in done:
             self._forget(name)
 
@@ -225,7 +227,8 @@ class ObjectStorage:
     async def _paths(self, segment: str) -> list[str]:
         return [meta["path"] for meta in await self.listed(f"segments/{segment}")]
 
-    async def _remove(self, paths: list[str]) -> None:
+    async def remove(self, paths: list[str]) -> None:
+        """Delete objects by name. Those that are not there are ignored."""
         import obstore
 
         async def one(path: str) -> None:
@@ -357,7 +360,7 @@ class ObjectStorage:
 
     def remove_marker(self) -> None:
         """Of a run that is deleted."""
-        run(self._remove([MARKER]))
+        run(self.remove([MARKER]))
 
     def close(self) -> None:
         """Connections close by themselves."""

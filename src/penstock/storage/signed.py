@@ -12,14 +12,15 @@ Everything else is as with credentials: one create-only request for each object,
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from penstock.errors import Away
+from penstock.errors import Away, StorageError
 from penstock.storage.object_ranges import following, segment_in
-from penstock.storage.object_requests import PATIENCE_S, Missing, Refusal, parse_object_url, persist, run
+from penstock.storage.object_requests import PATIENCE_S, Missing, Refusal, Taken, parse_object_url, persist, run
 from penstock.storage.object_writes import put_new
 from penstock.storage.objects import MARKER, ObjectSegment, ObjectStorage, begin_segment
 from penstock.storage.plain_http import request
@@ -136,3 +137,31 @@ class SignedStorage:
         new = {(method, one): _Signed(url, until) for one, url in zip(names, urls, strict=True)}
         self._urls = dict(kept) | new
         return urls[0]
+
+
+def prove_signing(storage: ObjectStorage, seconds: float) -> None:
+    """Raise StorageError unless the store keeps create-only writes apart that are made with signed URLs."""
+
+    async def sign(method: Method, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
+        return await storage.sign_async(method, names, seconds), seconds
+
+    run(_prove(storage, SignedStorage(storage.url, sign)))
+
+
+async def _prove(storage: ObjectStorage, signed: SignedStorage) -> None:
+    name = f"proof/{secrets.token_hex(8)}"
+    try:
+        await signed.put_new(name, b"one")
+        await signed.ask(name, lambda: signed.put_once(name, b"another"))
+    except Taken:
+        return
+    except Away:
+        raise
+    except StorageError as error:
+        raise StorageError(f"sign_puts_s: {error}; without sign_puts_s frames of workers pass the plane") from None
+    finally:
+        await storage.remove([name])
+    raise StorageError(
+        f"sign_puts_s: {storage.url}: overwrites objects that exist when the URL is signed (If-None-Match is ignored); "
+        "use another store, or leave sign_puts_s out: then frames of workers pass the plane"
+    )

@@ -57,7 +57,7 @@ from penstock.serve.decisions.segments import Outside, Segments
 from penstock.serve.decisions.state import PlaneState
 from penstock.serve.decisions.step_builder import Place, PlannedStep
 from penstock.serve.settings import PlaneSettings, Target
-from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
+from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
@@ -89,6 +89,8 @@ class Engine:
             at, is_new = log.commits, not log.last_op
             check_log(storage, run_id=log.run_id, epoch=log.epoch, commits=at, held=log.num_frames, is_new=is_new)
             keeps = storage.prove()
+            if settings.sign_puts_s is not None and isinstance(storage, ObjectStorage):
+                prove_signing(storage, settings.sign_puts_s)
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
             self.segments = Segments(log, storage, custody, outside, keeps=keeps)
             self.journal = Journal(settings, log, self.segments)
