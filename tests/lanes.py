@@ -56,6 +56,7 @@ PROCESS = {
     "log/test_no_folder.py",
     "log/test_run_listing.py",
     "test_deploy.py",
+    "test_compose.py",
     "test_monitoring.py::test_every_number_that_is_asked_for_is_on_the_page",
     "test_docs.py",
     "test_extras.py",

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import penstock as ps
-from penstock.errors import Away, ConfigError, Conflict, InvalidInput, PenstockError, StorageError
+from penstock.errors import Away, ConfigError, Conflict, InvalidInput, PenstockError, StepAborted, StorageError
 from penstock.send.keys import make_keys
 from penstock.send.messages import SignedUrls
 from penstock.storage import ObjectStorage, SegmentSealed, SignedStorage, Writer, parse_location
@@ -389,6 +389,29 @@ def test_no_signature_is_in_status_logs_files_or_representations(
     assert "X-Amz-Signature" in urls[0] and "groups pass the plane from now on" in caplog.text
     for text in shown:
         assert not any(word in text for word in ("X-Amz", SECRET_KEY, ACCESS_KEY))
+
+
+def test_an_object_that_its_worker_replaces_is_found_by_the_rank(
+    open_plane: OpenPlane, tmp_path: Path, where: str
+) -> None:
+    """The condition is no part of the signature: who leaves it out can replace what it wrote."""
+    plane = open_plane(tmp_path / "run", storage=where, sign_puts_s=600)
+    for name in "abc":
+        plane.put(named_group(name))
+    state = server_of(plane).engine.state
+    at = parse_location(state.rows[state.by_id["b"]].location)
+    storage = writer_of(plane)._storage  # type: ignore[union-attr]
+    assert isinstance(storage, SignedStorage)
+    frame = bytearray(server_of(plane).engine.storage.read(str(at))[0])
+    frame[-2] ^= 0x40
+    assert send("PUT", storage._known("PUT", object_name(at.segment, at.offset >> 23)), bytes(frame))[0] == 200
+    with pytest.raises(StepAborted, match="group 'b'"):
+        train(sources_of(plane))
+    assert [one["id"] for one in plane.status()["quarantine"]] == ["b"]
+    train(again := sources_of(plane))
+    assert plane.ledger.committed == len(named_group("a")) + len(named_group("c"))
+    for source in again:
+        source.close()
 
 
 @pytest.mark.parametrize("storage", [None, "folder", "gs://bucket/x"])
