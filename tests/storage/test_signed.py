@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import logging
 import math
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,12 +16,13 @@ from urllib.parse import urlsplit
 import pytest
 
 import penstock as ps
+from penstock.commands.top import _storage
 from penstock.errors import Away, ConfigError, Conflict, InvalidInput, PenstockError, StepAborted, StorageError
 from penstock.send.keys import make_keys
 from penstock.send.messages import SignedUrls
 from penstock.storage import ObjectStorage, SegmentSealed, SignedStorage, Writer, parse_location
 from penstock.storage.interface import new_segment_name
-from penstock.storage.object_ranges import begin_name, object_name
+from penstock.storage.object_ranges import begin_name, following, object_name
 from penstock.testing.groups import named_group
 from penstock.testing.object_proxy import Fault, ObjectProxy
 from penstock.testing.object_torture import torture_objects
@@ -216,6 +218,25 @@ def test_a_store_that_is_away_and_a_plane_that_does_not_sign_are_away(
     assert not isinstance(refused.value, Away) and "X-Amz" not in str(refused.value)
 
 
+def test_a_worker_needs_no_client_of_the_store(
+    plane: Plane, s3_proxy: ObjectProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = new_segment_name()
+    names = tuple(following(begin_name(segment), 8))
+    urls = dict(zip(names, plane.storage.sign("PUT", names, 600.0), strict=True))
+
+    async def sign(_: Method, wanted: tuple[str, ...]) -> tuple[list[str], float]:
+        return [urls[name] for name in wanted], 600.0
+
+    with monkeypatch.context() as without:
+        for name in ("obstore", "obstore.store", "obstore.exceptions"):
+            without.setitem(sys.modules, name, None)
+        s3_proxy.faults = [Fault("503", method="PUT"), Fault("refuse", method="PUT")]
+        (at,) = SignedStorage(plane.storage.url, sign).create(segment).append([[stored_frame("a")]])
+    assert bytes(plane.storage.read(at)[0]) == stored_frame("a")
+    assert s3_proxy.injected.total() == 2
+
+
 def test_no_connection_is_away(plane: Plane, signed: SignedStorage) -> None:
     async def sign(method: Method, names: tuple[str, ...]) -> tuple[list[str], float]:
         urls, seconds = await plane.sign(method, names)
@@ -270,6 +291,7 @@ def test_a_worker_without_credentials_puts_and_a_rank_with_them_reads(
         source.close()
     counts = plane.status()["counts"]
     assert (counts["groups_direct"], counts["urls_signed"]) == (4, 9)  # the marker, the first object, seven more
+    assert "9 URLs signed for them" in _storage(plane.status())
     assert s3_proxy.count("PUT", "/segments/") == 1 + 4
     assert s3_proxy.signed == {"": 2 + 1 + 5}  # the proof, the marker, the segment
 
