@@ -23,6 +23,7 @@ demo:
 test:
 	@bash scripts/setup dev,bench
 	@bash scripts/setup_browser
+	@bash scripts/setup_promtool
 	bash scripts/check
 	.venv/bin/pytest -n 3 --dist loadscope --no-loadscope-reorder --doctest-modules tests src
 

@@ -51,7 +51,7 @@ def test_every_name_of_a_stub_is_there(name: str) -> None:
     assert package.__doc__ and package.__all__ == dir(package)
     for exported in package.__all__:
         assert getattr(package, exported) is not None
-        # A function of a module's name would hide the module: `import penstock.encode.layout as x` once failed.
+        # A function of a module's name would hide the module: `import penstock.frames.layout as x` once failed.
         assert not (SRC / name / f"{exported}.py").exists(), f"penstock.{name}.{exported} hides a module"
 
 

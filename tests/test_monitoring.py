@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from tests.support.plane_processes import SMALL
 ROOT = Path(__file__).parent.parent
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
+PROMTOOL = shutil.which("promtool", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 _METRIC = re.compile(r"penstock_\w+")
 _KIND = re.compile(r'kind=~?"([^"]*)"')
 _WHEN_SOME = {"penstock_ledger_dropped_samples_total", "penstock_ledger_discarded_samples_total"}
@@ -42,6 +47,26 @@ def test_every_number_that_is_asked_for_is_on_the_page(tmp_path: Path) -> None:
     asked = {name for text in expressions() for name in _METRIC.findall(text)}
     assert asked - _WHEN_SOME <= there
     assert not re.search(r"(?m)^penstock_\w+ ", page), "every number names its run"
+
+
+def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
+    cases = yaml.safe_load((ROOT / "deploy/prometheus/alerts_test.yaml").read_text())["tests"]
+    tried = [(one["alertname"], bool(one["exp_alerts"])) for case in cases for one in case["alert_rule_test"]]
+    assert set(tried) == {(rule["alert"], fires) for rule in ALERTS for fires in (True, False)}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool; scripts/setup_promtool gets it")
+@pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")])
+def test_prometheus_itself_takes_the_alerts_and_their_tests(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [str(PROMTOOL), *words],
+        cwd=ROOT / "deploy/prometheus",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_event_that_is_asked_for_is_counted() -> None:

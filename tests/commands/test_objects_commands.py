@@ -64,7 +64,7 @@ def test_check_names_what_is_missing_damaged_or_unknown(
     frame = bytearray(storage.read(at["a"])[0])
     frame[-3] ^= 0x40
     overwrite(storage, object_of(at["a"]), bytes(frame))
-    run(storage._remove([object_of(at["b"])]))
+    run(storage.remove([object_of(at["b"])]))
     overwrite(storage, object_of(at["c"]), bytes(storage.read(at["c"])[0])[:-1])
     segment = storage.create(new_segment_name())
     segment.append([[encode(named_group("lost"))]])

@@ -49,6 +49,7 @@ from penstock.protocol.messages import (
     Request,
     SettleGroup,
     SetWeight,
+    SignUrls,
     Trace,
 )
 from penstock.protocol.steps import Staged
@@ -245,6 +246,7 @@ HONEST: dict[type[Any], Any] = {
         Bye(session=0),
         Attach(ticket=1, run=RUN),
         OpenSegment(ticket=1),
+        SignUrls(ticket=1, method="PUT", names=("segments/3f9c21d07b6a4e58/000000",)),
         Put(ticket=1, group="extreme"),
         Trace(ticket=1, group="a", digest=b""),
         AskRoom(ticket=1, run="", size=100),

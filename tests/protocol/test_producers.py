@@ -142,6 +142,7 @@ class World:
                     self.counted += 1
                     self.send([self.admission.decided(effect.ticket, None)])
                 else:
+                    assert isinstance(effect, Send)  # nothing is signed here
                     self.send([effect])
 
     def offer(self, offer: Offer) -> None:

@@ -413,7 +413,7 @@ def test_a_rank_with_a_bad_mount_is_sent_its_samples_and_named(open_plane: OpenP
 def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
     """Every place that asks; nothing else may depend on the kind of deployment."""
     root = Path(ps.__file__).parent
-    asks = re.compile(r"\breachable\(|may_write|\.direct\b(?! import)|inline_ranks")
+    asks = re.compile(r"\b(?:reachable|writable)\(|may_write|\.direct\b(?! import)|inline_ranks")
     places = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")

@@ -13,6 +13,8 @@ cut                the answer ends in the middle of its body
 short              a whole answer with half of the bytes that were asked for
 no-conditions      If-Match and If-None-Match are removed
 no-ranges          Range is removed
+
+A signed URL that is expired, altered or used for another object is answered with 403, as S3 does.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import urlsplit
+
+from tests.support.signed_urls import is_signed, problem_with
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 _ERROR = '<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{}</Code><Message>injected</Message></Error>'
@@ -60,6 +64,8 @@ class ObjectProxy:
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request, in order."""
         self.injected: Counter[str] = Counter()
+        self.signed: Counter[str] = Counter()
+        """Requests with a signed URL, by what was wrong with it; under "" the good ones."""
         self._rng, self._lock = random.Random(seed), threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
@@ -120,8 +126,13 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "" if fault is None else fault.kind
         if self.proxy.delay_s:
             time.sleep(self.proxy.delay_s)
+        wrong = problem_with(self.command, self.path, self.headers["host"]) if is_signed(self.path) else ""
+        if is_signed(self.path):
+            self.proxy.signed[wrong] += 1
         if kind == "refuse":
             self.close_connection = True
+        elif wrong:
+            self._answer(403, {"content-type": "application/xml"}, _ERROR.format(wrong).encode())
         elif fault is not None and kind.isdecimal():
             code = "PreconditionFailed" if kind == "412" else fault.code
             self._answer(int(kind), {"content-type": "application/xml"}, _ERROR.format(code).encode())

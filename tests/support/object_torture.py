@@ -20,12 +20,21 @@ from tests.support.torture import Result, Run
 class ObjectsRun(Run):
     """A run of real processes on an object store; they find it by the environment of this one."""
 
-    def __init__(self, folder: Path, storage: str, seed: int) -> None:
+    def __init__(self, folder: Path, storage: str, seed: int, sign_puts_s: float | None = None) -> None:
+        """`sign_puts_s`: producers have no credentials, and write with URLs that the plane signs."""
         super().__init__(folder, "direct", seed)
-        self._storage, self.result.transport = storage, "objects"
+        self._storage, self.result.transport, self._sign_puts_s = storage, "objects", sign_puts_s
 
     def options(self, name: str) -> list[str]:
-        return [f"--storage={self._storage}"] if name.startswith("plane") else []
+        if not name.startswith("plane"):
+            return []
+        signs = [] if self._sign_puts_s is None else [f"--sign-puts-s={self._sign_puts_s}"]
+        return [f"--storage={self._storage}", *signs]
+
+    def prefix(self, name: str) -> list[str]:
+        if self._sign_puts_s is None or not name.startswith("producer"):
+            return []
+        return ["env", *(word for key in s3_environment("") for word in ("-u", key))]
 
     def settings(self) -> PlaneSettings:
         return settings(self.ranks, storage=self._storage)
@@ -37,6 +46,7 @@ def torture_objects(
     kills: int,
     seed: int = 0,
     rates: dict[str, float] | None = None,
+    sign_puts_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, ObjectProxy]:
     """Kill a run's processes so many times. `rates`: how often requests fail, and how; see `ObjectProxy`.
@@ -47,7 +57,7 @@ def torture_objects(
         before = dict(os.environ)
         os.environ.update(s3_environment(proxy.url))
         try:
-            run = ObjectsRun(folder, f"s3://{make_bucket(endpoint)}/runs/torture", seed)
+            run = ObjectsRun(folder, f"s3://{make_bucket(endpoint)}/runs/torture", seed, sign_puts_s)
             proxy.rates = rates or {}
             result = run.go(kills, progress)
         finally:

@@ -40,7 +40,14 @@ def timeouts_at(url: str) -> Timeouts:
     return replace(TIMEOUTS, plane_s=240.0) if url.startswith("ray://") else TIMEOUTS
 
 
-def settings(ranks: int, *, direct: bool = True, storage: str | None = None, retain_steps: int = 16) -> PlaneSettings:
+def settings(
+    ranks: int,
+    *,
+    direct: bool = True,
+    storage: str | None = None,
+    retain_steps: int = 16,
+    sign_puts_s: float | None = None,
+) -> PlaneSettings:
     """Of every such run. Few steps are kept, so that frames and segments are freed all the time."""
     return PlaneSettings(
         packing=Packing(ranks=ranks, seq_len=64),
@@ -52,6 +59,7 @@ def settings(ranks: int, *, direct: bool = True, storage: str | None = None, ret
         retain_steps=retain_steps,
         direct=direct,
         storage=storage,
+        sign_puts_s=sign_puts_s,
         timeouts=TIMEOUTS,
     )
 
@@ -176,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sends", action="store_true", help="what this producer puts passes the plane")
     parser.add_argument("--run", type=Path, help="the folder of the log; `run` in FOLDER by default")
     parser.add_argument("--storage", help="where frames are; in the folder of the log by default")
+    parser.add_argument("--sign-puts-s", type=float, help="producers write with signed URLs")
     parser.add_argument("--retain-steps", type=int, default=16)
     parser.add_argument("--keys", type=Path)
     asked = parser.parse_args(argv)
@@ -183,7 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     place = Place(asked.folder, asked.url, asked.keys)
     if asked.kind == "plane":
-        made = settings(asked.of, direct=not asked.inline, storage=asked.storage, retain_steps=asked.retain_steps)
+        made = settings(
+            asked.of,
+            direct=not asked.inline,
+            storage=asked.storage,
+            retain_steps=asked.retain_steps,
+            sign_puts_s=asked.sign_puts_s,
+        )
         run_plane(place, asked.run or asked.folder / "run", made)
     elif asked.kind == "producer":
         run_producer(place, asked.number, asked.of, sends=asked.sends)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.producer_connection import Written
-from penstock.client.reachable import reachable
+from penstock.client.reachable import writable
 from penstock.errors import PenstockError
 from penstock.protocol import Answer, Attached, Rejected
 
 if TYPE_CHECKING:  # a producer whose frames pass the plane needs no storage
-    from penstock.storage import KeptStorage, Pieces
+    from penstock.storage import Pieces, Sign, Writable
 
 logger = logging.getLogger("penstock.storage")
 _MOST_REPEATS = 20
@@ -43,7 +43,7 @@ class _Waiting:
 class DirectWriter:
     """Writes frames of this process. Safe to use from many threads."""
 
-    def __init__(self, storage: KeptStorage, open_segment: Callable[[], str]) -> None:
+    def __init__(self, storage: Writable, open_segment: Callable[[], str]) -> None:
         """`open_segment` asks the plane for a registered segment."""
         from penstock.storage import OBJECT_BYTES, Writer
 
@@ -99,8 +99,9 @@ class DirectWriter:
 class Direct:
     """Whether groups of this process go straight to storage, found out by the first put."""
 
-    def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str]) -> None:
-        self._attach, self._open_segment = attach, open_segment
+    def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str], sign: Sign) -> None:
+        """`sign` asks the plane for signed URLs."""
+        self._attach, self._open_segment, self._sign = attach, open_segment, sign
         self._lock = threading.Lock()
         self._is_known = False
         self._repeats = 0
@@ -120,7 +121,7 @@ class Direct:
 
     def _find_out(self) -> None:
         attached = self._attach()
-        storage = reachable(attached) if attached.may_write else None
+        storage = writable(attached, self._sign)
         if storage is not None:
             self._writer = DirectWriter(storage, self._open_segment)
             self.seq_len, self.drops_long = attached.seq_len, attached.drops_long

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -44,6 +44,8 @@ from penstock.protocol import (
     SegmentOpened,
     SettleGroup,
     SetWeight,
+    SignedUrls,
+    SignUrls,
     Status,
     Timeouts,
     check_decision,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.plane import Ledger, PlaneLoop
     from penstock.transport import ClientTransport
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Connect: TypeAlias = "Callable[[], ClientTransport]"
 
@@ -82,7 +85,7 @@ class Plane:
         """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
         self._async = AsyncPuts()
         self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
-        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment))
+        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
             self._collected = close_when_collected(self, partial(end, self._connection, self._async, server, thread))
@@ -271,6 +274,15 @@ class Plane:
         assert isinstance(answer, SegmentOpened)
         return answer.segment
 
+    async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
+        """Signed URLs of objects of this process's segments, and for how many seconds they are valid."""
+        question = self._question(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
+        answer = await self._connection.aask(question)
+        if isinstance(answer, Rejected):
+            raise _sealed(answer) if answer.kind == "Sealed" else error_of(answer)
+        assert isinstance(answer, SignedUrls)
+        return answer.urls, answer.seconds
+
     def _attached(self) -> Attached:
         answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
         assert isinstance(answer, Attached)
@@ -436,14 +448,20 @@ class Plane:
         self._connection.check_open()
 
 
-def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+def _sealed(answer: Rejected) -> Exception:
+    from penstock.storage import SegmentSealed
+
+    return SegmentSealed(answer.reason)
+
+
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
     """A method that does not keep its plane alive: one whose last reference is gone is closed."""
     found = weakref.WeakMethod(method)
 
-    def call() -> T:
+    def call(*words: P.args, **named: P.kwargs) -> T:
         bound = found()
         if bound is None:
             raise Closed("this plane was closed")
-        return bound()
+        return bound(*words, **named)
 
     return call

@@ -87,6 +87,9 @@ class PlaneKeywords(TypedDict, total=False):
     direct: bool
     """Whether workers and ranks that see the storage write and read frames there themselves; off: all bytes pass the
     plane."""
+    sign_puts_s: float | None
+    """Seconds for which URLs are valid that the plane signs for workers, so that they write frames to s3:// or az://
+    without credentials; 600 is a good value; none: workers need credentials, or send their frames to the plane."""
     max_disk_bytes: int | None
     """Bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has."""
     disk_reserve_bytes: int

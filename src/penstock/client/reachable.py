@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from penstock.errors import PenstockError
 from penstock.protocol import Attached
 
 if TYPE_CHECKING:
-    from penstock.storage import KeptStorage
+    from penstock.storage import KeptStorage, Sign, Writable
 
 logger = logging.getLogger("penstock.storage")
 _LOOK_S = 3.0
@@ -19,19 +20,35 @@ _LOOK_S = 3.0
 
 def reachable(attached: Attached) -> KeptStorage | None:
     """The plane's storage, if this process sees it: the marker must be that of this run and this start of the plane."""
-    if not attached.storage:
+    if not attached.storage or not _sees(attached, lambda: _opened(attached.storage)):
         return None
-    from penstock.storage import open_storage, read_marker
+    from penstock.storage import open_storage
+
+    return open_storage(attached.storage, create=False)
+
+
+def writable(attached: Attached, sign: Sign) -> Writable | None:
+    """The plane's storage, if this process may write there itself and sees it."""
+    if not attached.may_write or not attached.signs:
+        return reachable(attached) if attached.may_write else None
+    from penstock.storage import SignedStorage
+
+    if not _sees(attached, lambda: SignedStorage(attached.storage, sign, patience_s=_LOOK_S)):
+        return None
+    return SignedStorage(attached.storage, sign)
+
+
+def _sees(attached: Attached, opened: Callable[[], Writable | None]) -> bool:
+    """Whether the marker of a storage is that of this run and this start of the plane."""
+    from penstock.storage import read_marker
 
     try:
-        storage = _opened(attached.storage)
+        storage = opened()
         marker = None if storage is None else read_marker(storage)
     except PenstockError as error:
         logger.warning("%s; frames pass the plane instead", error)
-        return None
-    if marker is None or (marker.run_id, marker.epoch) != (attached.run_id.hex(), attached.epoch):
-        return None
-    return open_storage(attached.storage, create=False)
+        return False
+    return marker is not None and (marker.run_id, marker.epoch) == (attached.run_id.hex(), attached.epoch)
 
 
 def _opened(address: str) -> KeptStorage | None:

@@ -182,6 +182,8 @@ def _storage(now: dict[str, Any]) -> str:
     """What storage holds, who reads and writes it, and what an operator must look at."""
     found = now["storage"]
     parts = [f"{size(found['live_bytes'])} in use, {size(found['dead_bytes'])} dead", f"{found['writers']} writers"]
+    if signed := now["counts"].get("urls_signed"):
+        parts.append(f"{signed:,} URLs signed for them")
     if found["to_delete"]:
         parts.append(f"{found['to_delete']:,} deletions pending")
     if found["missing"]:

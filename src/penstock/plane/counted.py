@@ -11,6 +11,7 @@ COUNTS = {
     "samples": "samples accepted",
     "tokens": "tokens accepted",
     "groups_direct": "groups that their worker wrote to storage itself",
+    "urls_signed": "URLs signed for workers that write to storage without credentials",
     "groups_stale": "groups dropped at put because they were too old",
     "groups_untrained": "groups accepted in which nothing is trained",
     "groups_quarantined": "groups set aside because no step could be made with them",

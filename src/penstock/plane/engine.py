@@ -59,7 +59,7 @@ from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.state import PlaneState
 from penstock.plane.step_builder import Place, PlannedStep
-from penstock.storage import Custody, DamagedFrame, Storage, Writer, check_log
+from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
@@ -91,6 +91,8 @@ class Engine:
             at, is_new = log.commits, not log.last_op
             check_log(storage, run_id=log.run_id, epoch=log.epoch, commits=at, held=log.num_frames, is_new=is_new)
             keeps = storage.prove()
+            if settings.sign_puts_s is not None and isinstance(storage, ObjectStorage):
+                prove_signing(storage, settings.sign_puts_s)
             custody = Custody(storage, run_id=log.run_id, run=settings.run, epoch=log.epoch, commits=at)
             self.segments = Segments(log, storage, custody, outside, keeps=keeps)
             self.recorder = Recorder(settings, log, self.segments)

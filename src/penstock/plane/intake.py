@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import xxhash
@@ -29,7 +30,7 @@ from penstock.plane.over_length import NONE, OverLength, check_lengths, metadata
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.untrained import check_trained
 from penstock.protocol import Buffer
-from penstock.storage import Writer, parse_location
+from penstock.storage import Storage, Writer, parse_location
 
 _READ_BACK_BYTES = 1 << 20
 
@@ -102,7 +103,8 @@ class Intake:
     """Checks frames, and writes those that pass, with one sync for all of a batch."""
 
     def __init__(self, settings: PlaneSettings, writer: Writer) -> None:
-        self._settings, self._writer, self._storage = settings, writer, writer.storage
+        self._settings, self._writer = settings, writer
+        self._storage = cast(Storage, writer.storage)  # the plane reads what it writes
         self.limits = limits_of(settings)
 
     def run_of(self, frame: Buffer) -> str:

@@ -34,6 +34,7 @@ from penstock.plane.run_logger import RunLogger
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.small_decisions import decide
+from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
 from penstock.protocol import (
     MAX_NAME,
@@ -57,6 +58,8 @@ from penstock.protocol import (
     Send,
     SettleGroup,
     SetWeight,
+    SignFor,
+    SignUrls,
     Staged,
     Status,
     Trace,
@@ -112,6 +115,7 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
+        self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -262,7 +266,7 @@ class PlaneLoop:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, OpenSegment, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+        elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
@@ -273,6 +277,8 @@ class PlaneLoop:
                 self._offer(effect)
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
+            elif isinstance(effect, SignFor):
+                self._signing.sign(effect, _writer_of(effect.ticket[0]))
             else:
                 self._effects.do(effect)
 

@@ -59,4 +59,5 @@ def admission_of(
         may_write=may_write,
         max_frame=settings.max_message_bytes,
         drops_long=settings.over_length == "drop",
+        signs=settings.direct and settings.sign_puts_s is not None,
     )

@@ -237,18 +237,26 @@ class Segments:
         The plane reads back the first frame of every segment: a wrong mount or a copied folder is found at once.
         """
         at = parse_location(location)
-        one = self._all.get(at.segment)
-        if one is None or one.row.sealed_at or at.segment in self._to_seal:
-            raise Sealed(f"segment {at.segment}: sealed or unknown here; write the frame again to a new segment")
-        if one.row.writer != writer:
-            # Also of a client that came back under another address: it gets a segment of its own.
-            raise Sealed(f"segment {at.segment}: belongs to another writer; write the frame again to a new segment")
+        one = self._open_for(at.segment, writer)
         if _overlaps(one.rejected, at):
             raise Sealed(f"location {at}: was rejected before and is freed; write the frame again to a new segment")
         if not at.size or _overlaps(one.taken, at):
             raise InvalidInput(f"location {at}: overlaps a frame that was put before; locations are never reused")
         self._expect(one, at)
         return not one.verified
+
+    def _open_for(self, segment: str, writer: str) -> _Segment:
+        one = self._all.get(segment)
+        if one is None or one.row.sealed_at or segment in self._to_seal:
+            raise Sealed(f"segment {segment}: sealed or unknown here; write the frame again to a new segment")
+        if one.row.writer != writer:
+            # Also of a client that came back under another address: it gets a segment of its own.
+            raise Sealed(f"segment {segment}: belongs to another writer; write the frame again to a new segment")
+        return one
+
+    def check_writer(self, segment: str, writer: str) -> None:
+        """Raise Sealed unless a writer may write to this segment now."""
+        self._open_for(segment, writer)
 
     def expect_own(self, location: str) -> None:
         """The plane itself has written a frame."""

@@ -20,10 +20,12 @@ from penstock.log import check_address
 from penstock.packing import Packing
 from penstock.protocol import MAX_HEADER, Timeouts
 from penstock.replay import Replay as Replay
-from penstock.storage import address_of
+from penstock.storage import SIGNED_SCHEMES, address_of
 
 _BESIDE_BYTES = 1 << 20
 """What a message has beside its largest part."""
+
+_SIGNED = tuple(f"{scheme}://" for scheme in SIGNED_SCHEMES)
 
 Listen = Annotated[
     tuple[str, ...],
@@ -181,6 +183,16 @@ class PlaneSettings:
             "all bytes pass the plane"
         ),
     ] = True
+    sign_puts_s: Annotated[
+        float | None,
+        Meta(
+            ge=1,
+            le=604_800,
+            description="seconds for which URLs are valid that the plane signs for workers, so that they write frames "
+            "to s3:// or az:// without credentials; 600 is a good value; none: workers need credentials, or send their "
+            "frames to the plane",
+        ),
+    ] = None
     max_disk_bytes: Annotated[
         int | None,
         Meta(ge=1, description="bytes the run may take on disk; beyond, puts raise DiskFull; none: what the disk has"),
@@ -244,8 +256,12 @@ class PlaneSettings:
                 raise ConfigError(f"{setting}: {problem}")
         if self.log is not None:
             check_address(self.log)
-        if self.storage is not None:
-            address_of(self.storage)  # raises where credentials are in it, before anything shows it
+        address = None if self.storage is None else address_of(self.storage)  # raises where credentials are in it
+        if self.sign_puts_s is not None and not (address or "").startswith(_SIGNED):
+            raise ConfigError(
+                f"sign_puts_s: {self.sign_puts_s:g} with storage {address!r}; URLs can be signed for "
+                f"{' and '.join(_SIGNED)}; give such a storage, or leave sign_puts_s out"
+            )
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
         table = table_with(self.packing.own)

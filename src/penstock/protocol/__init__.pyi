@@ -1,6 +1,7 @@
 from penstock.protocol.admission import Admission as Admission
 from penstock.protocol.admission import Decide as Decide
 from penstock.protocol.admission import Offer as Offer
+from penstock.protocol.admission import SignFor as SignFor
 from penstock.protocol.coordinator import Coordinator as Coordinator
 from penstock.protocol.decision_limits import check_decision as check_decision
 from penstock.protocol.effects import Detach as Detach
@@ -43,6 +44,8 @@ from penstock.protocol.messages import Room as Room
 from penstock.protocol.messages import SegmentOpened as SegmentOpened
 from penstock.protocol.messages import SettleGroup as SettleGroup
 from penstock.protocol.messages import SetWeight as SetWeight
+from penstock.protocol.messages import SignedUrls as SignedUrls
+from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
 from penstock.protocol.messages import Trace as Trace
 from penstock.protocol.picks import PickedGroup as PickedGroup

@@ -16,11 +16,12 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from penstock.errors import Overloaded, PenstockError
+from penstock.errors import InvalidInput, Overloaded, PenstockError
 from penstock.protocol.effects import Send
 from penstock.protocol.messages import (
     MAX_NAME,
     MAX_REASON,
+    MAX_SIGNED,
     Accepted,
     AskRoom,
     Attach,
@@ -42,6 +43,7 @@ from penstock.protocol.messages import (
     SegmentOpened,
     SettleGroup,
     SetWeight,
+    SignUrls,
     Trace,
 )
 from penstock.protocol.rooms import Rooms, Space, Ticket
@@ -68,7 +70,15 @@ class Decide:
     message: Discard | SettleGroup | SetWeight | OpenSegment
 
 
-Effect: TypeAlias = Send | Offer | Decide
+@dataclass(frozen=True, slots=True)
+class SignFor:
+    """Sign these URLs, if the objects are this sender's to write."""
+
+    ticket: Ticket
+    message: SignUrls
+
+
+Effect: TypeAlias = Send | Offer | Decide | SignFor
 
 
 class Tables(Space, Protocol):
@@ -100,8 +110,11 @@ class Admission:
         drops_long: bool = False,
         max_frame: int = 0,
         may_write: Callable[[Peer], bool] = lambda _peer: False,
+        signs: bool = False,
     ) -> None:
-        """`storage` is where clients may read and write themselves; `may_write` says whose metadata is believed."""
+        """`storage` is where clients may read and write themselves; `may_write` says whose metadata is believed;
+        `signs`: they write with URLs that the plane signs."""
+        self._signs = signs
         self._max_frame, self._drops_long = max_frame, drops_long
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
@@ -138,6 +151,7 @@ class Admission:
                 seq_len=self._seq_len,
                 max_frame=self._max_frame,
                 drops_long=self._drops_long,
+                signs=self._signs,
             ),
         )
 
@@ -152,7 +166,7 @@ class Admission:
     def on_message(
         self,
         peer: Peer,
-        message: Put | OpenSegment | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
+        message: Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
         frames: Frames,
     ) -> list[Effect]:
         if isinstance(message, Put):
@@ -170,6 +184,8 @@ class Admission:
         if isinstance(message, GiveUp):
             self.rooms.close((peer, message.ticket))
             return []
+        if isinstance(message, SignUrls):
+            return [self._on_sign(peer, message)]
         known = self._decided.get((peer, message.ticket))
         if known is not None:  # the answer was slow or lost; counting twice would be wrong
             return [Send(peer, known)]
@@ -198,6 +214,15 @@ class Admission:
             words = f"group {message.group[:MAX_NAME]!r}: {reason}"
             return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=words))]
         return [Offer(ticket, message, frames[0] if frames else b"")]
+
+    def _on_sign(self, peer: Peer, message: SignUrls) -> Effect:
+        ticket = (peer, message.ticket)
+        if not self._signs or not self._may_write(peer):
+            return self.answer(ticket, InvalidInput("signed URLs: only for writers, where `sign_puts_s` is set"))
+        if message.method not in ("GET", "PUT") or not 0 < len(message.names) <= MAX_SIGNED:
+            words = f"signed URLs: {message.method[:20]!r} of {len(message.names):,} objects"
+            return self.answer(ticket, InvalidInput(f"{words}; ask for GET or PUT, of 1 to {MAX_SIGNED}"))
+        return SignFor(ticket, message)
 
     # -------------------------------------------------------------- answers
 

@@ -27,6 +27,8 @@ Peer: TypeAlias = object
 """Whatever a transport uses to address a process; comes with each message and goes back with each answer."""
 OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
 """What an answer counts of samples longer than `seq_len`, in this order."""
+MAX_SIGNED = 64
+"""URLs that are asked for with one message."""
 BEHIND: Frames = (b"",)
 """The payload of a message that has none, and must not overtake those that have."""
 
@@ -268,6 +270,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Whether samples longer than `seq_len` are dropped, in metadata too; else they are truncated."""
     max_frame: int = 0
     """Bytes of the largest frame that can be sent here: the connection ends with a larger one. 0: not known."""
+    signs: bool = False
+    """Whether who writes frames itself asks the plane for signed URLs, and needs no credentials for the storage."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -289,6 +293,27 @@ class SegmentOpened(_Message, frozen=True, tag="segment-opened"):
     ticket: int
     segment: str
     """Its name, which the log knows by now."""
+
+
+class SignUrls(_Message, frozen=True, tag="sign-urls"):
+    """A process that writes to storage without credentials wants URLs of objects of its segments."""
+
+    ticket: int
+    method: str
+    """PUT, or GET: of an object that it has written, or of the marker."""
+    names: tuple[str, ...]
+    """Below the storage's address, such as segments/3f9c21d07b6a4e58/000000; at most `MAX_SIGNED`."""
+
+
+class SignedUrls(_Message, frozen=True, tag="signed-urls"):
+    ticket: int
+    urls: tuple[str, ...]
+    """In the order of the names. Whoever has one may use it."""
+    seconds: float
+    """How long they are valid, from when they were asked for."""
+
+    def __repr__(self) -> str:
+        return f"SignedUrls(ticket={self.ticket}, {len(self.urls)} URLs, seconds={self.seconds})"
 
 
 class Put(_Message, frozen=True, tag="put"):
@@ -418,7 +443,9 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
-FromProducer: TypeAlias = Put | OpenSegment | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
+FromProducer: TypeAlias = (
+    Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
+)
 FromClient: TypeAlias = FromRank | FromProducer | Attach
 FromPlane: TypeAlias = (
     Welcome
@@ -434,6 +461,7 @@ FromPlane: TypeAlias = (
     | Attached
     | Foreign
     | SegmentOpened
+    | SignedUrls
     | Accepted
     | Missing
     | Room

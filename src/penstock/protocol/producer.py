@@ -55,6 +55,7 @@ from penstock.protocol.messages import (
     Rejected,
     Room,
     SegmentOpened,
+    SignedUrls,
     Status,
     Trace,
 )
@@ -62,7 +63,7 @@ from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | Room
+Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached, SegmentOpened)):
+        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls)):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []

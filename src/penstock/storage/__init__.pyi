@@ -13,13 +13,17 @@ from penstock.storage.interface import Part as Part
 from penstock.storage.interface import Pieces as Pieces
 from penstock.storage.interface import Range as Range
 from penstock.storage.interface import SegmentFile as SegmentFile
+from penstock.storage.interface import SegmentSealed as SegmentSealed
 from penstock.storage.interface import Storage as Storage
 from penstock.storage.interface import Wanted as Wanted
+from penstock.storage.interface import Writable as Writable
 from penstock.storage.interface import is_segment_name as is_segment_name
 from penstock.storage.interface import new_segment_name as new_segment_name
 from penstock.storage.interface import parse_location as parse_location
 from penstock.storage.object_ranges import OBJECT_BYTES as OBJECT_BYTES
+from penstock.storage.object_ranges import segment_in as segment_in
 from penstock.storage.object_requests import is_object_url as is_object_url
+from penstock.storage.objects import MARKER as MARKER
 from penstock.storage.objects import ObjectStorage as ObjectStorage
 from penstock.storage.picking import DamagedFrame as DamagedFrame
 from penstock.storage.picking import Pick as Pick
@@ -35,5 +39,9 @@ from penstock.storage.scan import Piece as Piece
 from penstock.storage.scan import find_frames as find_frames
 from penstock.storage.scan import holds_data as holds_data
 from penstock.storage.scan import read_at as read_at
+from penstock.storage.signed import SIGNED_SCHEMES as SIGNED_SCHEMES
+from penstock.storage.signed import Sign as Sign
+from penstock.storage.signed import SignedStorage as SignedStorage
+from penstock.storage.signed import prove_signing as prove_signing
 from penstock.storage.writer import SEGMENT_AGE_S as SEGMENT_AGE_S
 from penstock.storage.writer import Writer as Writer

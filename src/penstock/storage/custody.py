@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.errors import Conflict, CorruptFile, Fenced
-from penstock.storage.interface import Storage
+from penstock.storage.interface import Storage, Writable
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +31,12 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
-def read_marker(storage: Storage) -> Marker | None:
+def read_marker(storage: Writable) -> Marker | None:
     """The marker of a storage; None when there is none."""
     return _decoded(storage, storage.marker())
 
 
-def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
+def _decoded(storage: Writable, data: bytes | None) -> Marker | None:
     if data is None:
         return None
     try:

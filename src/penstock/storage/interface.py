@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from penstock.errors import Away as Away
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, StorageError
 from penstock.frames import Buffer
 
 Pieces: TypeAlias = Sequence[Buffer]
@@ -32,6 +32,10 @@ _LOCATION = re.compile(r"([0-9a-f]{16}):(\d{1,15}):(\d{1,15})")
 
 class Gone(CorruptFrame):
     """The bytes are not in storage: their segment is missing, or shorter than it was."""
+
+
+class SegmentSealed(StorageError):
+    """The plane takes no more frames from this segment: write to a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,8 @@ class SegmentFile(Protocol):
     def close(self) -> None: ...
 
 
-class Storage(Protocol):
-    """Holds segments. `read` may be called from any thread, also while another one writes."""
+class Writable(Protocol):
+    """What a process needs that only writes segments."""
 
     url: str
     """Where it is, as other processes open it."""
@@ -124,6 +128,19 @@ class Storage(Protocol):
     """Frames that are written together, at most."""
     gather_s: float
     """How long a frame waits for others that are written with it."""
+
+    def create(self, segment: str) -> SegmentFile:
+        """Begin a segment. Raises Conflict when one of that name exists."""
+
+    def marker(self) -> bytes | None:
+        """The contents of the marker; None when there is none."""
+
+    def close(self) -> None: ...
+
+
+class Storage(Writable, Protocol):
+    """Holds segments. `read` may be called from any thread, also while another one writes."""
+
     lands_late: bool
     """Whether a write that was given up may still arrive, also in a segment that was deleted meanwhile."""
 
@@ -131,9 +148,6 @@ class Storage(Protocol):
         """Try out what the rest relies on, before a plane uses it. Returns why nothing may be deleted here, or "".
 
         Raises StorageError where it cannot be used at all."""
-
-    def create(self, segment: str) -> SegmentFile:
-        """Begin a segment. Raises Conflict when one of that name exists."""
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
         """The bytes of each range of a frame; None reads the whole frame. Raises Gone or Away."""
@@ -147,10 +161,5 @@ class Storage(Protocol):
     def segments(self) -> dict[str, int]:
         """Every segment, with the bytes it takes."""
 
-    def marker(self) -> bytes | None:
-        """The contents of the marker; None when there is none."""
-
     def set_marker(self, new: bytes, old: bytes | None) -> bool:
         """Replace the marker if it still is `old`; None: only if there is none. False: somebody else was faster."""
-
-    def close(self) -> None: ...

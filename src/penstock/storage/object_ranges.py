@@ -6,6 +6,7 @@ object 000001, at byte 8192. A frame above 8 MiB has an object for itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,37 @@ class Fetch:
     parts: list[tuple[int, memoryview]]
 
 
+_OBJECT = re.compile(r"segments/([0-9a-f]{16})/(?:begin|\d{6})")
+
+
 def object_name(segment: str, number: int) -> str:
     return f"segments/{segment}/{number:06}"
+
+
+def begin_name(segment: str) -> str:
+    """The object that is written first: who has it has the segment."""
+    return f"segments/{segment}/begin"
+
+
+def segment_in(name: str) -> str:
+    """The segment that an object belongs to; empty for anything else.
+
+    >>> segment_in("segments/3f9c21d07b6a4e58/000001"), segment_in("segments/../marker")
+    ('3f9c21d07b6a4e58', '')
+    """
+    found = _OBJECT.fullmatch(name)
+    return "" if found is None else found[1]
+
+
+def following(name: str, count: int) -> list[str]:
+    """An object of a segment, and those that are written after it.
+
+    >>> following("segments/3f9c21d07b6a4e58/begin", 2)
+    ['segments/3f9c21d07b6a4e58/begin', 'segments/3f9c21d07b6a4e58/000000']
+    """
+    segment, last = name.split("/")[1:]
+    number = -1 if last == "begin" else int(last)
+    return [name, *(object_name(segment, number + i) for i in range(1, count))]
 
 
 def fetches_for(wanted: Sequence[Wanted]) -> list[Fetch]:

@@ -57,6 +57,14 @@ class Taken(Exception):
     """The object exists, or is not the version that was expected."""
 
 
+class Refusal(Exception):
+    """A plain HTTP request failed: with a status, and words that are never passed on, or 0 where nothing came."""
+
+    def __init__(self, status: int, words: str = "") -> None:
+        super().__init__(words)
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectUrl:
     """Where an object storage is: `s3://bucket/prefix`, `gs://...`, `az://container/...`."""
@@ -131,15 +139,23 @@ def make_store(url: ObjectUrl) -> Any:
 
 def failure_of(error: BaseException, where: str) -> PenstockError | Missing | Taken:
     """Our error for one of the client's, without its words."""
-    from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
-
     if isinstance(error, (PenstockError, Missing, Taken)):
         return error
+    if isinstance(error, (TimeoutError, Refusal)):  # not the client's, which need not be installed here
+        status = error.status if isinstance(error, Refusal) else 0
+        return Taken() if status == 412 else _judged(error, where, status, is_missing=status == 404)
+    from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
+
     if isinstance(error, (AlreadyExistsError, PreconditionError)):
         return Taken()
+    found = _STATUS.search(str(error))
+    is_missing = isinstance(error, (NotFoundError, FileNotFoundError))
+    return _judged(error, where, int(found[1]) if found else 0, is_missing=is_missing)
+
+
+def _judged(error: BaseException, where: str, status: int, *, is_missing: bool) -> PenstockError | Missing | Taken:
     text = str(error)
-    found = _STATUS.search(text)
-    status, code = int(found[1]) if found else 0, _code_in(text)
+    code = _code_in(text)
     if code in _NO_BUCKET or (status == 404 and "bucket does not exist" in text):
         return StorageError(f"{where}: no such bucket; create it, or correct the address")
     if any(host in text for host in _METADATA):
@@ -147,7 +163,7 @@ def failure_of(error: BaseException, where: str) -> PenstockError | Missing | Ta
             f"{where}: no credentials: none in the environment, and the instance gives none; set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY (or those of your store), or give the instance a role"
         )
-    if isinstance(error, (NotFoundError, FileNotFoundError)):
+    if is_missing:
         return Missing()
     if status == 409:  # two conditional writes at the same time: one of them may have been let in
         return Taken()

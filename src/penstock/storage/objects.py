@@ -22,11 +22,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, Literal
 
-from penstock.errors import Away, Conflict, StorageError
+from penstock.errors import Away, StorageError
 from penstock.frames import Buffer
 from penstock.storage.interface import (
     Gone,
@@ -39,7 +40,7 @@ from penstock.storage.interface import (
     is_segment_name,
     parse_location,
 )
-from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, fetches_for, object_name
+from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, begin_name, fetches_for, object_name
 from penstock.storage.object_requests import (
     PATIENCE_S,
     Missing,
@@ -50,12 +51,13 @@ from penstock.storage.object_requests import (
     persist,
     run,
 )
+from penstock.storage.object_writes import ObjectWrites, put_new
 
 _MOST_OBJECTS = 1_000_000
 """In a segment: their names have six digits."""
 _WRITES, _READS = 8, 32
 """Requests under way at a time, of one call."""
-_MARKER = "marker"
+MARKER = "marker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,45 +99,28 @@ class ObjectStorage:
     # -------------------------------------------------------------- writing
 
     def create(self, segment: str) -> ObjectSegment:
-        # A word of its own tells this writer's object from that of another one, where the answer is lost.
-        run(self.put_new(f"segments/{segment}/begin", secrets.token_bytes(16)))
-        return ObjectSegment(self, segment)
+        return begin_segment(self, segment)
 
     async def put_new(self, name: str, data: bytes, deadline: float | None = None) -> None:
         """Write an object that must not exist. Raises Conflict if it does, with other bytes."""
+        await put_new(self, name, data, deadline)
+
+    async def put_once(self, name: str, data: bytes) -> None:
+        """Make one attempt to write an object that must not exist."""
         import obstore
 
-        for _ in range(3):
-            try:
-                await self.ask(
-                    name,
-                    lambda: obstore.put_async(self.store, name, data, mode="create", use_multipart=False),
-                    size=len(data),
-                    deadline=deadline,
-                )
-            except Taken:
-                # Somebody else's, or our own: an attempt whose answer was lost may have written it.
-                if await self._holds(name, data, deadline):
-                    return
-            except Missing:
-                raise StorageError(f"{self.url}: no such bucket; create it, or correct the address") from None
-            else:
-                return
-        raise Away(f"{self.url}/{name}: cannot be written and is not there")
+        await obstore.put_async(self.store, name, data, mode="create", use_multipart=False)
 
-    async def _holds(self, name: str, data: bytes, deadline: float | None) -> bool:
-        """Whether an object is what was to be written; False if there is none. Raises Conflict if it is not."""
-        try:
-            found = await self.get(name, deadline=deadline, most=len(data))
-        except Missing:  # of two writers at the same time neither was let in
-            return False
-        except Away:
-            raise
-        except StorageError as error:  # producers need not be allowed to read: then it is written again elsewhere
-            raise Away(f"{self.url}/{name}: exists; whether this process wrote it is unknown ({error})") from None
-        if found[0] != data:
-            raise Conflict(f"{self.url}/{name}: exists; two writers have one name")
-        return True
+    def sign(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
+        """URLs that let whoever has them make one kind of request on one object each, for a time."""
+        return run(self.sign_async(method, names, seconds))
+
+    async def sign_async(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
+        """`sign`, in the thread that makes all requests."""
+        import obstore
+
+        valid = timedelta(seconds=seconds)
+        return list(await self.ask(names[0], lambda: obstore.sign_async(self.store, method, list(names), valid)))
 
     # -------------------------------------------------------------- reading
 
@@ -231,7 +216,7 @@ class ObjectStorage:
         sizes = await at_once([_bound(self._size, name) for name in new], _READS)
         self._sizes |= {name: size for name, size in zip(new, sizes, strict=True) if size < math.inf}
         done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes.get(name, math.inf)]
-        await self._remove([*done, *(path for some in paths for path in some)])
+        await self.remove([*done, *(path for some in paths for path in some)])
         for name in done:
             self._forget(name)
 
@@ -242,7 +227,8 @@ class ObjectStorage:
     async def _paths(self, segment: str) -> list[str]:
         return [meta["path"] for meta in await self.listed(f"segments/{segment}")]
 
-    async def _remove(self, paths: list[str]) -> None:
+    async def remove(self, paths: list[str]) -> None:
+        """Delete objects by name. Those that are not there are ignored."""
         import obstore
 
         async def one(path: str) -> None:
@@ -336,7 +322,7 @@ class ObjectStorage:
 
     async def _marker(self) -> tuple[bytes, Any] | None:
         try:
-            return await self.get(_MARKER)
+            return await self.get(MARKER)
         except Missing:
             return None
 
@@ -355,10 +341,10 @@ class ObjectStorage:
         async def act() -> Any:
             nonlocal attempts
             attempts += 1
-            return await obstore.put_async(self.store, _MARKER, new, mode=mode, use_multipart=False)
+            return await obstore.put_async(self.store, MARKER, new, mode=mode, use_multipart=False)
 
         try:
-            await self.ask(_MARKER, act)
+            await self.ask(MARKER, act)
         except Taken:
             # Somebody else was faster; or we were, and the answer was lost.
             now = await self._marker() if attempts > 1 else None
@@ -370,20 +356,27 @@ class ObjectStorage:
     def marked(self) -> list[str]:
         """Every prefix below this one that has a marker, this one as an empty text."""
         found = [meta["path"] for meta in run(self.listed(""))]
-        return sorted(path.removesuffix(_MARKER).rstrip("/") for path in found if path.split("/")[-1] == _MARKER)
+        return sorted(path.removesuffix(MARKER).rstrip("/") for path in found if path.split("/")[-1] == MARKER)
 
     def remove_marker(self) -> None:
         """Of a run that is deleted."""
-        run(self._remove([_MARKER]))
+        run(self.remove([MARKER]))
 
     def close(self) -> None:
         """Connections close by themselves."""
 
 
+def begin_segment(storage: ObjectWrites, name: str) -> ObjectSegment:
+    """Create a segment. Raises Conflict when there is one of that name."""
+    # A word of its own tells this writer's object from that of another one, where the answer is lost.
+    run(storage.put_new(begin_name(name), secrets.token_bytes(16)))
+    return ObjectSegment(storage, name)
+
+
 class ObjectSegment:
     """One segment that this process writes."""
 
-    def __init__(self, storage: ObjectStorage, name: str) -> None:
+    def __init__(self, storage: ObjectWrites, name: str) -> None:
         self.name, self.end = name, 0
         self._storage, self._number = storage, 0
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.storage.interface import Pieces, SegmentFile, Storage
+from penstock.storage.interface import Pieces, SegmentFile, SegmentSealed, Writable
 
 SEGMENT_AGE_S = 300.0
 """A segment this old is finished. The plane seals it after twice this time, by its own clock."""
@@ -22,7 +22,7 @@ class Writer:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Writable,
         next_segment: Callable[[], str],
         finished: Callable[[str, int], None] = lambda _segment, _end: None,
         *,
@@ -38,6 +38,12 @@ class Writer:
 
     def write(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
         """The locations of these frames, which are durable; or raises, and none of them counts."""
+        try:
+            return self._append(frames, deadline)
+        except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
+            return self._append(frames, deadline)
+
+    def _append(self, frames: Sequence[Pieces], deadline: float) -> list[str]:
         segment = self._segment()
         try:
             return segment.append(frames, deadline)
