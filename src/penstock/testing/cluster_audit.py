@@ -1,0 +1,122 @@
+"""Who wrote what, and when: triggers in the database of a run, and the request logs of its planes.
+
+Every plane connects with a name of its own (`penstock.who`, by PGOPTIONS) and reaches the object store by a port of its
+own. So it can be said of each write which plane made it, also of one that was paused and taken for dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.log import State
+from penstock.log.postgres_schema import COLUMNS
+from penstock.testing.object_proxy import ObjectProxy
+from penstock.testing.postgres_server import PostgresServer
+
+_MAKE = f"""
+CREATE SCHEMA audit;
+CREATE TABLE audit.writes (who text, xid bigint, at double precision, PRIMARY KEY (who, xid));
+CREATE TABLE audit.commits (who text, step bigint, at double precision);
+CREATE FUNCTION audit.write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    INSERT INTO audit.writes VALUES (coalesce(current_setting('penstock.who', true), ''), txid_current(),
+        extract(epoch FROM clock_timestamp())) ON CONFLICT DO NOTHING;
+    RETURN NULL;
+END $$;
+CREATE FUNCTION audit.commit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    INSERT INTO audit.commits VALUES (coalesce(current_setting('penstock.who', true), ''), NEW.step,
+        extract(epoch FROM clock_timestamp()));
+    RETURN NULL;
+END $$;
+CREATE TRIGGER commits AFTER UPDATE ON {{schema}}.steps FOR EACH ROW
+    WHEN (NEW.state = {int(State.COMMITTED)} AND OLD.state <> {int(State.COMMITTED)}) EXECUTE FUNCTION audit.commit();
+"""
+_WATCH = (
+    "CREATE TRIGGER writes AFTER INSERT OR UPDATE OR DELETE ON {schema}.{table} FOR EACH ROW "
+    "EXECUTE FUNCTION audit.write();"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneStart:
+    """One process of the plane."""
+
+    who: str
+    proxy: ObjectProxy
+    """Its way to the object store."""
+    at: float
+    """Unix time at which the process was started."""
+    moves: bool
+    """Whether all ranks could reach it from the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A fault, from its beginning until it was mended, in Unix time."""
+
+    kind: str
+    began: float
+    ended: float
+
+
+class Audit:
+    """What the triggers wrote."""
+
+    def __init__(self, server: PostgresServer, schema: str) -> None:
+        """Make the triggers; the tables of the run must be there."""
+        self._server = server
+        made = "".join(_WATCH.format(schema=schema, table=table) for table in ("run", *COLUMNS))
+        server.execute(_MAKE.format(schema=schema) + made)
+
+    def commits(self) -> list[float]:
+        """When steps were committed."""
+        return [at for (at,) in self._server.execute("SELECT at FROM audit.commits ORDER BY at")]
+
+    def first_steps(self, starts: Sequence[PlaneStart]) -> list[float]:
+        """For each plane that ranks could reach: seconds from the start of the process to its first committed step."""
+        query = "SELECT who, min(at) FROM audit.commits GROUP BY who"
+        found = dict(self._server.execute(query))
+        return [found[one.who] - one.at for one in starts if one.moves and one.who in found]
+
+    def late_rows(self, starts: Sequence[PlaneStart]) -> int:
+        """Transactions of planes that were committed after a later plane had begun to write."""
+        found = self._server.execute("SELECT who, at FROM audit.writes")
+        begin = self._begins()
+        late = [who for who, at in found if any(at > first for first in _later(who, starts, begin))]
+        return len(late)
+
+    def late_changes(self, starts: Sequence[PlaneStart]) -> list[tuple[str, str, str]]:
+        """What planes changed in the object store after a later plane had begun to write: who, method, path."""
+        begin = self._begins()
+        return [
+            (one.who, method, path)
+            for one in starts
+            for at, method, path in one.proxy.changes
+            if any(at > first for first in _later(one.who, starts, begin))
+        ]
+
+    def _begins(self) -> dict[str, float]:
+        return dict(self._server.execute("SELECT who, min(at) FROM audit.writes GROUP BY who"))
+
+
+def _later(who: str, starts: Sequence[PlaneStart], begin: dict[str, float]) -> list[float]:
+    """When the planes that were started after this one began to write."""
+    names = [one.who for one in starts]
+    return [begin[name] for name in names[names.index(who) + 1 :] if name in begin]
+
+
+def outage(span: Span, commits: Sequence[float]) -> float:
+    """The longest time without a committed step, from the fault until the first one after it was mended.
+
+    >>> outage(Span(kind="x", began=1.0, ended=3.0), [0.5, 1.2, 1.5, 4.0, 9.0])
+    2.5
+    """
+    last, longest = span.began, 0.0
+    for at in commits:
+        if at <= span.began:
+            continue
+        longest = max(longest, at - last)
+        last = at
+        if at > span.ended:
+            break
+    return longest
