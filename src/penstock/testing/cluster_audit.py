@@ -9,27 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.log import State
 from penstock.log.postgres_schema import COLUMNS
 from penstock.testing.object_proxy import ObjectProxy
 from penstock.testing.postgres_server import PostgresServer
 
-_MAKE = f"""
+_MAKE = """
 CREATE SCHEMA audit;
 CREATE TABLE audit.writes (who text, xid bigint, at double precision, PRIMARY KEY (who, xid));
-CREATE TABLE audit.commits (who text, step bigint, at double precision);
+CREATE TABLE audit.commits (step bigint PRIMARY KEY, who text, at double precision);
 CREATE FUNCTION audit.write() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     INSERT INTO audit.writes VALUES (coalesce(current_setting('penstock.who', true), ''), txid_current(),
         extract(epoch FROM clock_timestamp())) ON CONFLICT DO NOTHING;
     RETURN NULL;
 END $$;
 CREATE FUNCTION audit.commit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    INSERT INTO audit.commits VALUES (coalesce(current_setting('penstock.who', true), ''), NEW.step,
-        extract(epoch FROM clock_timestamp()));
+    -- The same number again is a session that begins, not a step.
+    INSERT INTO audit.commits VALUES (NEW.value::bigint - 1, coalesce(current_setting('penstock.who', true), ''),
+        extract(epoch FROM clock_timestamp())) ON CONFLICT DO NOTHING;
     RETURN NULL;
 END $$;
-CREATE TRIGGER commits AFTER UPDATE ON {{schema}}.steps FOR EACH ROW
-    WHEN (NEW.state = {int(State.COMMITTED)} AND OLD.state <> {int(State.COMMITTED)}) EXECUTE FUNCTION audit.commit();
+INSERT INTO audit.commits SELECT value::bigint - 1, '', 0 FROM {schema}.meta WHERE name = 'next_step';
+CREATE TRIGGER commits AFTER INSERT OR UPDATE ON {schema}.meta FOR EACH ROW WHEN (NEW.name = 'next_step')
+    EXECUTE FUNCTION audit.commit();
 """
 _WATCH = (
     "CREATE TRIGGER writes AFTER INSERT OR UPDATE OR DELETE ON {schema}.{table} FOR EACH ROW "

@@ -67,7 +67,12 @@ class Cluster:
     def start_plane(self, host: int, errors: BinaryIO, *, ranks: int, moves: bool = True) -> subprocess.Popen[bytes]:
         """`penstock serve` on a host."""
         like, who, proxy = settings(ranks), f"plane-{len(self.starts)}", self.proxy()
-        words = [f"--run={RUN}", f"--log={self.log}", f"--storage={self.storage}", f"--listen=tcp://{ADDRESSES[host]}:*"]
+        words = [
+            f"--run={RUN}",
+            f"--log={self.log}",
+            f"--storage={self.storage}",
+            f"--listen=tcp://{ADDRESSES[host]}:*",
+        ]
         words += [f"--ranks={ranks}", f"--seq-len={like.packing.seq_len}", f"--groups-per-step={like.target.groups}"]
         words += [f"--over-length={like.over_length}", f"--untrained-groups={like.untrained_groups}"]
         words += [f"--max-held-bytes={like.max_held_bytes}", f"--retain-steps={like.retain_steps}"]

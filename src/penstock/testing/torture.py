@@ -34,8 +34,8 @@ from penstock.testing.engines import DirectEngine
 from penstock.testing.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 CARRIERS = ("direct", "tcp", "file")
-"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` and
-`object_torture.py` have one more each."""
+"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py`,
+`object_torture.py` and `cluster_torture.py` have one more each."""
 RANKS, PRODUCERS = 4, 2
 
 
