@@ -18,10 +18,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import BinaryIO
 
 from penstock.log import Log
@@ -162,8 +162,25 @@ class ClusterRun(Run):
 
     def plane_paused(self) -> float:
         """Paused and taken for dead. It goes on when the next one is at work."""
+        self._processes["plane-0"].send_signal(signal.SIGSTOP)
+        return self._replace_paused()
+
+    def plane_paused_deleting(self) -> float:
+        """The same, right after it has moved the marker of the storage to delete frames, and before it does."""
+        old, stopped = self._processes["plane-0"], threading.Event()
+
+        def stop(method: str, path: str) -> None:
+            if method == "PUT" and path.endswith("/marker") and not stopped.is_set():
+                old.send_signal(signal.SIGSTOP)
+                stopped.set()
+
+        self._cluster.starts[-1].proxy.on_change = stop
+        assert stopped.wait(self.patience_s), f"the plane deleted nothing for {self.patience_s} s: {self.folder}"
+        return self._replace_paused()
+
+    def _replace_paused(self) -> float:
+        """Start the next plane, let it work, and resume the one before, which must end by itself."""
         old = self._processes["plane-0"]
-        old.send_signal(signal.SIGSTOP)
         try:
             ended = self._move_plane()
             self._await_step(self._step() + 2)
@@ -272,6 +289,7 @@ def _host_of(name: str) -> int:
 FAULTS: dict[str, Callable[[ClusterRun], float]] = {
     "plane killed": ClusterRun.plane_killed,
     "plane paused": ClusterRun.plane_paused,
+    "plane paused while it deletes": ClusterRun.plane_paused_deleting,
     "plane cut off": ClusterRun.plane_cut_off,
     "PostgreSQL killed": ClusterRun.postgres_killed,
     "PostgreSQL paused": ClusterRun.postgres_paused,

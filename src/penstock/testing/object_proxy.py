@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -63,6 +64,8 @@ class ObjectProxy:
         """Method and path of each request, in order."""
         self.changes: list[tuple[float, str, str]] = []
         """Unix time, method and path of each request that changed something in the store, in order of arrival."""
+        self.on_change: Callable[[str, str], None] = lambda _method, _path: None
+        """Called with the method and path of such a request before it is answered."""
         self.injected: Counter[str] = Counter()
         self._rng, self._lock = random.Random(seed), threading.Lock()  # noqa: S311 - faults, not keys
         handler = type("Handler", (_Handler,), {"proxy": self})
@@ -97,6 +100,7 @@ class ObjectProxy:
         if method not in ("GET", "HEAD") and status < 300:
             with self._lock:
                 self.changes.append((arrived, method, path))
+            self.on_change(method, path)
 
     def count(self, method: str, path: str = "") -> int:
         """Requests so far."""

@@ -203,7 +203,7 @@ class Run:
     def _notes(self, rank: int) -> Path:
         return self.place(f"rank-{rank}") / f"rank{rank}.notes"
 
-    def _acked(self, number: int) -> list[list[str]]:
+    def _noted(self, number: int) -> list[list[str]]:
         """What a producer noted."""
         return Notes.read(self.place(f"producer-{number}") / f"producer{number}.acked")
 
@@ -271,7 +271,7 @@ class Run:
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
         result.groups, result.evaluated = len(names), len(evaluated)
-        acked = {w[0] for n in range(PRODUCERS) for w in self._acked(n)}
+        acked = {w[0] for n in range(PRODUCERS) for w in self._noted(n)}
         result.lost = len({name for name in acked if name[0] == "g"} - set(names.values()))
         result.lost += len({name for name in acked if name[0] == "e"} - set(evaluated))
         result.balanced = engine.ledger.balanced
@@ -302,7 +302,7 @@ class Run:
 
     def _count_ways(self) -> None:
         for number in range(PRODUCERS):
-            for words in self._acked(number):
+            for words in self._noted(number):
                 (self.result.stored if words[1] == STORED else self.result.sent)[f"producer-{number}"] += 1
         for rank in range(self.ranks):
             for words in self._steps_of(rank):
