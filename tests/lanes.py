@@ -28,6 +28,7 @@ PROCESS = {
     "log/test_outages.py",
     "log/test_postgres.py",
     "serve/test_allocation.py",
+    "serve/test_cluster.py",
     "serve/test_async_puts.py::test_a_thousand_tasks_put_with_few_threads_and_few_frames",
     "serve/test_faults.py",
     "serve/test_full_volume.py",

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,8 +93,9 @@ class ClusterRun(Run):
 
     patience_s = 240.0
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, faults: Sequence[str]) -> None:
         super().__init__(cluster.top, "cluster", seed)
+        self._kinds = sorted(faults)
         self._cluster, self._url = cluster, f"{cluster.log}#{RUN}"
         self._host = 0
         """Of the plane."""
@@ -141,7 +142,7 @@ class ClusterRun(Run):
             self._audit, self._moves = Audit(self._cluster.server, schema_of(RUN)), True
         time.sleep(self._rng.random() * pause_s)
         if not self._next:
-            self._next = self._rng.sample(sorted(FAULTS), len(FAULTS))
+            self._next = self._rng.sample(self._kinds, len(self._kinds))
         kind, began = self._next.pop(), time.time()
         ended = FAULTS[kind](self)
         self.result.kills[kind] += 1
@@ -158,6 +159,12 @@ class ClusterRun(Run):
 
     def plane_killed(self) -> float:
         self.kill("plane-0")
+        return self._move_plane()
+
+    def plane_killed_for_long(self) -> float:
+        """The next one is started when everybody has looked for it for a while, in vain."""
+        self.kill("plane-0")
+        self._wait(4.0, 8.0)
         return self._move_plane()
 
     def plane_paused(self) -> float:
@@ -288,6 +295,7 @@ def _host_of(name: str) -> int:
 
 FAULTS: dict[str, Callable[[ClusterRun], float]] = {
     "plane killed": ClusterRun.plane_killed,
+    "plane killed for long": ClusterRun.plane_killed_for_long,
     "plane paused": ClusterRun.plane_paused,
     "plane paused while it deletes": ClusterRun.plane_paused_deleting,
     "plane cut off": ClusterRun.plane_cut_off,
@@ -315,17 +323,23 @@ def give_keys(top: Path) -> None:
 
 
 def torture_cluster(
-    top: Path, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None
+    top: Path,
+    *,
+    kills: int,
+    seed: int = 0,
+    faults: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """So many faults, each kind as often as the others. The folder is kept if anything was wrong. Raises
-    NoNamespaces."""
+    """So many faults, each kind as often as the others; `faults` names them, by default all.
+
+    The folder is kept if anything was wrong. Raises NoNamespaces."""
     with ClusterHosts(top) as hosts:
         give_keys(top)
         with PostgresServer(address=SERVICES, prefix=hosts.prefix(2)) as server, s3_server() as endpoint:
             cluster, before = Cluster(top, hosts, server, endpoint), dict(os.environ)
             os.environ.update(s3_environment(endpoint))  # for the judge, which is on no host
             try:
-                result = ClusterRun(cluster, seed).go(kills, progress)
+                result = ClusterRun(cluster, seed, faults or tuple(FAULTS)).go(kills, progress)
             finally:
                 cluster.close()
                 os.environ.clear()
