@@ -34,7 +34,7 @@ from penstock.log.log_rows import State
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
-from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables
+from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables, migrations
 from penstock.log.volume import Disk
 
 logger = logging.getLogger("penstock.log")
@@ -153,7 +153,9 @@ class PostgresLog(Log):
             if not is_free:
                 logger.warning("%s: taken over from %s", self.where, found.holder)
             self._end_session(connection, found)
-            self._sign(connection, found.epoch, 1)
+            with connection.transaction():  # all of it or nothing: the log is of one format, with one owner
+                self._migrate(connection)
+                self._sign(connection, found.epoch, 1)
         self._commits = commits + 1
         if not is_free:
             self._hold(connection)
@@ -167,13 +169,31 @@ class PostgresLog(Log):
                     connection.execute(made)
                     connection.execute(create_tables(), prepare=False)
         found = connection.execute("SELECT name, format FROM run").fetchone()
-        if found is not None and found[1] != FORMAT:
-            raise CorruptFile(
-                f"{self.where}: format {found[1]}; this version reads format {FORMAT}; finish the run with the version "
-                "of Penstock that began it, or copy its groups to a new one with `penstock storage recover --into`"
-            )
+        if found is not None:
+            self._migrations(found[1])
         if found is not None and found[0] != self._run:
             raise Conflict(f"{self.where}: schema {self._schema} is of run {found[0]!r}; give this run another name")
+
+    def _migrations(self, found: int) -> list[str]:
+        """What brings a log of format `found` to this version's. Raises CorruptFile where nothing does."""
+        statements = migrations(found, FORMAT)
+        if statements is None:
+            raise CorruptFile(
+                f"{self.where}: format {found}; this version reads format {FORMAT}; finish the run with the version "
+                "of Penstock that began it, or copy its groups to a new one with `penstock storage recover --into`"
+            )
+        return statements
+
+    def _migrate(self, connection: Connection) -> None:
+        """Bring the tables of an earlier version to this one's format, in the transaction under way."""
+        # Locked until that ends, so of two planes that start at once the second finds the work done, and is refused.
+        row = connection.execute("SELECT format FROM run FOR UPDATE").fetchone()
+        assert row is not None
+        for statement in self._migrations(row[0]):
+            connection.execute(statement.encode(), prepare=False)
+        if row[0] != FORMAT:
+            connection.execute("UPDATE run SET format = %s", (FORMAT,))
+            logger.warning("%s: format %d becomes %d", self.where, row[0], FORMAT)
 
     def _owner(self, connection: Connection) -> _Owner | None:
         row = connection.execute("SELECT run_id, epoch, commits, pid, holder FROM run").fetchone()
