@@ -79,6 +79,12 @@ class Audit:
         found = dict(self._server.execute(query))
         return [found[one.who] - one.at for one in starts if one.moves and one.who in found]
 
+    def check_seen(self, one: PlaneStart) -> None:
+        """Raise AssertionError unless writes of this plane were seen, in the database and in the store: else it proves
+        nothing that none were seen later."""
+        assert one.who in self._begins(), f"{one.who}: no transaction of it was seen"
+        assert one.proxy.changes, f"{one.who}: no write of it to the object store was seen"
+
     def late_rows(self, starts: Sequence[PlaneStart]) -> int:
         """Transactions of planes that were committed after a later plane had begun to write."""
         found = self._server.execute("SELECT who, at FROM audit.writes")

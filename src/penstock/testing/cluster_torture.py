@@ -102,6 +102,8 @@ class ClusterRun(Run):
         self._moves = False
         self._audit: Audit | None = None
         self._spans: list[Span] = []
+        self._replaced: list[PlaneStart] = []
+        """Planes that were replaced while they lived, and came back."""
         self._next: list[str] = []
         """Kinds of faults that are still to come in this round."""
 
@@ -188,6 +190,7 @@ class ClusterRun(Run):
     def _replace_paused(self) -> float:
         """Start the next plane, let it work, and resume the one before, which must end by itself."""
         old = self._processes["plane-0"]
+        self._replaced.append(self._cluster.starts[-1])
         try:
             ended = self._move_plane()
             self._await_step(self._step() + 2)
@@ -200,6 +203,7 @@ class ClusterRun(Run):
     def plane_cut_off(self) -> float:
         """The cable of its host is cut and the plane taken for dead. Ranks and a producer are cut off with it."""
         old, host = self._processes["plane-0"], self._host
+        self._replaced.append(self._cluster.starts[-1])
         self._cluster.hosts.cut(host)
         try:
             self._moves = False
@@ -282,6 +286,8 @@ class ClusterRun(Run):
             result.outages.setdefault(span.kind, []).append(outage(span, commits))
             result.lasted.setdefault(span.kind, []).append(span.ended - span.began)
         result.first_steps = self._audit.first_steps(starts)
+        for one in self._replaced:
+            self._audit.check_seen(one)
         result.late_rows = self._audit.late_rows(starts)
         late = self._audit.late_changes(starts)
         result.late_changes = len(late)
