@@ -25,7 +25,7 @@ PROCESS = {
     "integrations/test_call_store.py::test_killed_writers_lose_no_call_that_they_acknowledged",
     "integrations/test_column_store.py::test_a_killed_unit_loses_nothing_it_acknowledged_and_the_line_finds_the_next",
     "log/test_logs.py",
-    "log/test_migrations.py",
+    "log/test_takeovers.py",
     "log/test_outages.py",
     "log/test_postgres.py",
     "serve/test_allocation.py",

@@ -137,28 +137,32 @@ class PostgresLog(Log):
         if not is_free and not take_over:
             holder = "a plane" if found is None else f"the plane of {found.holder}"
             raise Conflict(f"{self.where}: {holder} has it open; stop it first")
+        if not is_free and found is not None:
+            logger.warning("%s: taken over from %s", self.where, found.holder)
+        self._end_session(connection, found)
+        with connection.transaction():
+            # Locked until it is ours: the plane before may be at work, and what it writes now would not be known here.
+            self._begin_epoch(connection, self._owner(connection, "FOR UPDATE"))
+        self._commits += 1
+        if not is_free:
+            self._hold(connection)
+
+    def _begin_epoch(self, connection: Connection, found: _Owner | None) -> None:
+        """In the transaction that takes the run over: all of it is done, or nothing."""
         self.run_id = secrets.token_hex(16) if found is None else found.run_id
-        epoch, commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
-        self._commits, self.epoch = commits, epoch
+        self.epoch, self._commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
         if self._guard is not None:
             row = connection.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()
             held = 0 if row is None else int(row[0])
-            self._guard(run_id=self.run_id, epoch=epoch, commits=commits, held=held, is_new=found is None)
+            self._guard(run_id=self.run_id, epoch=self.epoch, commits=self._commits, held=held, is_new=found is None)
         if found is None:
             query = "INSERT INTO run VALUES (true, %s, %s, %s, 1, 1, 0, now(), '') ON CONFLICT DO NOTHING"
             if not connection.execute(query, (self._run, FORMAT, self.run_id)).rowcount:
                 raise Conflict(f"{self.where}: another plane began it at the same moment; start this one again")
             self._sign(connection, 1, 0)
         else:
-            if not is_free:
-                logger.warning("%s: taken over from %s", self.where, found.holder)
-            self._end_session(connection, found)
-            with connection.transaction():  # all of it or nothing: the log is of one format, with one owner
-                self._migrate(connection)
-                self._sign(connection, found.epoch, 1)
-        self._commits = commits + 1
-        if not is_free:
-            self._hold(connection)
+            self._migrate(connection)
+            self._sign(connection, found.epoch, 1)
 
     def _make_tables(self, connection: Connection) -> None:
         if not table_names(connection, self._schema):
@@ -186,8 +190,7 @@ class PostgresLog(Log):
 
     def _migrate(self, connection: Connection) -> None:
         """Bring the tables of an earlier version to this one's format, in the transaction under way."""
-        # Locked until that ends, so of two planes that start at once the second finds the work done, and is refused.
-        row = connection.execute("SELECT format FROM run FOR UPDATE").fetchone()
+        row = connection.execute("SELECT format FROM run").fetchone()
         assert row is not None
         for statement in self._migrations(row[0]):
             connection.execute(statement.encode(), prepare=False)
@@ -195,8 +198,8 @@ class PostgresLog(Log):
             connection.execute("UPDATE run SET format = %s", (FORMAT,))
             logger.warning("%s: format %d becomes %d", self.where, row[0], FORMAT)
 
-    def _owner(self, connection: Connection) -> _Owner | None:
-        row = connection.execute("SELECT run_id, epoch, commits, pid, holder FROM run").fetchone()
+    def _owner(self, connection: Connection, lock: str = "") -> _Owner | None:
+        row = connection.execute(f"SELECT run_id, epoch, commits, pid, holder FROM run {lock}").fetchone()  # noqa: S608
         return None if row is None else _Owner(*row)
 
     def _sign(self, connection: Connection, seen: int, more: int) -> None:

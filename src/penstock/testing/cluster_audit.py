@@ -6,7 +6,8 @@ own. So it can be said of each write which plane made it, also of one that was p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.log.postgres_schema import COLUMNS
@@ -32,6 +33,8 @@ INSERT INTO audit.commits SELECT value::bigint - 1, '', 0 FROM {schema}.meta WHE
 CREATE TRIGGER commits AFTER INSERT OR UPDATE ON {schema}.meta FOR EACH ROW WHEN (NEW.name = 'next_step')
     EXECUTE FUNCTION audit.commit();
 """
+_GRACE_S = 1.0
+"""A plane that moved the marker may delete for this long, whoever moved it since."""
 _WATCH = (
     "CREATE TRIGGER writes AFTER INSERT OR UPDATE OR DELETE ON {schema}.{table} FOR EACH ROW "
     "EXECUTE FUNCTION audit.write();"
@@ -92,18 +95,21 @@ class Audit:
         late = [who for who, at in found if any(at > first for first in _later(who, starts, begin))]
         return len(late)
 
-    def late_changes(self, starts: Sequence[PlaneStart]) -> list[tuple[str, str, str]]:
-        """What planes changed in the object store after a later plane had begun to write: who, method, path."""
-        begin = self._begins()
-        return [
-            (one.who, method, path)
-            for one in starts
-            for at, method, path in one.proxy.changes
-            if any(at > first for first in _later(one.who, starts, begin))
-        ]
-
     def _begins(self) -> dict[str, float]:
         return dict(self._server.execute("SELECT who, min(at) FROM audit.writes GROUP BY who"))
+
+
+def late_changes(starts: Sequence[PlaneStart], resumed: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """What planes changed in the object store after they were resumed, and after a later plane had moved the marker:
+    who, method, path. One that works on meanwhile may end a deletion that it began before, for a second."""
+    begin = {one.who: one.proxy.changes[0][0] + _GRACE_S for one in starts if one.proxy.changes}
+    begin_of = {one.who: [*_later(one.who, starts, begin), resumed.get(one.who, math.inf)] for one in starts}
+    return [
+        (one.who, method, path)
+        for one in starts
+        for at, method, path in one.proxy.changes
+        if at > min(begin_of[one.who])
+    ]
 
 
 def _later(who: str, starts: Sequence[PlaneStart], begin: dict[str, float]) -> list[float]:

@@ -30,7 +30,7 @@ from penstock.log.postgres_log import PostgresLog
 from penstock.send.keys import make_keys
 from penstock.serve.process.daemon import Exit
 from penstock.serve.settings import PlaneSettings
-from penstock.testing.cluster_audit import Audit, PlaneStart, Span, outage
+from penstock.testing.cluster_audit import Audit, PlaneStart, Span, late_changes, outage
 from penstock.testing.cluster_hosts import ADDRESSES, NAMES, SERVICES, ClusterHosts
 from penstock.testing.object_proxy import ObjectProxy
 from penstock.testing.postgres_server import PostgresServer
@@ -104,6 +104,8 @@ class ClusterRun(Run):
         self._spans: list[Span] = []
         self._replaced: list[PlaneStart] = []
         """Planes that were replaced while they lived, and came back."""
+        self._resumed: dict[str, float] = {}
+        """When those that were paused went on."""
         self._next: list[str] = []
         """Kinds of faults that are still to come in this round."""
 
@@ -194,6 +196,7 @@ class ClusterRun(Run):
         try:
             ended = self._move_plane()
             self._await_step(self._step() + 2)
+            self._resumed[self._replaced[-1].who] = time.time()
             old.send_signal(signal.SIGCONT)
             self._await_fenced(old)
         finally:
@@ -211,6 +214,17 @@ class ClusterRun(Run):
             self._moves = True
             ended = self._wait(1.0, 4.0)
             self._cluster.hosts.mend(host)
+            self._await_fenced(old)
+        finally:
+            old.kill()
+        return ended
+
+    def plane_doubled(self) -> float:
+        """Another one is started while it works, as by mistake."""
+        old = self._processes["plane-0"]
+        self._replaced.append(self._cluster.starts[-1])
+        try:
+            ended = self._move_plane()
             self._await_fenced(old)
         finally:
             old.kill()
@@ -289,7 +303,7 @@ class ClusterRun(Run):
         for one in self._replaced:
             self._audit.check_seen(one)
         result.late_rows = self._audit.late_rows(starts)
-        late = self._audit.late_changes(starts)
+        late = late_changes(starts, self._resumed)
         result.late_changes = len(late)
         (self.folder / "late").write_text("\n".join(map(str, late)))
 
@@ -304,6 +318,7 @@ FAULTS: dict[str, Callable[[ClusterRun], float]] = {
     "plane killed for long": ClusterRun.plane_killed_for_long,
     "plane paused": ClusterRun.plane_paused,
     "plane paused while it deletes": ClusterRun.plane_paused_deleting,
+    "plane doubled": ClusterRun.plane_doubled,
     "plane cut off": ClusterRun.plane_cut_off,
     "PostgreSQL killed": ClusterRun.postgres_killed,
     "PostgreSQL paused": ClusterRun.postgres_paused,

@@ -71,7 +71,8 @@ class Result:
     late_rows: int = 0
     """Transactions of a plane in the database after a later plane had begun to write."""
     late_changes: int = 0
-    """Objects that a plane wrote or deleted in the bucket after a later plane had begun to write."""
+    """Objects that a plane wrote or deleted in the bucket after it was resumed, or a second after a later one had moved
+    the marker."""
     balanced: bool = True
     stored: Counter[str] = field(default_factory=Counter)
     """Puts and steps whose bytes went straight to storage or came from there, by process."""

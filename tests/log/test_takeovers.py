@@ -1,8 +1,8 @@
-"""A log in PostgreSQL that an earlier version began: its tables are brought to this version's format, or stay as they
-are."""
+"""A log in PostgreSQL that is taken over: from a plane at work, and from an earlier version."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,35 @@ def state(postgres: PostgresServer, run: str) -> tuple[int, int, bool]:
     ((number, epoch),) = postgres.execute(f'SELECT format, epoch FROM "{schema}".run')
     query = f"SELECT 1 FROM information_schema.columns WHERE table_schema = '{schema}' AND column_name = 'at'"
     return number, epoch, bool(postgres.execute(query))
+
+
+def test_a_log_is_taken_over_from_a_plane_that_goes_on_writing(postgres: PostgresServer, run: str) -> None:
+    old, more, ended = PostgresLog(postgres.url, run=run), threading.Event(), list[BaseException]()
+    add(old, 1)
+
+    def write() -> None:
+        try:
+            for op in range(2, 1_000_000):
+                add(old, op)
+                more.set()
+        except Fenced as error:
+            ended.append(error)
+
+    def guard(**_: object) -> None:
+        more.clear()
+        more.wait(1.0)  # the storage takes its time to answer, and the old plane may write meanwhile
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert more.wait(60)
+    new = PostgresLog(f"{postgres.url}?connect_timeout=10", run=run, guard=guard)
+    thread.join(60)
+    assert ended and new.epoch == 2
+    known = ops(new)
+    add(new, known[-1] + 1)
+    assert ops(new) == list(range(1, known[-1] + 2))
+    new.close()
+    old.close()
 
 
 def test_a_log_of_the_previous_format_is_migrated_and_its_plane_fenced(
