@@ -224,11 +224,11 @@ class ClusterRun(Run):
         old = self._processes["plane-0"]
         self._replaced.append(self._cluster.starts[-1])
         try:
-            ended = self._move_plane()
+            self._move_plane()
             self._await_fenced(old)
         finally:
             old.kill()
-        return ended
+        return time.time()
 
     def postgres_killed(self) -> float:
         self._cluster.server.kill()
