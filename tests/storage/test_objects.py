@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from penstock.errors import Away, ConfigError, Conflict, StorageError
+from penstock.errors import Away, ConfigError, Conflict, Fenced, StorageError
 from penstock.storage import Gone, ObjectStorage, Storage, Writer, parse_location
+from penstock.storage.custody import Custody, read_marker
 from penstock.storage.interface import new_segment_name
 from penstock.storage.object_ranges import OBJECT_BYTES
 from penstock.storage.object_requests import parse_object_url
@@ -99,6 +101,38 @@ def test_a_lost_answer_is_not_taken_for_ours_where_somebody_else_wrote(
     s3_proxy.faults = [Fault("412", method="PUT", path="/marker")]
     assert not storage.set_marker(b"two", b"one")
     assert storage.marker() == b"one"
+
+
+def test_a_plane_that_was_paused_and_replaced_before_it_deletes_deletes_nothing(
+    storage: ObjectStorage, s3_proxy: ObjectProxy
+) -> None:
+    segment = storage.create(new_segment_name())
+    (location,) = segment.append([[b"frame"]])
+    old = Custody(storage, run_id="a" * 32, run="mine", epoch=1, commits=1)
+    paused = threading.Event()
+
+    def pause(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("/marker") and not paused.is_set():
+            paused.set()  # the marker is moved, and the answer is on its way
+            Custody(ObjectStorage(storage.url), run_id="a" * 32, run="mine", epoch=2, commits=3)
+            time.sleep(1.5)
+
+    s3_proxy.on_change = pause
+    with pytest.raises(Fenced, match="another plane moved the marker; this one deletes nothing"):
+        old.delete([location, segment.name], 2)
+    assert paused.is_set() and bytes(storage.read(location)[0]) == b"frame"
+    assert not s3_proxy.count("DELETE") + s3_proxy.count("POST")
+
+
+def test_a_new_plane_takes_a_storage_over_while_the_old_one_still_moves_the_marker(
+    storage: ObjectStorage, s3_proxy: ObjectProxy
+) -> None:
+    old = Custody(storage, run_id="a" * 32, run="mine", epoch=1, commits=1)
+    s3_proxy.faults = [Fault("412", method="PUT", path="/marker", times=2)]  # the old one was faster, twice
+    new = Custody(ObjectStorage(storage.url), run_id="a" * 32, run="mine", epoch=2, commits=3)
+    assert read_marker(storage) == new.marker
+    with pytest.raises(Fenced, match="taken over by epoch 2"):
+        old.delete([], 2)
 
 
 def test_a_producer_that_may_not_read_writes_again_elsewhere(storage: ObjectStorage, s3_proxy: ObjectProxy) -> None:

@@ -55,20 +55,25 @@ class Hosts:
         self._holders: list[subprocess.Popen[str]] = []
         self._user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         try:
-            for private in PRIVATE:
-                self._hold(top, [*SHARED, *private])
-            self._link()
+            self._make(top)
         except (OSError, NoNamespaces) as error:
             self.close()
             raise NoNamespaces(str(error)) from None
 
-    def _hold(self, top: Path, names: Sequence[str]) -> None:
-        spaces = ["unshare", "--net", "--mount", "--propagation=private"]
+    def _make(self, top: Path) -> None:
+        for private in PRIVATE:
+            self._hold(_HOLD, top, [*SHARED, *private])
+        self._link()
+
+    def _hold(
+        self, script: str, top: Path, names: Sequence[str], kinds: Sequence[str] = ("--mount", "--propagation=private")
+    ) -> None:
+        spaces = ["unshare", "--net", *kinds]
         if self._user and not self._holders:
             spaces.append("--map-root-user")
         elif self._user:
             spaces = ["nsenter", f"--target={self._holders[0].pid}", *self._user, *spaces]
-        words = [*spaces, "sh", "-c", _HOLD, "sh", str(top), *names]
+        words = [*spaces, "sh", "-c", script, "sh", str(top), *names]
         pipe = subprocess.PIPE
         holder = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         self._holders.append(holder)

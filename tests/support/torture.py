@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.arrays import Sample
 from penstock.frames import encode
-from penstock.log import SqliteLog, State, open_existing
+from penstock.log import Log, SqliteLog, State, open_existing
 from penstock.plane.manifest import Manifest
 from penstock.plane.segments import OWN
 from penstock.plane.settings import PlaneSettings
@@ -34,8 +34,8 @@ from tests.support.engines import DirectEngine
 from tests.support.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 TRANSPORTS = ("direct", "tcp", "file")
-"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py` and
-`object_torture.py` have one more each."""
+"""`direct`: tcp, and bytes go straight to storage; over the others they pass the plane. `hosts.py`,
+`object_torture.py` and `cluster_torture.py` have one more each."""
 RANKS, PRODUCERS = 4, 2
 
 
@@ -60,7 +60,19 @@ class Result:
     """The longest time from the death of a rank until every other rank had raised."""
     seconds: float = 0.0
     outages: dict[str, list[float]] = field(default_factory=dict)
-    """On a Ray cluster: by what was killed, seconds from each kill until the ranks had taken two more steps."""
+    """By kind of fault, seconds. On a Ray cluster: from each kill until the ranks had taken two more steps. On hosts
+    apart: the longest time without a committed step from the fault until the first one after its end."""
+    lasted: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of fault, seconds until what was paused or cut was mended, or what was killed was started again."""
+    first_steps: list[float] = field(default_factory=list)
+    """For each plane that was started on the other host, seconds from its start to its first committed step."""
+    fenced: int = 0
+    """Planes that were taken for dead, came back, and ended by themselves because another one had the run."""
+    late_rows: int = 0
+    """Transactions of a plane in the database after a later plane had begun to write."""
+    late_changes: int = 0
+    """Objects that a plane wrote or deleted in the bucket after it was resumed, or a second after a later one had moved
+    the marker."""
     balanced: bool = True
     stored: Counter[str] = field(default_factory=Counter)
     """Puts and steps whose bytes went straight to storage or came from there, by process."""
@@ -73,14 +85,15 @@ class Result:
 
     def check_ways(self) -> None:
         """All bytes went the transport's way, or AssertionError."""
-        is_direct = self.transport in ("direct", "hosts", "objects")
+        is_direct = self.transport in ("direct", "hosts", "objects", "cluster")
         wrong = self.sent if is_direct else self.stored
         assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.transport}: bytes went another way: {self}"
         assert (self.plane_written == 0) is is_direct, f"{self.transport}: written by another process: {self}"
 
     @property
     def good(self) -> bool:
-        return not (self.lost or self.doubled or self.mismatches) and self.balanced and self.steps > 0
+        wrong = self.lost or self.doubled or self.mismatches or self.late_rows or self.late_changes
+        return not wrong and self.balanced and self.steps > 0
 
 
 def address(transport: str, folder: Path) -> str:
@@ -121,7 +134,8 @@ class Run:
     def start(self, name: str) -> None:
         kind, number = name.split("-")
         of = PRODUCERS if kind == "producer" else self.ranks
-        words = [kind, str(self.folder), self._url, number, str(of), f"--parent={os.getpid()}", *self.options(name)]
+        words = [kind, str(self.place(name)), self._url, number, str(of), f"--parent={os.getpid()}"]
+        words += self.options(name)
         with (self.folder / f"{name}.err").open("ab") as errors:
             self._processes[name] = self.launch(name, words, errors)
 
@@ -132,6 +146,10 @@ class Run:
     def prefix(self, name: str) -> list[str]:
         """What comes before the command of a process, as in `nsenter ...`."""
         return []
+
+    def place(self, name: str) -> Path:
+        """The folder of a process's notes."""
+        return self.folder
 
     def options(self, name: str) -> list[str]:
         return [] if self.result.transport in ("direct", "ray") else ["--inline"]
@@ -172,6 +190,10 @@ class Run:
     def log_folder(self) -> Path:
         return self.folder / "run"
 
+    def open_log(self) -> Log:
+        """Open the run's log, once all processes have ended."""
+        return open_existing(self.log_folder)
+
     # -------------------------------------------------------------- inside
 
     def _step(self) -> int:
@@ -180,7 +202,11 @@ class Run:
         return max(taken, default=0)
 
     def _notes(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.notes"
+        return self.place(f"rank-{rank}") / f"rank{rank}.notes"
+
+    def _noted(self, number: int) -> list[list[str]]:
+        """What a producer noted."""
+        return Notes.read(self.place(f"producer-{number}") / f"producer{number}.acked")
 
     def _kill_one(self, pause_s: float) -> None:
         """Wait until the run moves again, then a random moment, then kill."""
@@ -228,8 +254,9 @@ class Run:
 
     def _finish(self) -> None:
         last = self._step() + self.tail
-        (self.folder / ".last").write_text(str(last))
-        os.replace(self.folder / ".last", self.folder / "last")  # noqa: PTH105
+        for folder in {self.place(f"rank-{rank}") for rank in range(self.ranks)}:
+            (folder / ".last").write_text(str(last))
+            os.replace(folder / ".last", folder / "last")  # noqa: PTH105
         deadline = time.monotonic() + self.patience_s
         while not any(w[0] == "done" for rank in range(self.ranks) for w in Notes.read(self._notes(rank))[-3:]):
             self._check_alive()
@@ -240,12 +267,12 @@ class Run:
 
     def _judge(self) -> None:
         """Compare with what an uninterrupted plane makes of the same groups."""
-        result, log = self.result, open_existing(self.log_folder)
+        result, log = self.result, self.open_log()
         engine = DirectEngine(self.settings(), log)
         evaluated = {row.id: row.location for row in log.groups_in(State.EVALUATION)}
         names = {row.op: row.id for row in log.groups() if row.id not in evaluated}
         result.groups, result.evaluated = len(names), len(evaluated)
-        acked = {w[0] for n in range(PRODUCERS) for w in Notes.read(self.folder / f"producer{n}.acked")}
+        acked = {w[0] for n in range(PRODUCERS) for w in self._noted(n)}
         result.lost = len({name for name in acked if name[0] == "g"} - set(names.values()))
         result.lost += len({name for name in acked if name[0] == "e"} - set(evaluated))
         result.balanced = engine.ledger.balanced
@@ -276,7 +303,7 @@ class Run:
 
     def _count_ways(self) -> None:
         for number in range(PRODUCERS):
-            for words in Notes.read(self.folder / f"producer{number}.acked"):
+            for words in self._noted(number):
                 (self.result.stored if words[1] == STORED else self.result.sent)[f"producer-{number}"] += 1
         for rank in range(self.ranks):
             for words in self._steps_of(rank):

@@ -53,6 +53,22 @@ def test_a_client_that_is_answered_does_not_ask_where_the_plane_is() -> None:
     plane.close()
 
 
+def test_a_silent_client_keeps_asking_at_the_same_pace() -> None:
+    """A plane may be started long after the one before it died: it is found as soon as one that followed at once."""
+    moving = MovingPlane()
+    plane = moving.plane()
+    client = ResolvingClient(moving.where, first=moving.places[-1], silence_s=0.1)
+    plane.close()
+    asked, began = 0, time.monotonic()
+    while asked < 10:
+        client.send(b"beat")
+        client.receive(0.01)
+        asked += moving.asked.acquire(blocking=False)
+        assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 10  # doubled each time it would take 100 s
+    client.close()
+
+
 def test_a_resolver_that_hangs_stops_nobody() -> None:
     moving, go = MovingPlane(), threading.Event()
     plane = moving.plane()

@@ -34,7 +34,7 @@ from penstock.log.log_rows import State
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
-from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables
+from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables, migrations
 from penstock.log.volume import Disk
 
 logger = logging.getLogger("penstock.log")
@@ -137,26 +137,32 @@ class PostgresLog(Log):
         if not is_free and not take_over:
             holder = "a plane" if found is None else f"the plane of {found.holder}"
             raise Conflict(f"{self.where}: {holder} has it open; stop it first")
+        if not is_free and found is not None:
+            logger.warning("%s: taken over from %s", self.where, found.holder)
+        self._end_session(connection, found)
+        with connection.transaction():
+            # Locked until it is ours: the plane before may be at work, and what it writes now would not be known here.
+            self._begin_epoch(connection, self._owner(connection, "FOR UPDATE"))
+        self._commits += 1
+        if not is_free:
+            self._hold(connection)
+
+    def _begin_epoch(self, connection: Connection, found: _Owner | None) -> None:
+        """In the transaction that takes the run over: all of it is done, or nothing."""
         self.run_id = secrets.token_hex(16) if found is None else found.run_id
-        epoch, commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
-        self._commits, self.epoch = commits, epoch
+        self.epoch, self._commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
         if self._guard is not None:
             row = connection.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()
             held = 0 if row is None else int(row[0])
-            self._guard(run_id=self.run_id, epoch=epoch, commits=commits, held=held, is_new=found is None)
+            self._guard(run_id=self.run_id, epoch=self.epoch, commits=self._commits, held=held, is_new=found is None)
         if found is None:
             query = "INSERT INTO run VALUES (true, %s, %s, %s, 1, 1, 0, now(), '') ON CONFLICT DO NOTHING"
             if not connection.execute(query, (self._run, FORMAT, self.run_id)).rowcount:
                 raise Conflict(f"{self.where}: another plane began it at the same moment; start this one again")
             self._sign(connection, 1, 0)
         else:
-            if not is_free:
-                logger.warning("%s: taken over from %s", self.where, found.holder)
-            self._end_session(connection, found)
+            self._migrate(connection)
             self._sign(connection, found.epoch, 1)
-        self._commits = commits + 1
-        if not is_free:
-            self._hold(connection)
 
     def _make_tables(self, connection: Connection) -> None:
         if not table_names(connection, self._schema):
@@ -167,16 +173,33 @@ class PostgresLog(Log):
                     connection.execute(made)
                     connection.execute(create_tables(), prepare=False)
         found = connection.execute("SELECT name, format FROM run").fetchone()
-        if found is not None and found[1] != FORMAT:
-            raise CorruptFile(
-                f"{self.where}: format {found[1]}; this version reads format {FORMAT}; finish the run with the version "
-                "of Penstock that began it, or copy its groups to a new one with `penstock storage recover --into`"
-            )
+        if found is not None:
+            self._migrations(found[1])
         if found is not None and found[0] != self._run:
             raise Conflict(f"{self.where}: schema {self._schema} is of run {found[0]!r}; give this run another name")
 
-    def _owner(self, connection: Connection) -> _Owner | None:
-        row = connection.execute("SELECT run_id, epoch, commits, pid, holder FROM run").fetchone()
+    def _migrations(self, found: int) -> list[str]:
+        """What brings a log of format `found` to this version's. Raises CorruptFile where nothing does."""
+        statements = migrations(found, FORMAT)
+        if statements is None:
+            raise CorruptFile(
+                f"{self.where}: format {found}; this version reads format {FORMAT}; finish the run with the version "
+                "of Penstock that began it, or copy its groups to a new one with `penstock storage recover --into`"
+            )
+        return statements
+
+    def _migrate(self, connection: Connection) -> None:
+        """Bring the tables of an earlier version to this one's format, in the transaction under way."""
+        row = connection.execute("SELECT format FROM run").fetchone()
+        assert row is not None
+        for statement in self._migrations(row[0]):
+            connection.execute(statement.encode(), prepare=False)
+        if row[0] != FORMAT:
+            connection.execute("UPDATE run SET format = %s", (FORMAT,))
+            logger.warning("%s: format %d becomes %d", self.where, row[0], FORMAT)
+
+    def _owner(self, connection: Connection, lock: str = "") -> _Owner | None:
+        row = connection.execute(f"SELECT run_id, epoch, commits, pid, holder FROM run {lock}").fetchone()  # noqa: S608
         return None if row is None else _Owner(*row)
 
     def _sign(self, connection: Connection, seen: int, more: int) -> None:

@@ -61,6 +61,23 @@ BEGIN
 END $$;
 """
 
+MIGRATIONS: dict[int, tuple[str, ...]] = {}
+"""Format -> the statements that make the next one of it, in the run's schema. A plane that takes a run over applies
+them in one transaction. It reads `run`, `groups.location` and `segments` before, so they must keep these names. The
+first format in PostgreSQL was 5."""
+
+
+def migrations(found: int, wanted: int) -> list[str] | None:
+    """The statements between two formats; None where some are missing.
+
+    >>> migrations(5, 5), migrations(2, 5)
+    ([], None)
+    """
+    steps = [MIGRATIONS.get(number) for number in range(found, wanted)]
+    if found > wanted or None in steps:
+        return None
+    return [statement for step in steps if step for statement in step]
+
 
 def create_tables() -> str:
     """The statements that make an empty log in the current schema."""

@@ -18,6 +18,9 @@ import msgspec
 from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.storage.interface import Storage, Writable
 
+_MOVES = 10
+"""An earlier plane moves the marker once or twice before it finds that the run is not its own."""
+
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
@@ -108,6 +111,14 @@ class Custody:
 
     def _move(self, commits: int) -> None:
         """Move the marker forward; raises Fenced where another plane took the storage."""
+        for _ in range(_MOVES):
+            if self._moved(commits):
+                return
+        raise Fenced(f"{self._storage.url}: another plane keeps moving the marker; this one deletes nothing")
+
+    def _moved(self, commits: int) -> bool:
+        """Try to move the marker. False if another plane was faster: an earlier one that does not know yet that it was
+        taken over may begin a deletion, and must not keep this one from the storage."""
         old, mine = self._storage.marker(), self._mine
         found = _decoded(self._storage, old)
         if found is not None and (found.run_id != mine.run_id or found.epoch > mine.epoch):
@@ -117,7 +128,8 @@ class Custody:
             )
         new = msgspec.structs.replace(mine, commits=max(commits, mine.commits))
         if found == new:
-            return
+            return True
         if not self._storage.set_marker(new.to_bytes(), old):
-            raise Fenced(f"{self._storage.url}: another plane moved the marker; this one deletes nothing")
+            return False
         self._mine = new
+        return True

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
-from penstock.errors import Away, StorageError
+from penstock.errors import Away, Fenced, StorageError
 from penstock.frames import Buffer
 from penstock.storage.interface import (
     Gone,
@@ -58,6 +59,8 @@ _MOST_OBJECTS = 1_000_000
 _WRITES, _READS = 8, 32
 """Requests under way at a time, of one call."""
 MARKER = "marker"
+_SURE_S = 1.0
+"""How long a marker that was moved counts as still ours: a plane that replaces another takes longer to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class ObjectStorage:
         self._freed: dict[str, set[Range]] = {}
         """Object -> the bytes of it that were deleted by this process, until all of them are."""
         self._sizes: dict[str, float] = {}
+        self._moved: bytes | None = None
+        """The marker as this process wrote it; None while it has not."""
+        self._sure_at = 0.0
+        """When the marker was last known to be that, on the monotonic clock."""
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
@@ -231,16 +238,20 @@ class ObjectStorage:
         """Delete objects by name. Those that are not there are ignored."""
         import obstore
 
+        async def remove(what: str | list[str]) -> None:
+            await self._check_marker()  # before each attempt: minutes may have passed since the last one
+            await obstore.delete_async(self.store, what)
+
         async def one(path: str) -> None:
             try:
-                await self.ask(path, lambda: obstore.delete_async(self.store, path))
+                await self.ask(path, lambda: remove(path))
             except Missing:
                 return
 
         if not paths:
             return
         try:
-            await self.ask("segments", lambda: obstore.delete_async(self.store, paths))
+            await self.ask("segments", lambda: remove(paths))
         except Missing:  # some stores stop at a name that is not there
             await at_once([_bound(one, path) for path in paths], _READS)
 
@@ -327,7 +338,11 @@ class ObjectStorage:
             return None
 
     def set_marker(self, new: bytes, old: bytes | None) -> bool:
-        return run(self._set_marker(new, old))
+        asked = time.monotonic()
+        is_moved = run(self._set_marker(new, old))
+        if is_moved:
+            self._moved, self._sure_at = new, asked
+        return is_moved
 
     async def _set_marker(self, new: bytes, old: bytes | None) -> bool:
         import obstore
@@ -353,6 +368,16 @@ class ObjectStorage:
             return False
         return True
 
+    async def _check_marker(self) -> None:
+        """Raise Fenced if the marker is not as this process wrote it. Asks the store only if that was a while ago: a
+        process that was paused between moving the marker and deleting may have been replaced meanwhile."""
+        while self._moved is not None and time.monotonic() - self._sure_at > _SURE_S:
+            asked = time.monotonic()
+            found = await self._marker()
+            if found is None or found[0] != self._moved:
+                raise Fenced(f"{self.url}: another plane moved the marker; this one deletes nothing")
+            self._sure_at = asked
+
     def marked(self) -> list[str]:
         """Every prefix below this one that has a marker, this one as an empty text."""
         found = [meta["path"] for meta in run(self.listed(""))]
@@ -360,6 +385,7 @@ class ObjectStorage:
 
     def remove_marker(self) -> None:
         """Of a run that is deleted."""
+        self._moved = None
         run(self.remove([MARKER]))
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ protocol asks again.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -23,8 +24,12 @@ from penstock.transport.sockets import SocketClient
 
 logger = logging.getLogger("penstock.line")
 SILENCE_S = 2.0
-"""As long as nothing comes back, before it is asked for the first time; then twice as long, and so on."""
-_MOST_SILENCE_S = 8.0
+"""As long as nothing comes back, before it is asked for the first time. Then it is asked after half of that, so that a
+plane that was started is found soon."""
+_SOON = 30
+"""Questions, after which it takes twice as long again: a database that serves many clients may be what is away."""
+_SPREAD = (0.75, 1.25)
+"""Times that: clients that lost their plane at the same moment do not all ask at the same moment."""
 _UNSENT = 256
 """Messages that wait for a first address; the protocol asks again for what is beyond."""
 
@@ -52,7 +57,9 @@ class Resolver:
         self._resolve, self._silence_s, self._on_found = resolve, silence_s, on_found
         self._since: float | None = None
         """When something was said that nobody answered; None while all was."""
-        self._patience_s = silence_s
+        self._unheard = 0
+        """Questions since there was a word."""
+        self._patience_s = self._drawn()
         self._asking = False
         self._found: Address | None = None
         self.reason = ""
@@ -65,19 +72,28 @@ class Resolver:
 
     def heard(self) -> None:
         """There was a word: the address is right."""
-        self._since, self._patience_s = None, self._silence_s
+        self._since = None
+        if self._unheard:
+            self._unheard = 0
+            self._patience_s = self._drawn()
 
     def look(self) -> Address | None:
         """The address as it was found since the last look, None if there is no news; asks after too much silence."""
         now = time.monotonic()
         if self._since is not None and now - self._since > self._patience_s:
-            self._since, self._patience_s = now, min(2 * self._patience_s, _MOST_SILENCE_S)
+            self._unheard += 1
+            self._since, self._patience_s = now, self._drawn()
             self.ask()
         return self.news()
 
     def news(self) -> Address | None:
         found, self._found = self._found, None
         return found
+
+    def _drawn(self) -> float:
+        """How long to wait before the next question."""
+        soon = 0.5 if 0 < self._unheard <= _SOON else 1.0
+        return self._silence_s * soon * random.uniform(*_SPREAD)  # noqa: S311 - a pause, not a secret
 
     def ask(self) -> None:
         """Ask now, unless that is under way."""
@@ -92,7 +108,6 @@ class Resolver:
         except Exception as error:  # noqa: BLE001 - whoever is asked may be away too: asked again soon
             logger.info("no address: %s: %s", type(error).__name__, error)
             self.reason = str(error)
-            self._patience_s = self._silence_s
         finally:
             self._asking = False
         self._on_found()
