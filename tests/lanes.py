@@ -81,9 +81,13 @@ PROCESS = {
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
+    "capture/test_verifiers.py",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
+    "integrations/test_typed_cells.py",
+    "integrations/test_verifiers_annotations.py",
     "integrations/test_verifiers_rollouts.py",
+    "integrations/test_verl_files.py",
     "encode/test_work_bounds.py",
     "hold/test_checkpoint.py::test_taking_a_checkpoint_does_not_disturb_the_table",
     "hold/test_model.py",
@@ -92,10 +96,13 @@ DEEP = {
     "hold/test_statistics.py",
     "integrations/test_round_trips.py",
     "pack/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
+    "send/test_session_phases.py::test_every_arrow_of_the_table_is_taken_by_some_run",
     "send/test_simulation.py",
     "serve/test_engine_restarts.py::test_a_restart_changes_no_byte_of_what_follows",
     "serve/test_engine_restarts.py::test_any_retained_step_is_served_again_to_the_byte",
     "serve/test_model_run.py",
+    "serve/test_poison.py::test_any_number_of_groups_of_the_highest_version_make_a_step",
+    "serve/test_poison.py::test_staleness_of_any_number_of_groups_is_counted",
     "serve/test_plane.py::test_a_bad_line_loses_nothing_and_gives_no_wrong_byte",
     "serve/test_snapshot.py::test_a_restart_from_memory_equals_one_from_the_whole_log",
     "storage/test_direct_objects.py",
@@ -109,6 +116,9 @@ DEEP = {
     "train/test_image_parity.py",
     "train/test_loss.py::test_every_loss_equals_the_plain_reference_with_its_masks",
     "train/test_loss_logits.py::test_gradients_of_both_results_are_exact",
+    "train/test_teacher_kl.py::test_gradients_are_exact",
     "train/test_trainer.py",
 }
-"""Modules and tests that take long in one process: simulations, searches, statistics, models."""
+"""Modules and tests that take long in one process: simulations, searches, statistics, models, large packages to import.
+
+Modules that are listed whole are not even imported in the fast lane."""
