@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of every later garbage collection: with torch and 400 modules each takes half a second."""
+    """Keep what was imported out of garbage collections: with torch and 400 test modules each takes half a second."""
     gc.collect()
     gc.freeze()
 
