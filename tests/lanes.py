@@ -64,6 +64,7 @@ PROCESS = {
     "test_transcript.py",
     "train/test_ranks.py",
     "train/test_trainer_kit_ranks.py",
+    "train/test_trees.py::test_two_ranks_with_forests_have_the_gradient_of_one_with_plain_rows",
     "encode/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_compared_pages.py",
     "view/test_export_mistakes.py::test_two_exporters_of_one_rank_are_refused",

@@ -18,14 +18,8 @@ from penstock.send.message_header import pack_message, read_from_client
 from penstock.send.messages import BEHIND, Beat
 from penstock.send.sockets import SocketClient, SocketPlane
 from penstock.testing.carriers import CarrierSuite, Ends, RestartableSuite, answer, hear
+from penstock.testing.ports import free_port
 from penstock.testing.proxy import Proxy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class TestMemory(CarrierSuite):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,13 +130,14 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
 
 
 def test_waiting_for_generation_has_no_deadline_while_the_plane_lives(open_plane: OpenPlane) -> None:
-    plane = open_plane()
+    impatient = replace(FAST, plane_s=FAST.plane_s / 3)
+    plane = open_plane(timeouts=impatient)
     ranks = sources(plane)
     began = time.monotonic()
-    putter = threading.Timer(FAST.plane_s + 0.5, lambda: put(plane, "a", "b"))
+    putter = threading.Timer(impatient.plane_s + 0.5, lambda: put(plane, "a", "b"))
     putter.start()
     steps_of(together(*(source.step for source in ranks)))
-    assert time.monotonic() - began > FAST.plane_s
+    assert time.monotonic() - began > impatient.plane_s
     putter.join()
     close(ranks)
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,7 @@ def test_a_put_left_in_a_mail_folder_is_not_taken_by_a_plane_of_another_run(tmp_
     url = f"file://{tmp_path}/mail"
     settings = {"ranks": 1, "seq_len": 64, "groups_per_step": 1, "timeouts": FAST}
     old = ps.open(tmp_path / "run", listen=[url], **settings)  # type: ignore[arg-type]
-    producer = ps.open(url, timeouts=FAST)
+    producer = ps.open(url, timeouts=replace(FAST, plane_s=FAST.plane_s / 3))
     assert producer.put(named_group("a"))
     old.close()
     with ThreadPoolExecutor() as pool:

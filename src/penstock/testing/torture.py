@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from penstock.serve.decisions.manifest import Manifest
 from penstock.serve.decisions.segments import OWN
 from penstock.serve.settings import PlaneSettings
 from penstock.testing.engines import DirectEngine
+from penstock.testing.ports import free_port
 from penstock.testing.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 CARRIERS = ("direct", "tcp", "file")
@@ -85,9 +85,7 @@ class Result:
 
 def address(carrier: str, folder: Path) -> str:
     if carrier in ("direct", "tcp"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free_port()}"
     return f"file://{folder}/carrier" if carrier == "file" else f"{carrier}://torture"
 
 
