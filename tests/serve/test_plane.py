@@ -18,6 +18,7 @@ from penstock.serve.clients.source import Source, SourceStep
 from penstock.serve.clients.source_settings import SourceSettings
 from penstock.testing.carriers import Trouble, UnreliableClient
 from penstock.testing.groups import named_group
+from penstock.testing.pace import pace
 from tests.serve.conftest import FAST, OpenPlane
 
 CARRIERS = ("memory", "tcp", "ipc", "file")
@@ -106,7 +107,7 @@ def test_a_rank_that_comes_late_misses_nothing(open_plane: OpenPlane) -> None:
     put(plane, "a", "b")
     first = plane.source(0, world=2, resume_step=1)
     with pytest.raises(WaitTimeout, match="rank 1 to join"):
-        first.step(timeout=0.5)
+        first.step(timeout=0.5 * pace())
     second = plane.source(1, world=2, resume_step=1)
     steps_of(together(first.step, second.step))
     close([first, second])
@@ -117,7 +118,7 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
     put(plane, "a", "b")
     one = plane.source(0, world=1, replicas=2, replica=0, resume_step=1)
     with pytest.raises(WaitTimeout, match="rank 0 replica 1 to join"):
-        one.step(timeout=0.5)
+        one.step(timeout=0.5 * pace())
     two = plane.source(0, world=1, replicas=2, replica=1, resume_step=1)
     a, b = steps_of(together(one.step, two.step))
     assert a.digest == b.digest
@@ -148,7 +149,7 @@ def test_a_step_waits_until_every_rank_has_it(open_plane: OpenPlane) -> None:
     eager = plane.source(0, world=2, resume_step=1)
     lazy = plane.source(1, world=2, resume_step=1, prefetch=0)
     with pytest.raises(WaitTimeout, match="rank 1 to receive step 1"):
-        eager.step(timeout=1.0)
+        eager.step(timeout=pace())
     steps_of(together(eager.step, lazy.step))
     close([eager, lazy])
 

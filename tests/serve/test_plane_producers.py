@@ -21,6 +21,7 @@ from penstock.send.message_header import read_from_client
 from penstock.send.messages import AskRoom, Frames, Put
 from penstock.serve.clients.plane import Plane
 from penstock.testing.groups import named_group
+from penstock.testing.pace import pace
 from tests.serve.conftest import FAST, OpenPlane
 
 
@@ -226,7 +227,7 @@ def test_groups_that_are_too_old_are_said_to_the_producer_and_to_waiting_ranks(
     assert "too old for max_staleness" in caplog.text
     assert "published is version 9" in caplog.text
     with plane.source(0) as source, pytest.raises(ps.PenstockError, match=r"the last 3 groups .* dropped as stale"):
-        source.step(timeout=2)
+        source.step(timeout=2 * pace())
     plane.put(named_group("new", policy_version=9))
     assert "stale" not in plane.status()["waiting_for"]
     assert plane.ledger.dropped == {"stale": 6}
