@@ -76,9 +76,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _is_fast(config):
         for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
             _take_fewer_examples(test)
-    # Modules that wait for processes, or train a model, start first: last they would leave the other workers idle.
+    # Modules that wait for processes, or train a model, start first, then long ones: last they would leave the other
+    # workers idle.
     heavy = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
-    items.sort(key=lambda item: item.path not in heavy)
+    long = {item.path for item in items if item.get_closest_marker("deep")}
+    items.sort(key=lambda item: 0 if item.path in heavy else 1 if item.path in long else 2)
     _lane["guarded"] = _is_fast(config)
 
 
