@@ -83,8 +83,10 @@ PROCESS = {
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
     "capture/test_verifiers.py",
+    "demo/test_top_p.py::test_trainer_and_sampler_agree_with_masks_and_visibly_not_without",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "encode/test_hostile.py",
+    "encode/test_hostile_ranges.py",
     "integrations/test_typed_cells.py",
     "integrations/test_verifiers_annotations.py",
     "integrations/test_verifiers_rollouts.py",
@@ -110,6 +112,7 @@ DEEP = {
     "storage/test_objects.py",
     "storage/test_objects_commands.py",
     "storage/test_model.py::test_every_rule_together_keeps_the_promise_in_many_histories",
+    "storage/test_recover.py::test_a_hostile_file_is_bounded_in_time_and_memory",
     "storage/test_rules_broken.py",
     "storage/test_storage_simulation.py",
     "test_fuzz.py",
