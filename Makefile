@@ -25,11 +25,11 @@ test:
 	@bash scripts/setup_browser
 	@bash scripts/setup_promtool
 	bash scripts/check
-	.venv/bin/pytest -n 3 --dist loadscope --no-loadscope-reorder --doctest-modules tests src
+	.venv/bin/pytest -n 4 --dist loadscope --no-loadscope-reorder --doctest-modules tests src
 
 test-fast:
 	@bash scripts/setup dev,bench
-	.venv/bin/pytest -n 2 -m "not slow and not deep and not process" tests
+	.venv/bin/pytest -n 3 -m "not slow and not deep and not process" tests
 
 test-ray:
 	@VENV=.venv-ray bash scripts/setup dev,ray

@@ -6,10 +6,12 @@ Lanes: `process` is a test that starts processes, `deep` one that takes seconds 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +39,7 @@ collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["up
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 _lane = {"guarded": False, "test": ""}
+_FEWEST_EXAMPLES = 10
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,8 +50,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     named = any("tests/ray" in str(word) for word in config.args)
     if collection_path == Path(__file__).parent / "ray" and not named:
         return True
-    fast = "not process" in (config.getoption("markexpr") or "")
-    return True if fast and collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/") in PROCESS else None
+    path = collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/")
+    return True if _is_fast(config) and path in PROCESS | DEEP else None
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return "not process" in (config.getoption("markexpr") or "")
+
+
+def _take_fewer_examples(test: Any) -> None:
+    """The fast lane tries a quarter of the examples of each property; `make test` tries them all."""
+    usual = getattr(test, "_hypothesis_internal_use_settings", None)
+    if usual is not None:
+        fewer = min(usual.max_examples, max(_FEWEST_EXAMPLES, usual.max_examples // 4))
+        test._hypothesis_internal_use_settings = settings(usual, max_examples=fewer)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,10 +75,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("process")
         if names & DEEP:
             item.add_marker("deep")
-    # Modules that wait for processes, or train a model, start first: last they would leave the other workers idle.
+    if _is_fast(config):
+        for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
+            _take_fewer_examples(test)
+    # Modules that wait for processes, or train a model, start first, then long ones: last they would leave the other
+    # workers idle.
     heavy = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
-    items.sort(key=lambda item: item.path not in heavy)
-    _lane["guarded"] = "not process" in (config.getoption("markexpr") or "")
+    long = {item.path for item in items if item.get_closest_marker("deep")}
+    items.sort(key=lambda item: 0 if item.path in heavy else 1 if item.path in long else 2)
+    _lane["guarded"] = _is_fast(config)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of garbage collections: with torch and 400 test modules each takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

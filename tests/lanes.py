@@ -70,6 +70,7 @@ PROCESS = {
     "train/test_ranks.py",
     "test_imports.py::test_a_producer_loads_no_plane_packer_or_database",
     "train/test_trainer_kit_ranks.py",
+    "train/test_trees.py::test_two_ranks_with_forests_have_the_gradient_of_one_with_plain_rows",
     "frames/test_codings.py::test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed",
     "view/test_compared_pages.py",
     "view/test_export_mistakes.py::test_two_exporters_of_one_rank_are_refused",
@@ -87,9 +88,15 @@ PROCESS = {
 }
 """Modules, or single tests as MODULE::TEST, that start processes."""
 DEEP = {
+    "capture/test_verifiers.py",
+    "demo/test_top_p.py::test_trainer_and_sampler_agree_with_masks_and_visibly_not_without",
     "demo/test_tasks.py::test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights",
     "frames/test_hostile.py",
+    "frames/test_hostile_ranges.py",
+    "integrations/test_typed_cells.py",
+    "integrations/test_verifiers_annotations.py",
     "integrations/test_verifiers_rollouts.py",
+    "integrations/test_verl_files.py",
     "frames/test_work_bounds.py",
     "replay/test_checkpoint.py::test_taking_a_checkpoint_does_not_disturb_the_table",
     "replay/test_model.py",
@@ -98,16 +105,20 @@ DEEP = {
     "replay/test_statistics.py",
     "integrations/test_round_trips.py",
     "packing/test_pack_rivals.py::test_the_picture_of_the_docs_can_be_drawn",
+    "protocol/test_session_phases.py::test_every_arrow_of_the_table_is_taken_by_some_run",
     "protocol/test_simulation.py",
     "plane/test_engine_restarts.py::test_a_restart_changes_no_byte_of_what_follows",
     "plane/test_engine_restarts.py::test_any_retained_step_is_served_again_to_the_byte",
     "plane/test_model_run.py",
+    "plane/test_poison.py::test_any_number_of_groups_of_the_highest_version_make_a_step",
+    "plane/test_poison.py::test_staleness_of_any_number_of_groups_is_counted",
     "plane/test_plane.py::test_a_bad_line_loses_nothing_and_gives_no_wrong_byte",
     "plane/test_snapshot.py::test_a_restart_from_memory_equals_one_from_the_whole_log",
     "storage/test_direct_objects.py",
     "storage/test_objects.py",
     "commands/test_objects_commands.py",
     "storage/test_model.py::test_every_rule_together_keeps_the_promise_in_many_histories",
+    "runs/test_recover.py::test_a_hostile_file_is_bounded_in_time_and_memory",
     "storage/test_rules_broken.py",
     "storage/test_storage_simulation.py",
     "test_fuzz.py",
@@ -115,6 +126,9 @@ DEEP = {
     "train/test_image_parity.py",
     "train/test_loss.py::test_every_loss_equals_the_plain_reference_with_its_masks",
     "train/test_loss_logits.py::test_gradients_of_both_results_are_exact",
+    "train/test_teacher_kl.py::test_gradients_are_exact",
     "train/test_trainer.py",
 }
-"""Modules and tests that take long in one process: simulations, searches, statistics, models."""
+"""Modules and tests that take long in one process: simulations, searches, statistics, models, large packages to import.
+
+Modules that are listed whole are not even imported in the fast lane."""

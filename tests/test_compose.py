@@ -23,9 +23,10 @@ import penstock as ps
 from penstock.cli import main
 from penstock.plane.settings import server_settings
 from tests.support.plane_processes import wait_until
+from tests.support.ports import free_port
 from tests.support.postgres_server import PostgresServer
 from tests.support.s3_server import s3_environment
-from tests.test_deploy import DEPLOY, answer, free_port, keys_and_token, running
+from tests.test_deploy import DEPLOY, answer, keys_and_token, running
 from tests.test_docs_claims import options
 
 FILE = DEPLOY / "compose.yaml"

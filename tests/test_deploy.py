@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.plane.settings import server_settings
 from tests.support.plane_processes import wait_until
+from tests.support.ports import free_port
 from tests.support.postgres_server import PostgresServer
 from tests.test_docs_claims import options
 
@@ -100,12 +100,6 @@ def test_pods_run_without_privileges_and_probe_what_there_is() -> None:
 
 
 # ------------------------------------------------------------------ running it
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answer(port: int, path: str) -> int:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import integers
 
 from tests.lanes import DEEP, PROCESS
 
@@ -27,3 +29,12 @@ def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None
 
     with pytest.raises(AssertionError, match="starts a process"):
         subprocess.run(["true"], check=False)
+
+
+@given(number=integers())
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_fast_lane_tries_fewer_examples(number: int, request: pytest.FixtureRequest) -> None:
+    """conftest.py lowers them by a name inside Hypothesis, which another version may call otherwise."""
+    assert isinstance(number, int)
+    usual = request.function._hypothesis_internal_use_settings
+    assert usual.max_examples == (25 if "not process" in (request.config.getoption("markexpr") or "") else 100)

@@ -40,11 +40,11 @@ def test_many_threads_make_a_value_once() -> None:
 
     def make() -> bytes:
         made.append(1)
-        waiting.wait(10)
+        waiting.wait(60)
         return b"value"
 
     def ask(_: int) -> bytes:
-        everyone.wait(10)
+        everyone.wait(60)
         return cache.get("key", make)
 
     with ThreadPoolExecutor(8) as pool:
@@ -62,7 +62,7 @@ def test_a_failure_reaches_everyone_who_waited_and_is_not_kept() -> None:
     failing = threading.Event()
 
     def fail() -> bytes:
-        failing.wait(10)
+        failing.wait(60)
         raise ValueError("no")
 
     with ThreadPoolExecutor(4) as pool:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.protocol.message_header import read_from_client
 from penstock.protocol.messages import AskRoom, Frames, Put
 from penstock.transport.interface import ClientTransport, Envelope
 from tests.support.groups import named_group
+from tests.support.pace import pace
 from tests.support.planes import FAST, OpenPlane
 
 
@@ -173,7 +175,7 @@ def test_a_put_left_in_a_mail_folder_is_not_taken_by_a_plane_of_another_run(tmp_
     url = f"file://{tmp_path}/mail"
     settings = {"ranks": 1, "seq_len": 64, "groups_per_step": 1, "timeouts": FAST}
     old = ps.open(tmp_path / "run", listen=[url], **settings)  # type: ignore[arg-type]
-    producer = ps.open(url, timeouts=FAST)
+    producer = ps.open(url, timeouts=replace(FAST, plane_s=FAST.plane_s / 3))
     assert producer.put(named_group("a"))
     old.close()
     with ThreadPoolExecutor() as pool:
@@ -225,7 +227,7 @@ def test_groups_that_are_too_old_are_said_to_the_producer_and_to_waiting_ranks(
     assert "too old for max_staleness" in caplog.text
     assert "published is version 9" in caplog.text
     with plane.source(0) as source, pytest.raises(ps.PenstockError, match=r"the last 3 groups .* dropped as stale"):
-        source.step(timeout=2)
+        source.step(timeout=2 * pace())
     plane.put(named_group("new", policy_version=9))
     assert "stale" not in plane.status()["waiting_for"]
     assert plane.ledger.dropped == {"stale": 6}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.train.ranks import free_port
+from tests.support.ports import free_port
 
 CONFIG = """
 run = "mine"

@@ -193,7 +193,7 @@ def test_a_payload_that_is_under_way_longer_than_any_heartbeat_arrives_and_goes_
         rank = start_worker("rank", narrow.url, 0, 1, 1, timeouts=patient)
         rank.wait("joined")
         put(plane.url, range(1), tokens=400_000)
-        narrow.up.bytes_per_s = narrow.down.bytes_per_s = 150_000
+        narrow.up.bytes_per_s, narrow.down.bytes_per_s = 150_000, 300_000
         producer = start_worker("producer", narrow.url, 1, 1, 400_000, timeouts=patient)
         producer.wait("done")
         rank.wait("done")

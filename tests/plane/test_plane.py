@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.client.source_settings import SourceSettings
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
 from penstock.testing.transport_suite import Trouble, UnreliableClient
 from tests.support.groups import named_group
+from tests.support.pace import pace
 from tests.support.planes import FAST, OpenPlane
 
 TRANSPORTS = ("memory", "tcp", "ipc", "file")
@@ -105,7 +107,7 @@ def test_a_rank_that_comes_late_misses_nothing(open_plane: OpenPlane) -> None:
     put(plane, "a", "b")
     first = plane.source(0, world=2, resume_step=1)
     with pytest.raises(WaitTimeout, match="rank 1 to join"):
-        first.step(timeout=0.5)
+        first.step(timeout=0.5 * pace())
     second = plane.source(1, world=2, resume_step=1)
     steps_of(together(first.step, second.step))
     close([first, second])
@@ -116,7 +118,7 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
     put(plane, "a", "b")
     one = plane.source(0, world=1, replicas=2, replica=0, resume_step=1)
     with pytest.raises(WaitTimeout, match="rank 0 replica 1 to join"):
-        one.step(timeout=0.5)
+        one.step(timeout=0.5 * pace())
     two = plane.source(0, world=1, replicas=2, replica=1, resume_step=1)
     a, b = steps_of(together(one.step, two.step))
     assert a.digest == b.digest
@@ -129,13 +131,14 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
 
 
 def test_waiting_for_generation_has_no_deadline_while_the_plane_lives(open_plane: OpenPlane) -> None:
-    plane = open_plane()
+    impatient = replace(FAST, plane_s=FAST.plane_s / 3)
+    plane = open_plane(timeouts=impatient)
     ranks = sources(plane)
     began = time.monotonic()
-    putter = threading.Timer(FAST.plane_s + 0.5, lambda: put(plane, "a", "b"))
+    putter = threading.Timer(impatient.plane_s + 0.5, lambda: put(plane, "a", "b"))
     putter.start()
     steps_of(together(*(source.step for source in ranks)))
-    assert time.monotonic() - began > FAST.plane_s
+    assert time.monotonic() - began > impatient.plane_s
     putter.join()
     close(ranks)
 
@@ -146,7 +149,7 @@ def test_a_step_waits_until_every_rank_has_it(open_plane: OpenPlane) -> None:
     eager = plane.source(0, world=2, resume_step=1)
     lazy = plane.source(1, world=2, resume_step=1, prefetch=0)
     with pytest.raises(WaitTimeout, match="rank 1 to receive step 1"):
-        eager.step(timeout=1.0)
+        eager.step(timeout=pace())
     steps_of(together(eager.step, lazy.step))
     close([eager, lazy])
 

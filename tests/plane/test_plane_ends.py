@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_a_rank_that_fails_while_it_fills_gives_all_the_same_words(open_plane: O
 
 
 # ------------------------------------------------------------------ a handle that is dropped without close
+
+
+def test_closing_a_plane_wakes_its_loop() -> None:
+    took = []
+    for _ in range(5):
+        plane = ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1)
+        began = time.monotonic()
+        plane.close()
+        took.append(time.monotonic() - began)
+    assert min(took) < 0.2  # a loop that is not woken waits 0.25 s for a message
 
 
 def test_a_plane_that_is_only_deleted_frees_its_folder(tmp_path: Path) -> None:

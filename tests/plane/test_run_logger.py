@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.protocol.message_header import MAX_HEADER
 from tests.plane.test_plane import close, put, sources, steps_of, together
+from tests.support.pace import pace
 from tests.support.planes import OpenPlane
 
 STORY = "penstock.plane"
@@ -70,17 +71,17 @@ def test_a_wait_names_rank_step_and_what_is_missing_at_that_moment(open_plane: O
     plane = open_plane(ranks=2, groups_per_step=3)
     alone = plane.source(1, world=2)
     with pytest.raises(WaitTimeout, match=r"rank 1: the first step: .* waited for: rank 0 to join"):
-        alone.step(timeout=1.5)
+        alone.step(timeout=1.5 * pace())
     other = plane.source(0, world=2)
     put(plane, "a", "b", "c")
     for step in steps_of(together(alone.step, other.step)):
         alone.commit(step) if step.rank else other.commit(step)
     put(plane, "d")
     with pytest.raises(WaitTimeout, match=r"rank 1: step 2: .* waited for: generation: 1 of 3 groups"):
-        alone.step(timeout=1)
+        alone.step(timeout=pace())
     put(plane, "e")
     with pytest.raises(WaitTimeout, match=r"rank 1: step 2: .* waited for: generation: 2 of 3 groups"):
-        alone.step(timeout=1)
+        alone.step(timeout=pace())
     close([alone, other])
 
 

@@ -266,13 +266,13 @@ def test_one_look_at_a_table_per_turn_however_many_wait() -> None:
         for number in range(1000):
             rooms.ask((client, number), "", 1)
     rooms.offer(table, 0.1)
-    before, began = table.looks, time.perf_counter()
+    before, began = table.looks, time.process_time()
     for _ in range(1000):
         rooms.offer(table, 0.1)
         rooms.close((0, 0))
         rooms.claim(("b", 1), "")
     assert table.looks == before + 1000
-    assert time.perf_counter() - began < 1.0  # a scan of the line would take a hundred times as long
+    assert time.process_time() - began < 1.0  # a scan of the line would take a hundred times as long
 
 
 def test_a_group_that_will_never_fit_is_sent_for_and_reserves_nothing() -> None:

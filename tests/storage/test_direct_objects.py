@@ -153,7 +153,7 @@ def test_many_threads_share_objects(open_plane: OpenPlane, tmp_path: Path, where
 
 
 def test_puts_and_steps_wait_while_storage_is_away_and_nothing_is_lost(
-    open_plane: OpenPlane, tmp_path: Path, where: str, s3_proxy: ObjectProxy
+    open_plane: OpenPlane, tmp_path: Path, where: str, s3_proxy: ObjectProxy, pace: float
 ) -> None:
     plane = open_plane(tmp_path / "run", storage=where)
     for group in "abcd":
@@ -162,7 +162,7 @@ def test_puts_and_steps_wait_while_storage_is_away_and_nothing_is_lost(
     train(sources)
     s3_proxy.faults = [Fault("503", times=math.inf)]
     with pytest.raises(StorageError, match="does not answer now") as error:
-        plane.put(named_group("x"), timeout=2.0)
+        plane.put(named_group("x"), timeout=2.0 * pace)
     assert isinstance(error.value, Away)
     timer = threading.Timer(4.0, s3_proxy.faults.clear)
     timer.start()

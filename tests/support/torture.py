@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from penstock.plane.segments import OWN
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol.steps import Staged
 from tests.support.engines import DirectEngine
+from tests.support.ports import free_port
 from tests.support.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
 TRANSPORTS = ("direct", "tcp", "file")
@@ -98,9 +98,7 @@ class Result:
 
 def address(transport: str, folder: Path) -> str:
     if transport in ("direct", "tcp"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free_port()}"
     return f"file://{folder}/transport" if transport == "file" else f"{transport}://torture"
 
 

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -71,13 +70,6 @@ def meeting_port() -> int:
 
 
 _stores: list[Any] = []  # they answer until this process ends
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def meet_at(port: int) -> None:

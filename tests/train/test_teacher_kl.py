@@ -83,7 +83,8 @@ def test_equals_the_plain_reference_for_any_k_and_chunk(
     want = plain.topk_kl(
         logits.tolist(), ids.tolist(), known.tolist(), segments, temperatures.tolist(), forward=direction == "forward"
     )
-    assert values.tolist() == pytest.approx(want, rel=1e-6, abs=1e-9)
+    # A divergence near zero is a difference of numbers near ten, divided by temperatures of 32 bits.
+    assert values.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
 
 
 @directions

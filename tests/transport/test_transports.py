@@ -18,14 +18,8 @@ from penstock.testing.transport_suite import Ends, RestartableSuite, TransportSu
 from penstock.transport.files import FileClient, FilePlane
 from penstock.transport.memory import MemoryPlane
 from penstock.transport.sockets import SocketClient, SocketPlane
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class TestMemory(TransportSuite):

@@ -174,7 +174,10 @@ class PlaneLoop:
             self._log.close()
 
     def stop(self) -> None:
+        """End after this turn. From any thread."""
         self._stopping.set()
+        if isinstance(self._workers, Threads):
+            self._workers.wake.call()  # the loop may wait for a message, for up to a quarter of a second
 
     def _patience_s(self) -> float:
         """How long to wait for a message: until the next look at the clock, or at a transport that cannot call."""
