@@ -200,8 +200,8 @@ class _Cutter:
         """Return where the pieces of the family start."""
         starts, at = [begin], begin
         while True:
-            # What is left of the family: its first sample in full, the others without what they share. Dividing it again
-            # after every cut corrects for pieces that came out larger or smaller than planned.
+            # What is left of the family: its first sample in full, the others without what they share. Dividing
+            # it again after every cut corrects for pieces that came out larger or smaller than planned.
             rest = self._alone[at] + self._costs[end] - self._costs[at + 1]
             pieces = max(-(-(rest - again) // max(most_cost - again, 1e-9)), 1.0)
             even = (rest + (pieces - 1) * again) / pieces
