@@ -173,6 +173,8 @@ def _checked_offsets(lists: Ragged, where: str) -> Ragged:
 def coerce(column: Column, value: Values, where: str) -> Array:
     """Return the value as a read-only array of the column's dtype and rank. Raises rather than change a value."""
     if isinstance(value, np.ndarray) and _is_ready(column, value):
+        # A new view: setting it read-only leaves the caller's own array writable. Subclasses (memmap, matrix) are
+        # dropped.
         view = value.view(np.ndarray)
         view.flags.writeable = False
         return view
@@ -184,6 +186,7 @@ def coerce(column: Column, value: Values, where: str) -> Array:
     _check_rank(column, raw, where)
     dtype = column.numpy
     if raw.size == 0:
+        # An empty list is a float64 array to numpy, which an integer column would reject.
         raw = raw.astype(dtype)
     if dtype.kind == "b":
         raw = _as_bool(raw, where)
@@ -232,6 +235,7 @@ def _as_int(column: Column, raw: Array, where: str) -> Array:
     if raw.dtype in [np.dtype(d) for d in column.dtypes]:
         return raw
     low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
+    # The narrowest accepted dtype that holds all values: experts 0 to 127 are uint8, 0 to 300 uint16.
     for dtype in column.dtypes:
         limits = np.iinfo(dtype)
         if limits.min <= low and high <= limits.max:

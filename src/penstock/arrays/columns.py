@@ -145,6 +145,7 @@ def _exact(value: object, dtype: np.dtype[Any]) -> Scalar | None:
     if exact.ndim:
         return None
     scalar: Scalar = exact.item()
+    # Floats may round (0.1 is stored as float32), but must not overflow. Integers and bools must be exact.
     changed = math.isinf(scalar) if isinstance(scalar, float) else scalar != value
     return None if changed else scalar
 
@@ -300,6 +301,7 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
         good = ((values > column.above) | (column.above == -math.inf)) & (values <= column.at_most)
     if column.nan in ("yes", "any") and values.dtype.kind == "f":
         good |= np.isnan(values)
+    # Reached by columns that allow NaN, where the minimum above was NaN.
     if good.all():
         return None
     # argmin of a bool array is its first False, in the flat array. Rows may have trailing dimensions: with rows of

@@ -134,6 +134,7 @@ def _seen_in(name: str, value: Values, where: str) -> Column:
     array = _array(value)
     if array is None or (array.ndim == 2 and array.shape[1] == 0):
         lists = as_lists(value, where)
+        # Lists that are all empty have no dtype of their own: numpy says float64, but ids are what such lists hold.
         flat = lists.values if lists.values.size else lists.values.astype(np.int64)
         return _column(name, flat.dtype, where, ragged=True)
     if array.ndim > 3:

@@ -123,6 +123,7 @@ class Samples(Sequence[Sample]):
                 raise UnknownKey(f"no sample has column {index!r}; present: {', '.join(self.columns)}") from None
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
+        # range() resolves negative numbers and raises IndexError, which ends iteration over a Sequence.
         return self._row(range(len(self))[index])
 
     def _row(self, i: int) -> Sample:

@@ -33,6 +33,7 @@ def decode_rgb(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "im
     """
     header = probe(data, limits, where=where)
     opened = _open(data, header.media_type, where)
+    # Our parser and Pillow must agree on the size, or the limits were checked for another image.
     if opened.size != (header.width, header.height):
         raise CorruptAsset(f"{where}: {opened.size} decoded for {header.width} x {header.height} in the header")
     try:

@@ -81,6 +81,8 @@ def image_delta(branches: Sequence[Branch[Item]], prompt: Tokens, images: Sequen
     branch = longest_prefix([b.tokens for b in branches], prompt)
     if branch is None:
         return Delta(branch=None, images=tuple(images))
+    # The branch shows images a a b, the prompt a a b a: every image of the branch is crossed off once, and the last a
+    # is new.
     held = Counter(image.hash for image in branches[branch].images)
     added = []
     for image in images:

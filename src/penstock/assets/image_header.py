@@ -46,14 +46,14 @@ def probe(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "image")
 
     >>> probe(bytes.fromhex("89504e470d0a1a0a"))
     Traceback (most recent call last):
-    penstock.errors.ImageRefused: image: the PNG is cut short; give a whole PNG, JPEG, WebP or GIF file
+    penstock.errors.ImageRefused: image: the PNG is cut short; give a complete PNG, JPEG, WebP or GIF file
     """
     if len(data) > limits.max_bytes:
         raise ImageRefused(f"{where}: {len(data)} bytes; at most {limits.max_bytes} are taken, make it smaller")
     try:
         header = read_header(data)
     except Malformed as error:
-        raise ImageRefused(f"{where}: {error}; give a whole PNG, JPEG, WebP or GIF file") from None
+        raise ImageRefused(f"{where}: {error}; give a complete PNG, JPEG, WebP or GIF file") from None
     width, height = header.width, header.height
     if width < 1 or height < 1 or max(width, height) > limits.max_side or width * height > limits.max_pixels:
         raise ImageRefused(
@@ -220,6 +220,7 @@ def read_webp(data: bytes) -> Header:
     width = height = frames = pixels = 0
     orientation = 1
     for kind, start, length in _riff_chunks(data):
+        # Only the first bytes matter: do not copy a chunk of megabytes to read ten of them.
         body = data[start : start + min(length, 1 << 16)]
         if kind == b"VP8X" and len(body) >= 10:
             width, height = int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
@@ -255,6 +256,7 @@ def read_orientation(exif: bytes) -> int:
     try:
         (offset,) = struct.unpack_from(f"{order}I", exif, 4)
         (count,) = struct.unpack_from(f"{order}H", exif, offset)
+        # Bounded: a hostile count of 65,535 entries would only cost time.
         for entry in range(min(count, 512)):
             tag, kind, number, value = struct.unpack_from(f"{order}HHIH", exif, offset + 2 + 12 * entry)
             if tag == 0x0112 and kind == 3 and number == 1:

@@ -112,6 +112,7 @@ def _walk(value: Any, replace: Replace, video: Replace, depth: int) -> Any:
         raise ImageRefused(f"message content is nested more than {_MAX_DEPTH} deep; flatten it")
     if isinstance(value, (list, tuple)):
         items = [_walk(item, replace, video, depth + 1) for item in value]
+        # Unchanged content keeps its identity, so that a second pass and prefix comparisons cost nothing.
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if isinstance(value, (str, bytes, int, float, type(None))):
         return value

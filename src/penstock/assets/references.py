@@ -152,6 +152,7 @@ def fingerprint(content: Mapping[str, object]) -> str:
     >>> fingerprint({"b": 1, "a": 2}) == fingerprint({"a": 2, "b": 1})
     True
     """
+    # Sorted and compact, so that equal content gives equal bytes in any process and Python version.
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -91,6 +91,7 @@ class AssetStore:
         ref = self._describe(data, hashlib.sha256(data).hexdigest())
         check_declared(declared, ref.media_type)
         name, claim = image_name(ref), claim_name(self.run, ref.hash)
+        # The usual case: this process stored the image before. Two touches instead of writing it again.
         if self._recall(ref.hash) is not None and self.blobs.touch(claim) and self.blobs.touch(name):
             return ref
         # The claim comes first: see claims.py for why the order matters.
@@ -99,6 +100,7 @@ class AssetStore:
             self.blobs.put_if_absent(pending, b"")
         if not self.blobs.put_if_absent(name, data):
             found = self.blobs.head(name)
+            # The name is taken by bytes of another size: they are damaged, since a name is the hash of its content.
             if found is not None and found.size != len(data):
                 self._quarantine(name)
             if not self.blobs.touch(name):

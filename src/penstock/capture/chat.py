@@ -195,6 +195,8 @@ def _logprobs(
     if content is None:
         values = coerce(COLUMNS["logprobs"], list_of(record, "token_logprobs", at), f"{at}.token_logprobs")
     else:
+        # With equal counts, a mismatch of ids means another tokenization. With different counts the error below says
+        # more.
         if len(content) == len(completion):
             _check_ids(content, completion, at)
         raw = [field_of(entry, "logprob", ABSENT) for entry in content]
@@ -204,6 +206,7 @@ def _logprobs(
         values = coerce(COLUMNS["logprobs"], raw, f"{at}.content")
     if len(values) != len(completion):
         raise InvalidInput(f"{at}: {len(values)} values for {len(completion)} completion tokens; must be one per token")
+    # As a log-probability it would be a valid, absurdly small number: exp(-9999) is 0, and the ratio overflows.
     sentinel = np.flatnonzero(values == np.float32(SENTINEL))
     if len(sentinel):
         raise InvalidInput(

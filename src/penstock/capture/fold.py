@@ -116,6 +116,8 @@ class _Folding:
     def add(self, step: Step) -> None:
         keys = self._keys(step)
         num_prompt = len(step.prompt_ids)
+        # Three cases. The prompt continues a branch: add what follows its end. It continues none, but starts like
+        # something stored: open a branch there. It shares nothing: open a branch at the root.
         branch = self._continued(keys[:num_prompt])
         if branch is None:
             segment = self._index.longest(keys[:num_prompt])
@@ -134,6 +136,8 @@ class _Folding:
         given = _completion(step)
         self.drafts.append(_Draft(given=given, start=num_prompt, stop=len(keys), parent=parent, keep=keep))
         branch.leaf = len(self.drafts) - 1
+        # Copies: a slice would keep the keys of the complete prompt alive, and memory would grow quadratically with
+        # turns.
         self._ends[branch.number] = self._index.insert(segment, branch.leaf, keys[num_prompt:].copy())
         self._last, self._last_keys = branch, keys
         if step.routing is not None:

@@ -33,7 +33,7 @@ def required(record: Any, name: str, where: str) -> Any:
     """Return a field that must exist and not be None."""
     value = field_of(record, name, ABSENT)
     if value is None or value is ABSENT:
-        raise InvalidInput(f"{where}.{name}: {value}; a rollout with a turn that lacks it cannot be taken")
+        raise InvalidInput(f"{where}.{name}: {value}; every turn of a rollout must have it")
     return value
 
 

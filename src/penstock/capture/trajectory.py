@@ -160,6 +160,7 @@ def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequenc
     for i, (parent, keep) in enumerate(zip(parents, keeps, strict=True)):
         if not isinstance(parent, int) or not -1 <= parent < i:
             raise InvalidInput(f"{where} turns[{i}].parent: {parent!r}; must be an earlier turn, or -1 for none")
+        # A turn must keep at least one token of its parent, if the parent has any. Keeping none would make it a root.
         size = 0 if parent < 0 else turns[parent].num_tokens
         if keep is not None and not (isinstance(keep, int) and min(1, size) <= keep <= size):
             raise InvalidInput(f"{where} turns[{i}].keep: {keep!r}; its parent turns[{parent}] has {size} tokens")

@@ -47,7 +47,7 @@ TURN_COLUMNS: dict[str, Column] = {
     for name, column in TOKEN_COLUMNS.items()
     if name not in ("token_ids", "loss_mask", "logprobs", "rewards")
 }
-"""What a turn may carry beside its tokens: one value per token, or one number for the whole turn."""
+"""What a turn may carry beside its tokens: one value per token, or one number for the turn."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -103,12 +103,14 @@ class Turn:
         marks = None if mask is None else _mask(mask, len(ids), where)
         if sampled is None:
             sampled = logprobs is not None or (marks is not None and bool(marks.any()))
+        # Infer `sampled` from what was recorded, but never override a caller who contradicts it.
         if not sampled and (logprobs is not None or (marks is not None and marks.any())):
             raise InvalidInput(
                 f"{where}.sampled: False, yet logprobs or mask say some tokens were; drop one of the two"
             )
         if len(role) > MAX_TEXT:
             raise InvalidInput(f"{where}.role: {role[:40]!r}...; must be at most {MAX_TEXT} characters")
+        # A mask that is all True says the same as `sampled`, and equal turns must compare and encode alike.
         keep_mask = sampled and marks is not None and not marks.all()
         put = object.__setattr__
         put(self, "token_ids", ids)
@@ -160,6 +162,7 @@ def _logprobs(logprobs: Values, ids: Array, marks: NDArray[np.bool_] | None, whe
     values = coerce(COLUMNS["logprobs"], logprobs, f"{where}.logprobs")
     num_sampled = len(ids) if marks is None else int(np.count_nonzero(marks))
     if len(values) == len(ids) and marks is not None:
+        # One value per token was given: drop those of tokens that were not sampled.
         values = values[marks]
     elif len(values) != num_sampled:
         raise InvalidInput(
@@ -230,6 +233,7 @@ def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], 
         values = rows
     if not scalar and len(values) != len(sampled):
         raise InvalidInput(f"{at}: {len(values)} values for {len(sampled)} tokens; give one per token, or one number")
+    # Teacher log-probabilities may be NaN on tokens that are never trained.
     checked = values[sampled] if column.nan == "untrained" and not scalar else values
     bad = first_bad(column, checked)
     if bad is not None:

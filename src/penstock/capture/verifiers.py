@@ -70,7 +70,7 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
     where = f"trace {name!r}"
     nodes = list_of(trace, "nodes", where)
     if not nodes:
-        raise InvalidInput(f"{where}.nodes: empty; a rollout without messages cannot be taken")
+        raise InvalidInput(f"{where}.nodes: empty; a rollout needs at least one message")
     parents = _parents(nodes, where)
     temperatures = _temperatures(trace, where)
     types = _type_map(trace, where)
@@ -158,6 +158,7 @@ def _without_dangling_attempts(nodes: Sequence[Any], parents: Sequence[int], whe
     """Return the nodes on some path that is trained."""
     links = [optional_list(node, "semantic_parents", f"{where} nodes[{i}]") for i, node in enumerate(nodes)]
     accepted = [field_of(link, "node") for own in links for link in own if field_of(link, "type") == "compaction"]
+    # How many children each node has: parents -1 0 0 count to 1 2 0 0 with the roots in front, which [1:] removes.
     children = np.bincount(np.asarray(parents) + 1, minlength=len(nodes) + 1)[1:].tolist()
     dropped: set[int] = set()
     for leaf in [i for i, count in enumerate(children) if count == 0]:
@@ -170,6 +171,7 @@ def _without_dangling_attempts(nodes: Sequence[Any], parents: Sequence[int], whe
             if node >= 0:
                 children[node] -= 1
     kept = [i for i in range(len(nodes)) if i not in dropped]
+    # If every path was such an attempt, keep everything: a trace without a turn is not a trajectory.
     return kept or list(range(len(nodes)))
 
 
@@ -255,6 +257,7 @@ def _images(
 ) -> list[ImageSpan]:
     """Return one span per image of the message, on the node's image tokens in order."""
     marks = np.isin(ids, [token for token, kind in types.items() if kind == 1])
+    # A sampled placeholder has no image behind it. Training on it would pair it with the wrong image or none.
     if (marks & mask).any():
         at = int(np.argmax(marks & mask))
         raise InvalidInput(

@@ -199,6 +199,7 @@ def _over_scored(source: Rewards, advantage: Callable[[Rollouts], Floats]) -> Fl
     rollouts = Rollouts.of(source)
     rows = np.flatnonzero(rollouts.scored)
     out = np.zeros(len(rollouts))
+    # A single rollout is its own baseline: the difference is 0, and leave-one-out would divide by 0.
     if len(rows) > 1:
         out[rows] = advantage(rollouts.take(rows))
     if not np.isfinite(out).all():

@@ -140,8 +140,11 @@ def to_samples(
         rows.append((number, _row(parts, trajectory, version) | {"columns": own_columns(parts, columns)}))
         rows[-1][1]["rollout"] = _rollout(parts, trajectory)
         for turn, keep in path:
+            # Tokens of a turn that this branch holds are taken: later branches see them as context. A branch that keeps
+            # 7 of 10 tokens leaves 3 for a later branch that keeps them all.
             taken[turn] = max(taken[turn], keep)
     if any(row["loss_mask"].any() for _, row in rows):
+        # Numbers stay those of the branches, so a sample's name does not depend on what its siblings train.
         rows = [(number, row) for number, row in rows if row["loss_mask"].any()]
     shared: dict[str, Any] = {"group": group, "prompt": prompt}
     shared |= {name: getattr(trajectory, name) for name in ("env", "run", "mode")}

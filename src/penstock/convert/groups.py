@@ -134,6 +134,7 @@ def make_group(
     if not rows:
         raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
     rollouts = Rollouts.of(rows)
+    # Advantages first, filters second: a baseline covers all rollouts, including those that are not trained.
     values = None if advantage is None else _advantages(advantage, rollouts, rows, id)
     kept, reasons = apply_filters(rollouts, filters)
     samples: list[Sample] = []

@@ -205,7 +205,7 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
     if len(view) != expected and (whole or len(view) < body_start):
         raise CorruptFrame(f"frame: {len(view)} bytes where its prefix says {expected}; it was cut or joined")
     if _front_hash(view[:_CHECKED], view[PREFIX_SIZE:body_start]) != front_hash:
-        raise CorruptFrame("frame: header checksum does not match; the bytes were altered on the way")
+        raise CorruptFrame("frame: header checksum does not match; the bytes were altered in transit or on disk")
     start = PREFIX_SIZE + header_size
     return Sections(
         header=view[PREFIX_SIZE:start], head=view[start:body_start], body=view[body_start:], body_hash=body_hash
@@ -214,7 +214,7 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
 
 def check_body(sections: Sections) -> None:
     if xxhash.xxh3_64_intdigest(sections.body) != sections.body_hash:
-        raise CorruptFrame("frame: body checksum does not match; the bytes were altered on the way")
+        raise CorruptFrame("frame: body checksum does not match; the bytes were altered in transit or on disk")
 
 
 _HEADER = msgspec.msgpack.Decoder(Header)

@@ -42,7 +42,7 @@ class Drawing:
         most = store.settings.limiter.max_batch
         if most is not None and count > most:
             raise InvalidInput(
-                f"a batch of {count} items or more with {store.settings.limiter}; such a batch never comes together"
+                f"a batch of {count} items or more with {store.settings.limiter}; such a batch can never be filled"
             )
         if not store.settings.limiter.may_sample(count, store.counters.inserted, store.counters.sampled, self._held):
             return None

@@ -147,7 +147,7 @@ class SamplesPerInsert:
         if self.batch_size > capacity:
             raise ConfigError(
                 f"SamplesPerInsert: batch_size {self.batch_size} with capacity {capacity}; such a "
-                "batch never comes together"
+                "batch can never be filled"
             )
         if self.min_size < self.batch_size:
             raise ConfigError(

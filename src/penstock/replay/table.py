@@ -111,6 +111,7 @@ class Table:
             raise InvalidInput(f"insert: key {key!r} is a {type(key).__name__}; give a str or an int")
         store = self._store
         with self._lock:
+            # Threads that already wait go first, even if there is room now: otherwise newcomers could starve them.
             if self._closed or self._inserters.turns or not store.may_insert(key, num_bytes, num_tokens):
                 self._wait_to_insert(key, num_bytes, num_tokens, policy_version, timeout)
             if policy_version < store.oldest_version:
@@ -164,8 +165,8 @@ class Table:
         most = settings.limiter.max_batch
         if n < 1 or (n > settings.capacity and not replace) or (most is not None and n > most):
             raise InvalidInput(
-                f"sample: {n} items with capacity {settings.capacity} and {settings.limiter}; such a batch never "
-                "comes together"
+                f"sample: {n} items with capacity {settings.capacity} and {settings.limiter}; such a batch can "
+                "never be filled"
             )
         if replace and settings.max_times_sampled is not None:
             raise InvalidInput(
