@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.arrays import Ragged, Samples
+from penstock.arrays.bits import lists_of, steps_of
 from penstock.arrays.kept_sets import ascending, first_bad_set
-from penstock.arrays.list_steps import lists_of, steps_of
 from penstock.convert import to_samples
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.prefixes import find_prefixes

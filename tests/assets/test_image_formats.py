@@ -95,7 +95,7 @@ def test_a_file_with_something_behind_the_image_is_refused(kind: str, tail: byte
     ids=["empty", "stub", "pdf", "svg", "tiff", "psd", "fits"],
 )
 def test_other_formats_are_refused(data: bytes) -> None:
-    with pytest.raises(ImageRefused, match="whole PNG, JPEG, WebP or GIF"):
+    with pytest.raises(ImageRefused, match="complete PNG, JPEG, WebP or GIF"):
         probe(data)
 
 

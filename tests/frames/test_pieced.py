@@ -15,8 +15,7 @@ import penstock as ps
 from penstock.arrays import Samples
 from penstock.arrays import samples as samples_module
 from penstock.arrays.digests import sample_digests
-from penstock.arrays.pieced import Pieced
-from penstock.arrays.ragged import Ragged, same_bits
+from penstock.arrays.ragged import Pieced, Ragged, same_bits
 from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.errors import InvalidInput
 from penstock.frames import assembly, check_group, metadata_of_pieces

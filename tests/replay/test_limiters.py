@@ -35,7 +35,7 @@ def may_sample(table: Table, count: int) -> bool:
         (Queue(4), {"capacity": 4, "max_times_sampled": None, "remover": Fifo()}, "for ever"),
         (SamplesPerInsert(1.0, 5, 4.0), {"capacity": 4}, "min_size 5"),
         (SamplesPerInsert(1.0, 2, 4.0, batch_size=4), {"capacity": 8}, "below batch_size"),
-        (SamplesPerInsert(1.0, 4, 4.0, batch_size=6), {"capacity": 4}, "never comes together"),
+        (SamplesPerInsert(1.0, 4, 4.0, batch_size=6), {"capacity": 4}, "can never be filled"),
         (SamplesPerInsert(4.0, 2, 8.0), {"capacity": 8, "max_times_sampled": 2}, "above max_times_sampled"),
         (SamplesPerInsert(1.0, 2, 8.0), {"capacity": 8, "max_times_sampled": 2}, "without a remover"),
         (SamplesPerInsert(4.0, 10, 7.0, batch_size=10), {"capacity": 10, "max_times_sampled": 4}, "full table"),

@@ -1,7 +1,17 @@
 """The column table, ragged columns and their codings: arrays in, arrays out, nothing but numpy."""
 
-from penstock.arrays.bits import WIDTHS, pack_uints, plane_bytes, planes_of, unpack_uints, width_of
-from penstock.arrays.byte_planes import join_bytes, split_bytes
+from penstock.arrays.bits import (
+    WIDTHS,
+    join_bytes,
+    lists_of,
+    pack_uints,
+    plane_bytes,
+    planes_of,
+    split_bytes,
+    steps_of,
+    unpack_uints,
+    width_of,
+)
 from penstock.arrays.coercion import (
     MAX_EXTENT,
     MAX_TEXT,
@@ -30,11 +40,18 @@ from penstock.arrays.columns import (
     allows_all,
     first_bad,
 )
-from penstock.arrays.counts import MAX_PRIORITY, bounded_sum, check_count, check_priority
+from penstock.arrays.counts import (
+    MAX_PRIORITY,
+    MAX_VERSION,
+    bounded_sum,
+    check_count,
+    check_priority,
+    check_version,
+    known,
+)
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.kept_sets import check_kept, first_bad_set
-from penstock.arrays.list_steps import lists_of, steps_of
 from penstock.arrays.own_columns import (
     NO_COLUMNS,
     Given,
@@ -48,8 +65,7 @@ from penstock.arrays.own_columns import (
     teacher_topk,
     words_for,
 )
-from penstock.arrays.pieced import LARGE_BYTES, Pieced
-from penstock.arrays.ragged import Offsets, Ragged, arrays_in, copied, freeze, joined, offsets_of
+from penstock.arrays.ragged import LARGE_BYTES, Offsets, Pieced, Ragged, arrays_in, copied, freeze, joined, offsets_of
 from penstock.arrays.rollout import (
     MAX_ERROR,
     Roles,
@@ -64,7 +80,6 @@ from penstock.arrays.sample import Sample
 from penstock.arrays.sample_metadata import MODALITIES, MODE_WEIGHTS, TEXT, SampleMetadata, Shape
 from penstock.arrays.samples import Samples
 from penstock.arrays.shared_prefixes import SharedPrefixes, common_prefix, earliest_parents
-from penstock.arrays.versions import MAX_VERSION, check_version, known
 
 __all__ = [
     "ALL_OR_NONE",

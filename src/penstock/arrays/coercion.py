@@ -1,7 +1,7 @@
-"""From what callers give to what a sample holds: read-only arrays of the declared dtype, checked against the table.
+"""Convert what callers pass to what a sample holds: read-only arrays of the declared dtype, checked against the table.
 
-A value is never changed on the way: what does not fit its column raises, with its place. An array that has the right
-dtype already is not copied.
+Conversion never changes a value: one that does not fit its column raises an error that says where it is. An array that
+already has the right dtype is not copied.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Values: TypeAlias = Array | Ragged | Sequence[float] | Sequence[int] | Sequence[
 MAX_TEXT = 512
 MAX_RUN_NAME = 200
 MAX_EXTENT = 1 << 20
-"""Bound on each dimension behind the token axis; a frame's reader holds its peers to the same."""
+"""Bound on each dimension after the token axis. Readers of frames enforce the same bound."""
 
 
 def run_name_problem(name: str) -> str:
-    """Why a run cannot have this name; "" if it can. Names are shown in terminals and become names of folders.
+    """Return why a run cannot have this name, or "". Names are shown in terminals and become folder names.
 
     >>> run_name_problem("exp-7 é"), run_name_problem("../x"), run_name_problem("a\\x00")
     ('', "'../x'; a name has no / or \\\\, and is not . or ..", "'a\\\\x00'; a name has printable characters only")
@@ -41,7 +41,7 @@ def run_name_problem(name: str) -> str:
 
 
 def check_text(text: Mapping[str, object], where: str) -> None:
-    """Raise unless every text field is a short string without control characters and the mode is known."""
+    """Raise unless every text field is a short string without control characters, and the mode is known."""
     for name, value in text.items():
         if name == "rollout" and isinstance(value, str):
             problem = text_problem(value)
@@ -65,7 +65,7 @@ def _check_unicode(value: str, where: str) -> None:
 def coerce_columns(
     given: Mapping[str, Values | None], where: str, table: Mapping[str, Column] = TOKEN_COLUMNS
 ) -> dict[str, Cells]:
-    """Columns as validated read-only arrays, in table order."""
+    """Return columns as validated read-only arrays, in table order."""
     unknown = given.keys() - table.keys()
     if unknown:
         raise InvalidInput(
@@ -87,7 +87,8 @@ def coerce_columns(
     for name, values in arrays.items():
         _check_column(table[name], values, count, mask, where)
         if count == 1 and table[name].per == "either" and values.ndim == 1:
-            arrays[name] = values.reshape(())  # one value is one value: a single form for one-token samples
+            # For a one-token sample, one value per token and one number look the same: keep the number only.
+            arrays[name] = values.reshape(())
     _check_topk(arrays, where)
     if "sampling_mask" in arrays:
         check_kept(arrays["sampling_mask"], arrays["token_ids"], where)
@@ -129,12 +130,12 @@ def _check_lists(column: Column, lists: Ragged, where: str) -> None:
 
 
 def coerce_cells(column: Column, value: Values, where: str) -> Cells:
-    """What a sample holds of any column: an array, or for a ragged one a `Ragged` with one list per token."""
+    """Coerce any column: to an array, or for a ragged column to a `Ragged` with one list per token."""
     return coerce_lists(column, value, where) if column.ragged else coerce(column, value, where)
 
 
 def coerce_lists(column: Column, value: Values, where: str) -> Ragged:
-    """One read-only list per token, in the column's dtype; the ids of a sampling mask are put in order."""
+    """Return one read-only list per token in the column's dtype. The ids of a sampling mask are sorted."""
     lists = as_lists(value, where)
     lists = Ragged(coerce(column, lists.values, where), lists.offsets)
     lists = ascending(lists) if column.name == "sampling_mask" else lists
@@ -143,7 +144,7 @@ def coerce_lists(column: Column, value: Values, where: str) -> Ragged:
 
 
 def as_lists(value: Values, where: str) -> Ragged:
-    """One list per token, from a `Ragged`, from a sequence of sequences (None = nothing), or from rows of an array."""
+    """Build one list per token from a `Ragged`, a sequence of sequences (None = empty), or the rows of an array."""
     if isinstance(value, Ragged):
         return _checked_offsets(value, where)
     if isinstance(value, np.ndarray) and value.ndim == 2:
@@ -170,19 +171,22 @@ def _checked_offsets(lists: Ragged, where: str) -> Ragged:
 
 
 def coerce(column: Column, value: Values, where: str) -> Array:
-    """The value as a read-only array of the column's dtype and rank; raises rather than change a value."""
+    """Return the value as a read-only array of the column's dtype and rank. Raises rather than change a value."""
     if isinstance(value, np.ndarray) and _is_ready(column, value):
+        # A new view: setting it read-only leaves the caller's own array writable. Subclasses (memmap, matrix) are
+        # dropped.
         view = value.view(np.ndarray)
         view.flags.writeable = False
         return view
     try:
-        with np.errstate(invalid="ignore"):  # a signalling NaN among floats is no reason for a warning
+        with np.errstate(invalid="ignore"):  # converting a signalling NaN is valid and must not warn
             raw = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
     _check_rank(column, raw, where)
     dtype = column.numpy
     if raw.size == 0:
+        # An empty list is a float64 array to numpy, which an integer column would reject.
         raw = raw.astype(dtype)
     if dtype.kind == "b":
         raw = _as_bool(raw, where)
@@ -198,7 +202,7 @@ def coerce(column: Column, value: Values, where: str) -> Array:
 
 
 def _is_ready(column: Column, raw: Array) -> bool:
-    """Whether there is nothing to convert, as there should not be."""
+    """Return whether nothing has to be converted, which is the common case."""
     plain = raw.ndim == 1 and not column.trailing and column.per != "sample" and raw.flags.c_contiguous
     return plain and raw.dtype.str == column.dtypes[0]
 
@@ -231,6 +235,7 @@ def _as_int(column: Column, raw: Array, where: str) -> Array:
     if raw.dtype in [np.dtype(d) for d in column.dtypes]:
         return raw
     low, high = (int(raw.min()), int(raw.max())) if raw.size else (0, 0)
+    # The narrowest accepted dtype that holds all values: experts 0 to 127 are uint8, 0 to 300 uint16.
     for dtype in column.dtypes:
         limits = np.iinfo(dtype)
         if limits.min <= low and high <= limits.max:

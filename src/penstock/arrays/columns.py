@@ -1,13 +1,13 @@
-"""The one table of columns: what a sample carries, in which dtype, and what stands where nothing was given.
+"""The table of columns: what a sample carries, in which dtype, and which value stands for a missing one.
 
-Validation, encoding, packing, padding, export and the viewer all loop over this table, so adding a column is
-one line here. Names are the field's own: what trainers and inference servers call these things. Columns that
-only one run has are declared where a plane is opened, and described in its frames (`own_columns`).
+Validation, encoding, packing, padding, export and the viewer all loop over this table, so adding a column is one line
+here. The names are those that trainers and inference servers use. Columns that only one run has are declared where a
+plane is opened, and described in its frames (`own_columns`).
 
-A column is given per token, per sample, or either way ("either": one number for the whole sample, or one
-per token). Along the tokens stands one value, an array of a fixed shape (`trailing`), or a list of any length
-(`ragged`). `fill` stands in for an absent column when samples with and without it share a micro-batch;
-`pad` stands in the padding segment of a micro-batch, where nothing may reach the loss.
+A column is given per token, per sample, or "either": one number for the sample, or one per token. Each token has one
+value, an array of fixed shape (`trailing`), or a list of any length (`ragged`). `fill` replaces an absent column when
+samples with and without it share a micro-batch. `pad` is the value in the padding at the end of a micro-batch, where
+nothing may reach the loss.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 from penstock.errors import ConfigError
 
 NO_VERSION = -1
-"""Stands in arrays and frames for a policy version that was not given: not 0, which is the first one."""
+"""Marks an unknown policy version in arrays and frames. Not 0, which is the first version."""
 
 Array: TypeAlias = NDArray[Any]
 Cells: TypeAlias = Any
-"""What a column holds along the tokens: an array, or a `Ragged` where every token has a list of its own."""
+"""The values of a column along the tokens: an array, or a `Ragged` where every token has its own list."""
 Per: TypeAlias = Literal["token", "either", "sample"]
 Scalar: TypeAlias = bool | int | float | str
 Description: TypeAlias = tuple[str, str, int, bool, bool | int | float, bool | int | float]
 """dtype, per, number of trailing dimensions, ragged, fill, pad."""
 MODES = ("rl", "opd", "sft")
 WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
-"""The columns that weigh the terms of the loss, in the order of the terms."""
+"""Columns that weight the terms of the loss, in the order of the terms."""
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -41,9 +41,9 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one column is: its dtype, what it is given per, and what stands where nothing was given.
+    """One column: its dtype, whether it is given per token or per sample, and its fill and padding values.
 
-    A plane, or `pack`, is told of the columns that a run has beside those of the table:
+    Declare columns of your own when you open a plane or call `pack`:
 
     >>> weights = Column("turn_weights", dtype="float32", per="token", fill=1.0)
     >>> weights.dtype, weights.pad
@@ -51,29 +51,31 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     dtype: str = "float32"
-    """As numpy names it, a fixed size of number or bool ("str" for text columns of the table)."""
+    """A numpy name: a number of fixed size, or bool ("str" for the text columns of the table)."""
     per: Per = "token"
-    """token; sample: one number for the whole sample, repeated along its tokens; either: the one or the other."""
+    """token; sample: one number per sample, repeated along its tokens; either: one or the other."""
     fill: Scalar = 0
     """Value of an absent column, per token."""
     pad: Scalar | None = None
-    """Value in padding; `fill` unless given."""
+    """Value in padding; defaults to `fill`."""
     trailing: int = 0
-    """Number of trailing dimensions after the token axis, at most two; one shape for all samples of a step."""
+    """Number of dimensions after the token axis, at most two. All samples of a step have the same shape."""
     ragged: bool = False
-    """Whether every token has a list of its own; where nothing was given, and in padding, the lists are empty."""
+    """Whether every token has its own list. Missing values and padding are empty lists."""
     meaning: str = ""
     wider: tuple[str, ...] = ()
-    """Storage dtypes that are accepted too, narrowest first."""
+    """Other accepted storage dtypes, narrowest first."""
     nan: Literal["no", "untrained", "yes", "any"] = "any"
-    """Where NaN may stand: nowhere, on tokens that are not trained, anywhere; any: no float is refused."""
+    """Where NaN is allowed: nowhere, on untrained tokens, or anywhere. "any" also accepts infinities."""
     above: float = -math.inf
     """Values must be greater than this (where they are checked at all)."""
     at_most: float = math.inf
     """Values must not exceed this (where they are checked at all)."""
     per_node: bool = False
-    """Whether the value follows from the token and those before it, so that samples that share the token share the
-    value. Others are per edge: each sample has its own, also for a token that is computed once. Of the table only."""
+    """Whether the value depends only on the token and those before it, so samples that share the token share the value.
+    Other columns are per edge: each sample has its own value, even for a token that is computed once. Only set in the
+    table.
+    """
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -95,7 +97,7 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
             put(self, what, self._scalar(what))
 
     def _scalar(self, what: str) -> Scalar:
-        """Fill or padding as the dtype has it."""
+        """Return fill or padding converted to the column's dtype."""
         value = getattr(self, what)
         if self.is_text:
             return str(value)
@@ -118,23 +120,23 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.dtype == "str"
 
     def described(self) -> Description:
-        """What others must know to keep the column: see `Column.of`."""
+        """Return what another process needs to store the column; `Column.of` is the inverse."""
         assert not isinstance(self.fill, str) and self.pad is not None and not isinstance(self.pad, str)
         return (self.dtype, self.per, self.trailing, self.ragged, self.fill, self.pad)
 
     def is_like(self, other: Column) -> bool:
-        """Whether the two describe the same; NaN is like NaN."""
+        """Return whether two columns have the same description. NaN equals NaN."""
         return self is other or repr(self.described()) == repr(other.described())
 
     @staticmethod
     def of(name: str, description: Description) -> Column:
-        """The column that was described; raises ConfigError for one that cannot be."""
+        """Build a column from `described()`. Raises ConfigError if the description is invalid."""
         dtype, per, trailing, ragged, fill, pad = description
         return Column(name, dtype=dtype, per=per, trailing=trailing, ragged=ragged, fill=fill, pad=pad)  # type: ignore[arg-type]
 
 
 def _exact(value: object, dtype: np.dtype[Any]) -> Scalar | None:
-    """The value as the dtype has it; None where it has none, or only another."""
+    """Convert a value to the dtype, or return None if the dtype cannot hold exactly this value."""
     try:
         with np.errstate(over="ignore"):
             exact = np.asarray(value).astype(dtype) if dtype.kind == "f" else np.array(value, dtype)
@@ -143,12 +145,13 @@ def _exact(value: object, dtype: np.dtype[Any]) -> Scalar | None:
     if exact.ndim:
         return None
     scalar: Scalar = exact.item()
+    # Floats may round (0.1 is stored as float32), but must not overflow. Integers and bools must be exact.
     changed = math.isinf(scalar) if isinstance(scalar, float) else scalar != value
     return None if changed else scalar
 
 
 def _dtype_name(name: str, dtype: str) -> str:
-    """A dtype as frames write it: little-endian, of a fixed size."""
+    """Return the dtype as frames write it: little-endian, of fixed size."""
     if dtype == "str" and name in _TEXTS:
         return dtype
     try:
@@ -260,30 +263,30 @@ PER_NODE = tuple(name for name, column in TOKEN_COLUMNS.items() if column.per_no
 """What a model computes from: samples that share these over their first tokens share the work."""
 TEXT_COLUMNS: dict[str, Column] = {c.name: c for c in TABLE if c.is_text}
 
-# Filling these with 0.0 would say "probability 1", or "nothing to learn": wrong, and nobody would notice.
+# Filling these with 0.0 would mean "probability 1" or "nothing to learn". Training would go wrong without an error.
 ALL_OR_NONE = {
     "logprobs": ("rl", "opd"),
     "advantages": ("rl",),
     "teacher_logprobs": ("opd",),
     "teacher_topk_logprobs": ("opd",),
 }
-"""Columns that all trained samples of these modes in a step have, or none of them."""
+"""Columns that either all trained samples of these modes in a step have, or none of them."""
 
 
 TOPK = ("teacher_topk_ids", "teacher_topk_logprobs")
-"""Columns that a sample has both of, in one shape, or neither."""
+"""Columns that go together: a sample has both, in one shape, or neither."""
 
 APART = "routed_experts"
-"""Samples with and without this column never share a micro-batch: no value of it says "route as you like"."""
+"""Samples with and without this column never share a micro-batch, because no value means "route freely"."""
 
 
 def allows_all(column: Column, dtype: np.dtype[Any]) -> bool:
-    """Whether no value of this dtype can be a bad one."""
+    """Return whether every value of this dtype is valid in the column."""
     return (column.nan == "any" or dtype.kind != "f") and column.above == -math.inf and column.at_most == math.inf
 
 
 def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
-    """The index of the first value the column does not allow, and why; None when all are allowed.
+    """Find the first invalid value. Returns its index and the reason, or None when all values are valid.
 
     For a column with `nan="untrained"`, pass the values on trained tokens only.
     """
@@ -298,9 +301,12 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
         good = ((values > column.above) | (column.above == -math.inf)) & (values <= column.at_most)
     if column.nan in ("yes", "any") and values.dtype.kind == "f":
         good |= np.isnan(values)
+    # Reached by columns that allow NaN, where the minimum above was NaN.
     if good.all():
         return None
-    index = int(np.argmin(good))  # of the flat array: rows may have trailing dimensions
+    # argmin of a bool array is its first False, in the flat array. Rows may have trailing dimensions: with rows of
+    # 4 values, flat index 9 is row 2.
+    index = int(np.argmin(good))
     return index // (good.size // len(good)), _reason(column, float(values.reshape(-1)[index]))
 
 

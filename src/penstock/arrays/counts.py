@@ -1,7 +1,7 @@
-"""Bounds for numbers that come from outside and are added up.
+"""Bounds for numbers that come from outside: counts, priorities and policy versions.
 
-A count may be at most `MAX_COUNT`, so two billion of them fit 64 bits, which is what messages, the log and JSON hold.
-Sums of policy versions have no such bound (one version may be 2**53): they end at `MAX_SUM`.
+A count may be at most `MAX_COUNT`, so two billion of them fit in 64 bits, which is what messages, the log and JSON
+hold. Sums of policy versions have no such bound (one version may be 2**53), so they are clamped to `MAX_SUM`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ MAX_SUM = 2**63 - 1
 
 
 def check_count(value: object, where: str) -> int:
-    """Return a count as an int; raise InvalidInput for anything but a whole number from 0 to `MAX_COUNT`.
+    """Return a count as an int. Raises InvalidInput for anything but an integer from 0 to `MAX_COUNT`.
 
     >>> check_count(np.int32(3), "discard")
     3
     """
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or not 0 <= int(value) <= MAX_COUNT:  # type: ignore[call-overload]
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not 0 <= int(value) <= MAX_COUNT:  # type: ignore[call-overload]
         raise InvalidInput(f"{where}: {str(value)[:40]}; give a whole number from 0 to 2**32")
     return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 def bounded_sum(total: int) -> int:
-    """Return a sum, or the nearest number that fits 64 bits.
+    """Clamp a sum to what fits in 64 bits.
 
     >>> bounded_sum(7), bounded_sum(2**70) == MAX_SUM, bounded_sum(-(2**70)) == -MAX_SUM
     (7, True, True)
@@ -42,3 +42,29 @@ def check_priority(name: str, value: float) -> None:
     """Raise InvalidInput unless a group's priority is a finite number from 0 to `MAX_PRIORITY`."""
     if not 0.0 <= value <= MAX_PRIORITY:
         raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
+
+
+MAX_VERSION = 2**53
+
+
+def check_version(value: object, where: str) -> int | None:
+    """Return a policy version as an int, or None if it is not known. Raises InvalidInput for anything else.
+
+    >>> check_version(np.int32(3), "sample.policy_version"), check_version(None, "sample.policy_version")
+    (3, None)
+
+    Not known is not 0: a sample of version 0 came from the very first weights. Arrays cannot hold None, so they hold
+    `NO_VERSION` (-1). Versions end at 2**53: every JSON reader returns them unchanged, and their differences cannot
+    overflow.
+    """
+    if value is None:
+        return None
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not 0 <= int(value) <= MAX_VERSION:  # type: ignore[call-overload]
+        raise InvalidInput(f"{where}: {repr(value)[:40]}; must be a whole number from 0 to 2**53, or None if not known")
+    return int(value)  # type: ignore[call-overload,no-any-return]
+
+
+def known(version: int) -> int | None:
+    """Convert a version from an array: None for `NO_VERSION`."""
+    return None if version < 0 else version

@@ -1,7 +1,7 @@
-"""A digest per sample: equal digests, equal values, however and wherever they were encoded.
+"""A digest per sample: equal digests mean equal values, however and wherever they were encoded.
 
-A step's digest is made of these and of the plan, so it does not depend on who built the bytes, or in which coding.
-A sample's is made of the digest of its names and images, then of one for each column it has, in table order.
+A step's digest covers the sample digests and the plan, so it does not depend on which process built the bytes, or in
+which coding. A sample's digest covers its names and images first, then each column it has, in table order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import numpy as np
 import xxhash
 
 from penstock.arrays.columns import TEXT_COLUMNS
-from penstock.arrays.pieced import Pieced
-from penstock.arrays.ragged import Ragged
+from penstock.arrays.ragged import Pieced, Ragged
 from penstock.arrays.samples import Samples
 
 _PACK = msgspec.msgpack.Encoder()
 
 
 def sample_digests(samples: Samples) -> list[bytes]:
-    """[n] 16 bytes for each sample.
+    """Return [n], 16 bytes for each sample.
 
     >>> from penstock import Sample
     >>> one, two = sample_digests(Samples.of([Sample(id="a", token_ids=[1, 2]), Sample(id="a", token_ids=[1, 3])]))
@@ -38,7 +37,7 @@ def sample_digests(samples: Samples) -> list[bytes]:
 
 
 def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
-    """What plane and rank compare: xxh3-128 of a rank's plan and of its samples' digests, in order."""
+    """Return the digest that plane and rank compare: xxh3-128 of a rank's plan and its samples' digests, in order."""
     state = xxhash.xxh3_128(plan)
     for digest in digests:
         state.update(digest)
@@ -47,7 +46,7 @@ def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
 
 def _names(samples: Samples) -> list[bytes]:
     images = samples.images or ((),) * len(samples)
-    # The rollout's text came later: a sample without one keeps the digest that logs of earlier versions hold.
+    # The rollout text was added later. Leave an empty one out, so old samples keep the digest that old logs hold.
     text = zip(*(samples.text[name] for name in TEXT_COLUMNS if name != "rollout"), strict=True)
     metadata = zip(text, samples.policy_versions.tolist(), images, strict=True)
     rollouts = samples.text["rollout"]
@@ -58,7 +57,7 @@ def _names(samples: Samples) -> list[bytes]:
 
 
 def _column(name: str, column: Ragged) -> list[bytes]:
-    """One digest per sample; empty where it lacks the column."""
+    """Return one digest per sample, empty where it lacks the column."""
     if isinstance(column, Pieced):
         return _pieced(name, column)
     if isinstance(column.values, Ragged):
@@ -66,6 +65,7 @@ def _column(name: str, column: Ragged) -> list[bytes]:
     values = np.ascontiguousarray(column.values)
     width = values.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     octets = values.reshape(-1).view(np.uint8).data
+    # The seed separates columns: equal bytes under another name, dtype or shape must give another digest.
     seed = _seed(name, column)
     edges = (column.offsets * width).tolist()
     return [xxhash.xxh3_128_digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]
@@ -76,7 +76,7 @@ def _seed(name: str, column: Ragged) -> int:
 
 
 def _pieced(name: str, column: Pieced) -> list[bytes]:
-    """As `_column`, without joining the rows."""
+    """Like `_column`, without joining the rows."""
     seed, digests = _seed(name, column), []
     for i in range(len(column)):
         state, size = xxhash.xxh3_128(seed=seed), 0
@@ -89,11 +89,12 @@ def _pieced(name: str, column: Pieced) -> list[bytes]:
 
 
 def _lists(name: str, column: Ragged) -> list[bytes]:
-    """As `_column`, where every token has a list: of the lengths of the lists, then of their values."""
+    """Like `_column`, where every token has a list: digest the lengths of the lists, then their values."""
     seed = xxhash.xxh3_64_intdigest(f"{name}:{column.values.dtype.str}:lists".encode())
     digests = []
     for i in range(len(column)):
         lists: Ragged = column[i]
+        # Without the lengths, [[7, 9], []] and [[7], [9]] would have one digest.
         state = xxhash.xxh3_128(lists.lengths.astype("<u4").data, seed)
         state.update(np.ascontiguousarray(lists.values).data)
         digests.append(state.digest() if len(lists) else b"")

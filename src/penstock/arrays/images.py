@@ -1,6 +1,6 @@
-"""Where an image sits in a sample: which image, how it is cut into patches, which tokens stand for it.
+"""Where an image sits in a sample: which image, its patch grid, and its placeholder tokens.
 
-A sample carries references, never pixels. The span is in the sample's own token space.
+A sample carries references, never pixels. Offsets count in the sample's own tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return self.offset + self.length
 
     def shifted(self, by: int) -> ImageSpan:
-        """The same image, so many tokens further on.
+        """Return the same image, `by` tokens further on.
 
         >>> ImageSpan(hash="0" * 64, grid=(1, 2, 2), offset=3, length=1).shifted(-2).offset
         1
@@ -55,7 +55,7 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 def types_of(spans: Sequence[ImageSpan], num_tokens: int) -> NDArray[np.uint8]:
-    """[num_tokens] mm_token_type_ids: 1 on the tokens of images, 0 elsewhere."""
+    """Return [num_tokens] mm_token_type_ids: 1 on image tokens, 0 elsewhere."""
     types = np.zeros(num_tokens, np.uint8)
     for span in spans:
         types[span.offset : span.end] = 1
@@ -63,7 +63,7 @@ def types_of(spans: Sequence[ImageSpan], num_tokens: int) -> NDArray[np.uint8]:
 
 
 def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.uint8] | None, where: str) -> None:
-    """Raise unless the spans lie inside the sample, in order, apart, on image tokens, and match their grids.
+    """Raise unless the spans lie inside the sample, sorted, without overlap, on image tokens, and match their grids.
 
     With `types` (mm_token_type_ids), every image token must be in a span, and there may be no video token.
     """
@@ -103,7 +103,7 @@ def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.u
 
 
 def _check_fields(span: object, at: str) -> None:
-    """Raise unless every field has its type and range: a record does not check what it is made of."""
+    """Raise unless every field has its type and range: a msgspec struct does not check its arguments."""
     if not isinstance(span, ImageSpan):
         raise InvalidInput(f"{at}: a {type(span).__name__}; must be an ImageSpan")
     for name, pattern, form in _TEXTS:

@@ -1,9 +1,8 @@
-"""Columns of a run's own: known by what is declared of them, or by what the values themselves say.
+"""A run's own columns: known from their declaration, or inferred from their values.
 
-A sample that is made with `columns={"turn_weights": [...]}` holds arrays, and an array says its dtype and shape. What
-only a declaration can say, what stands where nothing was given, is 0 until one is seen: a `Column` as the key in the
-place of the name, or the columns that a plane or `pack` was told of. Own columns stand behind those of the table, by
-name.
+A sample built with `columns={"turn_weights": [...]}` holds arrays, which have a dtype and a shape. Only a declaration
+can say what fills a missing value; it is 0 until one is seen. Declare with a `Column` as the key in place of the name,
+or with the `columns` of a plane or of `pack`. Own columns follow those of the table, sorted by name.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from penstock.arrays.ragged import Ragged
 from penstock.errors import ConfigError, InvalidInput
 
 Own: TypeAlias = Mapping[str, Column]
-"""Columns that are not of the table, by name, in the order of their names."""
+"""Columns that are not in the table, by name, sorted."""
 Given: TypeAlias = Mapping[str, Any] | Mapping[Column, Any] | Mapping[str | Column, Any]
 """Values by name, or by the column that declares them."""
 
@@ -37,17 +36,17 @@ _OF_RECORDS = (
     *("micro_step", "micro_sequence_idx", "export_sequence_idx", "staleness", "rule", "texts", "image_bytes"),
 )
 RESERVED = frozenset((*_OF_BATCHES, *_OF_TURNS, *_OF_TERMS, *_OF_RECORDS))
-"""Names that stand for something else beside the columns of a sample: in a micro-batch, in tensors, in a record."""
+"""Names that micro-batches, tensors or export records already use for something else."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def table_with(own: Own) -> Mapping[str, Column]:
-    """The columns along tokens, in order: those of the table, then these."""
+    """Return the columns along tokens, in order: those of the table, then these."""
     return {**TOKEN_COLUMNS, **own} if own else TOKEN_COLUMNS
 
 
 def check_name(name: object) -> str:
-    """A name that an own column may have; ConfigError says why not."""
+    """Return the name if an own column may have it. Raises ConfigError otherwise."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"column {name!r:.80}: a name has lower-case letters, digits and _, up to 64 of them")
     if name in COLUMNS or name in RESERVED:
@@ -56,7 +55,7 @@ def check_name(name: object) -> str:
 
 
 def declared(columns: Iterable[Column]) -> Own:
-    """Columns that a plane or `pack` is told of, by name; ConfigError for names that collide."""
+    """Return the declared columns by name. Raises ConfigError for names that collide."""
     found: dict[str, Column] = {}
     for column in columns:
         if not isinstance(column, Column):
@@ -74,12 +73,12 @@ def declared(columns: Iterable[Column]) -> Own:
 
 
 def own_of(described: Mapping[str, Description]) -> Own:
-    """The columns that were described, by name; ConfigError for one that cannot be."""
+    """Return the described columns by name. Raises ConfigError for an invalid description."""
     return {name: Column.of(check_name(name), described[name]) for name in sorted(described)}
 
 
 def teacher_topk(teacher: str) -> tuple[Column, Column]:
-    """The columns of one of several teachers: its k most likely ids per token, and their log-probabilities.
+    """Return the columns for one of several teachers: its k most likely ids per token, and their log-probabilities.
 
     >>> [column.name for column in teacher_topk("math")]
     ['teacher_topk_ids_math', 'teacher_topk_logprobs_math']
@@ -92,7 +91,7 @@ def teacher_topk(teacher: str) -> tuple[Column, Column]:
 
 
 def joined_own(parts: Iterable[Own], where: str) -> Own:
-    """The columns of all parts, which must say the same of those they have in common."""
+    """Merge the columns of all parts. Raises InvalidInput where two parts declare one column differently."""
     found: dict[str, Column] = {}
     for part in parts:
         for name, column in part.items():
@@ -106,13 +105,13 @@ def joined_own(parts: Iterable[Own], where: str) -> Own:
 
 
 def words_for(column: Column) -> str:
-    """What a column is, for messages."""
+    """Describe a column for error messages."""
     shape = "lists of " if column.ragged else f"[{', '.join('?' * column.trailing)}] of " if column.trailing else ""
     return f"{shape}{np.dtype(column.dtype).name} per {column.per}, fill {column.fill}"
 
 
 def read_own(given: Given, known: Own, where: str) -> tuple[dict[str, Cells], Own]:
-    """Values and columns of what was given by name, or by `Column`; `known` are declared elsewhere."""
+    """Read values given by name or by `Column`; `known` holds columns declared elsewhere."""
     cells: dict[str, Cells] = {}
     own: dict[str, Column] = {}
     for key, value in given.items():
@@ -131,10 +130,11 @@ def read_own(given: Given, known: Own, where: str) -> tuple[dict[str, Cells], Ow
 
 
 def _seen_in(name: str, value: Values, where: str) -> Column:
-    """The column that values without a declaration are."""
+    """Infer the column from values without a declaration."""
     array = _array(value)
     if array is None or (array.ndim == 2 and array.shape[1] == 0):
         lists = as_lists(value, where)
+        # Lists that are all empty have no dtype of their own: numpy says float64, but ids are what such lists hold.
         flat = lists.values if lists.values.size else lists.values.astype(np.int64)
         return _column(name, flat.dtype, where, ragged=True)
     if array.ndim > 3:
@@ -145,13 +145,13 @@ def _seen_in(name: str, value: Values, where: str) -> Column:
 
 
 def _array(value: Any) -> Array | None:
-    """The value as an array; None where it is lists of several lengths."""
+    """Return the value as an array, or None for lists of several lengths."""
     if isinstance(value, Ragged):
         return None
     try:
         with np.errstate(invalid="ignore"):
             array = np.asarray(value)
-    except ValueError:  # numpy's word for lists that are not all of one length
+    except ValueError:  # numpy raises this for lists of different lengths
         return None
     has_lists = isinstance(value, list | tuple) and any(row is None or np.iterable(row) for row in value)
     return None if array.dtype == object and has_lists else array

@@ -1,7 +1,7 @@
-"""What is known of a rollout beside its tokens: metrics, info, how it ended, its seconds, whose turn each token is.
+"""A rollout's data beside its tokens: metrics, info, outcome, seconds, and the role of each token.
 
-A sample carries it as one short text, the JSON of a `RolloutInfo`, so frames, exports and files keep it like a name.
-The text is plain ASCII and bounded: it travels with a group's metadata, which stays small.
+A sample carries it as one short text, the JSON of a `RolloutInfo`, so frames, exports and files store it like a name.
+The text is ASCII and bounded, because it travels with a group's metadata, which must stay small.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_INFO_BYTES = 4096
 MAX_ROLES_BYTES = 16384
 """Roles of about 2,500 turns."""
 MAX_ROLLOUT_BYTES = 32768
-"""Of the whole text."""
+"""Limit for the complete text."""
 MAX_ERROR = 500
-"""Characters of an error that are kept."""
+"""Characters kept of an error."""
 
 
 class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose turn each token of a sample belongs to, as runs.
+    """The role of each token of a sample, as runs.
 
     >>> roles = Roles.of([("user", 3), ("assistant", 2), ("user", 1)])
     >>> roles.names, roles.runs, list(roles)
@@ -35,7 +35,7 @@ class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     names: tuple[str, ...]
     runs: tuple[int, ...]
-    """Index of a name, then a number of tokens, for each turn."""
+    """For each turn the index of its name, then its number of tokens."""
 
     @staticmethod
     def of(turns: Iterable[tuple[str, int]]) -> Roles:
@@ -48,14 +48,14 @@ class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ((self.names[i], count) for i, count in zip(self.runs[::2], self.runs[1::2], strict=True))
 
     def is_valid(self) -> bool:
-        """Whether every run names a role and has tokens."""
+        """Return whether every run names a role and has tokens."""
         return len(self.runs) % 2 == 0 and all(
             0 <= i < len(self.names) and count > 0 for i, count in zip(self.runs[::2], self.runs[1::2], strict=True)
         )
 
 
 class RolloutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is known of one rollout. Fields mean what they do in `Trajectory`."""
+    """Data of one rollout. Fields mean what they do in `Trajectory`."""
 
     metrics: dict[str, float | None] = {}
     """None for a number that is not finite."""
@@ -68,7 +68,7 @@ class RolloutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     roles: Roles | None = None
 
     def to_text(self, where: str) -> str:
-        """The text that a sample carries; empty where nothing is known."""
+        """Return the text that a sample carries, or "" if nothing is known."""
         if self == _NOTHING:
             return ""
         fields = msgspec.to_builtins(self)
@@ -81,7 +81,7 @@ _DECODER = msgspec.json.Decoder(RolloutInfo)
 
 
 def read_rollout(text: str) -> RolloutInfo:
-    """What a sample's text says of its rollout.
+    """Parse a sample's rollout text.
 
     >>> read_rollout('{"seconds":1.5,"metrics":{"format":0.5}}').metrics
     {'format': 0.5}
@@ -90,7 +90,7 @@ def read_rollout(text: str) -> RolloutInfo:
 
 
 def rollout_text(given: object, where: str) -> str:
-    """The text of a mapping, a `RolloutInfo` or a text, checked; raises InvalidInput."""
+    """Return the checked text of a mapping, a `RolloutInfo` or a text. Raises InvalidInput."""
     if isinstance(given, RolloutInfo):
         return given.to_text(where)
     if isinstance(given, Mapping):
@@ -104,7 +104,7 @@ def rollout_text(given: object, where: str) -> str:
 
 
 def text_problem(text: str) -> str:
-    """Why a sample cannot carry this text; "" if it can."""
+    """Return why a sample cannot carry this text, or ""."""
     if not text:
         return ""
     if len(text) > MAX_ROLLOUT_BYTES:
@@ -114,7 +114,7 @@ def text_problem(text: str) -> str:
     try:
         found = _DECODER.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        return f"not what is known of a rollout: {error}"
+        return f"not the JSON of a RolloutInfo: {error}"
     if found.roles is not None and not found.roles.is_valid():
         return "roles: each run is the index of a name and a number of tokens"
     if found.seconds is not None and not 0 <= found.seconds < math.inf:
@@ -123,7 +123,7 @@ def text_problem(text: str) -> str:
 
 
 def check_metrics(metrics: Any, where: str) -> dict[str, float | None]:
-    """Metrics as they are kept; raises InvalidInput for what is no number, and for too many."""
+    """Return metrics in stored form. Raises InvalidInput for values that are not numbers, and for too many."""
     out: dict[str, float | None] = {}
     for name, value in _mapping(metrics, where).items():
         try:
@@ -136,10 +136,10 @@ def check_metrics(metrics: Any, where: str) -> dict[str, float | None]:
 
 
 def check_info(info: Any, where: str) -> dict[str, Any]:
-    """Info as it is kept; raises InvalidInput for what JSON cannot say, and for too much."""
+    """Return info in stored form. Raises InvalidInput for values that JSON cannot express, and for too many."""
     found = _mapping(info, where)
     check_size(found, where, MAX_INFO_BYTES)
-    plain: dict[str, Any] = json.loads(_dumps(found))  # a copy of plain values, whatever the caller changes later
+    plain: dict[str, Any] = json.loads(_dumps(found))  # a copy, so the caller may change its own later
     return plain
 
 
@@ -156,7 +156,7 @@ def check_seconds(seconds: Any, where: str) -> float | None:
 
 
 def check_size(value: Any, where: str, limit: int) -> None:
-    """Raise unless the JSON of a value has at most `limit` bytes."""
+    """Raise unless a value's JSON has at most `limit` bytes."""
     size = len(_dumps(value, where))
     if size > limit:
         raise InvalidInput(f"{where}: {size:,} bytes as JSON; at most {limit:,} are kept, keep the rest elsewhere")
@@ -169,7 +169,7 @@ def _mapping(given: Any, where: str) -> dict[str, Any]:
 
 
 def _dumps(value: Any, where: str = "rollout") -> str:
-    """JSON in plain ASCII: no name or word in it can hold a control character."""
+    """Return JSON in plain ASCII, so nothing in it can be a control character."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain).replace("\x7f", "\\u007f")
     except (TypeError, ValueError, RecursionError) as error:
@@ -177,7 +177,7 @@ def _dumps(value: Any, where: str = "rollout") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's."""
+    """Convert numpy scalars to Python numbers."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", None) == 0:
         return item()

@@ -17,12 +17,12 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bit_view(values: Array) -> Array:
-    """The same memory as unsigned integers, so that equality means equal bits."""
+    """View the same memory as unsigned integers, so that equality means equal bits."""
     return values.view(_BITS[values.dtype.itemsize])
 
 
 def run_starts(values: Array) -> NDArray[np.int64]:
-    """Where each run of equal bits begins; empty for an empty array."""
+    """Return where each run of equal bits begins; empty for an empty array."""
     if len(values) == 0:
         return np.zeros(0, np.int64)
     bits = bit_view(values)
@@ -34,7 +34,7 @@ def run_starts(values: Array) -> NDArray[np.int64]:
 
 
 def encode_runs(values: Array, starts: NDArray[np.int64] | None = None) -> tuple[Array, NDArray[np.uint32]]:
-    """(value of each run, length of each run); pass `starts` when they are already known.
+    """Return (value of each run, length of each run). Pass `starts` if they are already known.
 
     >>> encode_runs(np.array([7, 7, 7, 2], np.uint8))
     (array([7, 2], dtype=uint8), array([3, 1], dtype=uint32))
@@ -46,31 +46,34 @@ def encode_runs(values: Array, starts: NDArray[np.int64] | None = None) -> tuple
 
 
 def decode_runs(run_values: Array, run_lengths: NDArray[np.uint32]) -> Array:
-    """The array that `encode_runs` was given. Callers check the total length before allocating."""
+    """Invert `encode_runs`. Callers check the total length before allocating."""
     return np.repeat(run_values, run_lengths)
 
 
 def has_few_runs(values: Array, *, probe: int = 4096) -> bool:
-    """A cheap guess, on the head of the array, whether runs can pay: it decides without a full pass."""
+    """Guess from the start of the array whether run-length coding can pay, without a full pass."""
     head = values[:probe]
+    # Runs pay from about four values per run. The 64 lets short heads through, where a full pass is cheap anyway.
     return len(head) == 0 or len(run_starts(head)) * 4 <= len(head) + 64
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRuns:
-    """A mask and the edges of its runs, so that masked values can be moved by memcpy per run.
+    """A mask and the edges of its runs, so that masked values can be moved with one memcpy per run.
 
-    Masks come in long runs (a prompt, an answer), and copying them run by run is several times faster than a
-    boolean index. A mask that is not like that falls back to the boolean index.
+    Masks have long runs (a prompt, an answer), and copying run by run is several times faster than a boolean index. A
+    mask with short runs falls back to the boolean index.
     """
 
     mask: NDArray[np.bool_]
     edges: NDArray[np.int64]
     """[runs + 1] where each run begins, and where the last one ends."""
     is_choppy: bool
-    """Whether there are so many runs that the boolean index is used instead."""
+    """Whether runs average fewer than 32 tokens, so the boolean index is used instead."""
     on: list[tuple[int, int]]
-    """(start, end) of every run of True; empty where `is_choppy`, for a list of those could outgrow all columns."""
+    """(start, end) of every run of True. Empty where `is_choppy`, because the list could take more memory than the
+    columns.
+    """
     off: list[tuple[int, int]]
     """(start, end) of every run of False; empty where `is_choppy`."""
 
@@ -78,6 +81,8 @@ class MaskRuns:
     def of(mask: NDArray[np.bool_]) -> MaskRuns:
         edges = np.append(run_starts(mask), len(mask))
         first_on = bool(len(mask)) and bool(mask[0])
+        # Runs alternate, so half of them (rounded up if the first is True) are True: edges [0 3 5 9] with mask[0] True
+        # have 3 runs, 2 of them True.
         if (len(edges) - 1 + first_on) // 2 * 32 > len(mask):
             return MaskRuns(mask, edges, True, [], [])
         runs = list(pairwise(edges.tolist()))
@@ -92,18 +97,20 @@ class MaskRuns:
         return int(np.count_nonzero(self.mask))
 
     def count_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many True stand before each position; from the edges, without touching the mask again."""
+        """Count the True values before each position, from the edges alone."""
         first_on = bool(len(self.mask)) and bool(self.mask[0])
         starts, ends = self.edges[:-1][not first_on :: 2], self.edges[1:][not first_on :: 2]
         if not len(starts):
             return np.zeros(len(positions), np.int64)
+        # For True runs 2..5 and 8..9, before is [0 3 4]. Position 4 lies in run 0: before[0] + (4 - 2) = 2. Position 6
+        # lies behind run 0, and minimum() stops at its end: 3.
         before = np.concatenate([[0], np.cumsum(ends - starts)])
         run = np.searchsorted(starts, positions, side="right") - 1
         inside = np.minimum(positions, ends[run]) - starts[run]
         return np.where(run < 0, 0, before[run] + inside)
 
     def is_zero_off(self, values: Array) -> bool:
-        """Whether all bits are zero wherever the mask is False."""
+        """Return whether all bits are zero wherever the mask is False."""
         bits = bit_view(values)
         if self.is_choppy:
             return not bits[~self.mask].any()
@@ -111,13 +118,13 @@ class MaskRuns:
         return not any(np.count_nonzero(bits[a:b]) for a, b in self.off)
 
     def take(self, values: Array) -> Array:
-        """`values[mask]`."""
+        """Return `values[mask]`."""
         if self.is_choppy:
             return values[self.mask]
         return np.concatenate([values[a:b] for a, b in self.on]) if self.on else values[:0]
 
     def put(self, kept: Array, out: Array | None = None) -> Array:
-        """The inverse of `take`: zeros where the mask is False. Writes into `out` where one is given."""
+        """Invert `take`, with zeros where the mask is False. Writes into `out` if given."""
         if out is None:
             out = np.zeros((len(self.mask), *kept.shape[1:]), kept.dtype)
         elif self.is_choppy:

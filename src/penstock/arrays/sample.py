@@ -1,8 +1,8 @@
-"""A sample: one flat token sequence with aligned columns, valid from the moment it exists.
+"""A sample: one flat token sequence with aligned columns, validated when it is built.
 
-Columns may be given as numpy arrays or as lists; they are checked against the column table once, converted
-once to the declared dtype, and are read-only arrays from then on. An array that already has the right dtype
-is not copied: do not write to it afterwards.
+Columns may be given as numpy arrays or as lists. They are checked against the column table once, converted once to the
+declared dtype, and are read-only arrays from then on. An array that already has the right dtype is not copied: do not
+write to it afterwards.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from penstock.arrays.coercion import Values, check_text, coerce, coerce_columns
 from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells, Column
+from penstock.arrays.counts import check_version, known
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own, table_with, words_for
 from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.rollout import RolloutInfo, rollout_text
-from penstock.arrays.versions import check_version, known
 from penstock.errors import InvalidInput, UnknownKey
 
 
@@ -61,7 +61,7 @@ class Sample:
     run: str
     mode: str
     rollout: str
-    """What is known of its rollout, as JSON; `penstock.arrays.read_rollout` reads it. Empty: nothing."""
+    """Metrics, outcome and roles of its rollout as JSON, read by `penstock.arrays.read_rollout`; may be empty."""
     policy_version: int | None
     """The oldest version that sampled any of its tokens; None = not known."""
     images: tuple[ImageSpan, ...]
@@ -107,6 +107,8 @@ class Sample:
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
         if spans and "mm_token_type_ids" not in arrays:
+            # Without types, the image spans imply them. Coerce again, so that the new column is checked and in table
+            # order.
             given["mm_token_type_ids"] = types_of(spans, len(arrays["token_ids"]))
             arrays = coerce_columns(given, where, table_with(own))
         versions = arrays.get("weight_versions")
@@ -123,7 +125,9 @@ class Sample:
         images: tuple[ImageSpan, ...],
         own: Own = NO_COLUMNS,
     ) -> Sample:
-        """A sample from columns that were already validated: nothing is checked or copied, but made read-only."""
+        """Build a sample from columns that were already validated. Nothing is checked or copied; arrays become
+        read-only.
+        """
         sample = cls.__new__(cls)
         for values in columns.values():
             freeze(values)
@@ -147,7 +151,7 @@ class Sample:
         put(self, "images", images)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For `copy`, and for frameworks that ship objects between processes."""
+        """Support `copy` and frameworks that pickle objects between processes."""
         text = {name: getattr(self, name) for name in TEXT_COLUMNS}
         return type(self).trusted, (dict(self._columns), text, self.policy_version, self.images, self._own)
 
@@ -165,9 +169,9 @@ class Sample:
         completion_temperatures: Values | None = None,
         **rest: Any,
     ) -> Sample:
-        """A sample from a prompt and its completion: the prompt is context, the completion is trained.
+        """Build a sample from a prompt and its completion: the prompt is context, the completion is trained.
 
-        Temperatures are one number or one per completion token; tokens of the prompt take that of the first one.
+        Temperatures are one number or one per completion token. Prompt tokens take the first completion token's.
 
         >>> s = Sample.from_prompt(prompt_ids=[1, 2], completion_ids=[3, 4], completion_logprobs=[-1.0, -2.0])
         >>> s.loss_mask.tolist(), s["logprobs"].tolist()
@@ -222,7 +226,7 @@ class Sample:
 
     @property
     def own(self) -> Own:
-        """The columns present that are not of the table: what is known of them."""
+        """Declarations of the present columns that are not in the table."""
         return self._own
 
     def __getitem__(self, name: str) -> Cells:
@@ -241,9 +245,9 @@ class Sample:
         return self._columns.get(name)
 
     def replace(self, **changes: Any) -> Sample:
-        """A copy with some columns or fields changed, validated anew; `None` removes a column.
+        """Return a validated copy with some columns or fields changed. `None` removes a column.
 
-        Columns that are not of the table are changed in `columns`, which leaves those alone that it does not name.
+        Change columns that are not in the table through `columns`; those it does not name stay.
         """
         fields = {name: getattr(self, name) for name in (*TEXT_COLUMNS, "policy_version", "images")}
         changed = {_name(key): (key, values) for key, values in changes.pop("columns", {}).items()}
@@ -253,7 +257,7 @@ class Sample:
         return Sample(**{**fields, **known, **changes}, columns=own)
 
     def conformed(self, declared: Own) -> Sample:
-        """The sample with its own columns as they are declared; InvalidInput for one that is not."""
+        """Return the sample with its own columns as declared. Raises InvalidInput for an undeclared column."""
         if all(column is declared.get(name) for name, column in self._own.items()):
             return self
         unknown = self._own.keys() - declared.keys()
@@ -266,7 +270,7 @@ class Sample:
         return self.replace(columns={declared[name]: self._columns[name] for name in self._own})
 
     def __eq__(self, other: object) -> bool:
-        """Equal fields and columns, the floats bit for bit (so NaN equals the same NaN)."""
+        """Compare fields and columns, floats bit for bit (so NaN equals the same NaN)."""
         if not isinstance(other, Sample):
             return NotImplemented
         fields = (*TEXT_COLUMNS, "policy_version", "images")

@@ -1,8 +1,8 @@
-"""What planning knows of a sample: lengths, counts and keys, but no token.
+"""What planning knows of each sample: lengths, counts and keys, but no tokens.
 
-Truncation is decided here, because every count depends on it: a sample longer than `seq_len` keeps its first
-`seq_len` tokens, but never part of an image. An image that no longer fits goes, with the tokens from its first
-placeholder on. A sample that would keep nothing has `kept` 0 and cannot be packed.
+Truncation is decided here, because every count depends on it. A sample longer than `seq_len` keeps its first `seq_len`
+tokens, but never part of an image: an image that no longer fits is dropped, with all tokens from its first placeholder
+on. A sample that would keep nothing has `kept` 0 and cannot be packed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MODALITIES = ("text", "image")
 TEXT, IMAGE = range(2)
 
 MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
-"""What stands for absent weights, by mode; this lets modes share a micro-batch."""
+"""Default weights by mode, used where a sample has none. They let modes share a micro-batch."""
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]
-"""dtype, and the dimensions behind the token axis."""
+"""dtype, and the dimensions after the token axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class SampleMetadata:
     lengths: NDArray[np.int64]
     """[n] tokens as recorded."""
     kept: NDArray[np.int64]
-    """[n] tokens after truncation; 0 where no whole image fits."""
+    """[n] tokens after truncation; 0 where the sample begins with an image that does not fit."""
     loss_tokens: NDArray[np.int64]
     """[n] trained tokens as recorded."""
     kept_loss_tokens: NDArray[np.int64]
     """[n] trained tokens after truncation."""
     term_tokens: NDArray[np.int64]
-    """[n, 3] trained tokens after truncation that weigh in the rl, ce and ref_kl terms."""
+    """[n, 3] trained tokens after truncation with a nonzero weight in the rl, ce and ref_kl terms."""
     patches: NDArray[np.int64]
-    """[n] patches of the images kept."""
+    """[n] patches of the kept images."""
     modality: NDArray[np.uint8]
     """[n] index into MODALITIES, after truncation."""
     stub: NDArray[np.int64]
@@ -55,22 +55,22 @@ class SampleMetadata:
     has: dict[str, NDArray[np.bool_]]
     """[n] by column present in any sample: whether this sample has it."""
     shapes: dict[str, Shape]
-    """By column with trailing dimensions: what a dummy of it looks like, where no sample is at hand."""
+    """By column with trailing dimensions: the shape for a dummy, where no sample is at hand."""
     ids: tuple[str, ...]
     group: tuple[str, ...]
     run: tuple[str, ...]
     mode: tuple[str, ...]
     own: Own = field(default_factory=dict)
-    """What is known of the columns that are not of the table."""
+    """Declarations of columns that are not in the table."""
     shared: SharedPrefixes | None = None
-    """What samples have in common, tokens as recorded; None where nobody looked."""
+    """Prefixes that samples share, in tokens as recorded; None if they were not computed."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @staticmethod
     def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleMetadata:
-        """Read the metadata of samples that are to be truncated at `seq_len`; `drop`: longer samples keep nothing."""
+        """Compute the metadata of samples truncated at `seq_len`. With `drop`, longer samples keep nothing."""
         lengths = samples.lengths
         kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
         trained = _trained(samples, kept)
@@ -95,9 +95,9 @@ class SampleMetadata:
         )
 
     def lacking(self, name: str) -> NDArray[np.bool_]:
-        """[n] trained samples whose mode cannot do without this column of `ALL_OR_NONE`, and that have none.
+        """Return [n], trained samples whose mode needs this column of `ALL_OR_NONE`, and that lack it.
 
-        If any sample of the step has the column, of whatever mode, these would be filled with 0.0.
+        If any sample of the step has the column, in any mode, these would be filled with 0.0.
         """
         modes = ALL_OR_NONE[name]
         asked = np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self)) & (self.kept_loss_tokens > 0)
@@ -105,13 +105,13 @@ class SampleMetadata:
 
 
 def shapes_of(samples: Samples) -> dict[str, Shape]:
-    """dtype and trailing dimensions of the columns that have some."""
+    """Return dtype and trailing dimensions of the columns that have some."""
     trailing = {name: column for name, column in samples.columns.items() if samples.table[name].trailing}
     return {name: (column.dtype.str, column.trailing) for name, column in trailing.items()}
 
 
 def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:
-    """[n] how many leading tokens each sample keeps; 0 where an image at its beginning is longer than `seq_len`."""
+    """Return [n], how many leading tokens each sample keeps; 0 where it begins with an image longer than `seq_len`."""
     lengths = samples.lengths
     kept = np.minimum(lengths, seq_len)
     for i in np.flatnonzero(lengths > seq_len).tolist():
@@ -120,7 +120,7 @@ def kept_lengths(samples: Samples, seq_len: int) -> NDArray[np.int64]:
 
 
 def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
-    """How many leading tokens a sample keeps: at most `seq_len`, never part of an image.
+    """Return how many leading tokens a sample keeps: at most `seq_len`, never part of an image.
 
     >>> span = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=2, length=4)
     >>> cut(9, 7, [span]), cut(9, 6, [span]), cut(9, 5, [span])
@@ -135,7 +135,7 @@ def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
 
 
 def _trained(samples: Samples, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    # count_nonzero of a bool slice is vectorized by numpy; a reduceat over all of them is ten times slower.
+    # numpy vectorizes count_nonzero of a bool slice. A reduceat over all samples is ten times slower.
     mask = samples.columns["loss_mask"].values
     starts = samples.offsets[:-1].tolist()
     return np.array([np.count_nonzero(mask[a : a + n]) for a, n in zip(starts, kept.tolist(), strict=True)], np.int64)
@@ -158,7 +158,7 @@ def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.
 def _look(
     samples: Samples, kept: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """Patches, modality, and the length and patches of the stub of each sample, as kept."""
+    """Return patches, modality, stub length and stub patches of each sample, as kept."""
     patches, stub, stub_patches = (np.zeros(len(kept), np.int64) for _ in range(3))
     modality = np.zeros(len(kept), np.uint8)
     for i, recorded in enumerate(samples.images or ()):
@@ -166,5 +166,6 @@ def _look(
         if spans:
             modality[i] = IMAGE
             patches[i] = sum(span.num_patches for span in spans)
+            # The shortest prefix with an image ends with the first image. Dummies of this modality are cut to it.
             stub[i], stub_patches[i] = spans[0].end, spans[0].num_patches
     return patches, modality, stub, stub_patches

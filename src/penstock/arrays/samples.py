@@ -1,8 +1,7 @@
 """Many samples as columns: one ragged array per column instead of one object per sample.
 
-This is the form that is encoded, decoded, planned and packed. It behaves as a sequence of `Sample`, whose
-arrays are views into the columns. Which samples have a column, and whether per token or as one number, is in
-the lengths of that column's rows: 0 absent, 1 a number, T per token.
+This is the form that is encoded, decoded, planned and packed. It is a sequence of `Sample`, whose arrays are views into
+the columns. The length of a column's row says how the sample has it: 0 absent, 1 one number, T per token.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays.columns import NO_VERSION, TEXT_COLUMNS, Array, Cells, Column
+from penstock.arrays.counts import known
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import NO_COLUMNS, Own, joined_own, table_with
-from penstock.arrays.pieced import LARGE_BYTES, Pieced
-from penstock.arrays.ragged import Offsets, Ragged, offsets_of
+from penstock.arrays.ragged import LARGE_BYTES, Offsets, Pieced, Ragged, offsets_of
 from penstock.arrays.run_lengths import MaskRuns
 from penstock.arrays.sample import Sample
-from penstock.arrays.versions import known
 from penstock.errors import InvalidInput, UnknownKey
 
 
@@ -51,14 +49,15 @@ class Samples(Sequence[Sample]):
         self.images = images
         """Image spans of each sample; None when no sample has any."""
         self.own = own
-        """What is known of the columns that are not of the table."""
+        """Declarations of the columns that are not in the table."""
         self.table = table_with(own)
-        """The columns that there may be along the tokens, in order."""
+        """The possible columns along the tokens, in order."""
 
     @staticmethod
     def of(samples: Iterable[Sample], *, pieced: bool = False) -> Samples:
-        """Join samples into columns. A `Samples` is returned as it is. `pieced`: large rows of bytes stay where they
-        lie, so the samples' arrays must not change as long as this is used."""
+        """Join samples into columns. A `Samples` is returned unchanged. With `pieced`, large rows of bytes are not
+        copied, so the samples' arrays must not change while the result is in use.
+        """
         if isinstance(samples, Samples):
             return samples
         rows = list(samples)
@@ -124,6 +123,7 @@ class Samples(Sequence[Sample]):
                 raise UnknownKey(f"no sample has column {index!r}; present: {', '.join(self.columns)}") from None
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
+        # range() resolves negative numbers and raises IndexError, which ends iteration over a Sequence.
         return self._row(range(len(self))[index])
 
     def _row(self, i: int) -> Sample:
@@ -143,7 +143,7 @@ class Samples(Sequence[Sample]):
         return Sample.trusted(columns, text, known(int(self.policy_versions[i])), images, own)
 
     def take(self, rows: NDArray[np.intp] | Sequence[int]) -> Samples:
-        """The chosen samples, in that order."""
+        """Return the chosen samples, in that order."""
         rows = np.asarray(rows, np.intp)
         offsets = offsets_of(self.lengths[rows])
         columns = {
@@ -151,6 +151,7 @@ class Samples(Sequence[Sample]):
             for name, column in self.columns.items()
         }
         order = rows.tolist()
+        # Drop columns that none of the chosen samples has, so equal samples make equal batches.
         columns = {n: c for n, c in columns.items() if n in _ALWAYS or c.offsets[-1] > 0}
         return Samples(
             columns=columns,
@@ -161,7 +162,7 @@ class Samples(Sequence[Sample]):
         )
 
     def conformed(self, declared: Own) -> Samples:
-        """The same samples with their own columns as they are declared; InvalidInput for one that is not."""
+        """Return the samples with their own columns as declared. Raises InvalidInput for an undeclared column."""
         if all(column is declared.get(name) for name, column in self.own.items()):
             return self
         return Samples.of([sample.conformed(declared) for sample in self])
@@ -185,12 +186,12 @@ def _as_number(version: int | None) -> int:
 
 
 def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[ImageSpan, ...], ...] | None:
-    """None stands for "no sample has any", the one form of it."""
+    """Normalize: None means that no sample has an image."""
     return images if any(images) else None
 
 
 def _join(column: Column, rows: Sequence[Sample], offsets: Offsets, *, pieced: bool) -> Ragged:
-    """One column of all samples; shares `offsets` when every sample has it per token."""
+    """Join one column of all samples. Shares `offsets` when every sample has the column per token."""
     name = column.name
     values = [row.get(name) for row in rows]
     given = [v for v in values if v is not None]
@@ -211,7 +212,7 @@ def _join(column: Column, rows: Sequence[Sample], offsets: Offsets, *, pieced: b
 
 
 def _stays(parts: Sequence[Array]) -> bool:
-    """Whether rows are written as they lie, and large enough for that to pay."""
+    """Return whether rows are written without coding, and are large enough for that to pay."""
     return (
         len({part.dtype for part in parts}) == 1
         and parts[0].itemsize <= 2

@@ -8,8 +8,6 @@ from penstock.assets.deltas import longest_prefix as longest_prefix
 from penstock.assets.features import TTL_S as TTL_S
 from penstock.assets.features import FeatureStore as FeatureStore
 from penstock.assets.features import sweep as sweep
-from penstock.assets.fingerprints import feature_fingerprint as feature_fingerprint
-from penstock.assets.fingerprints import processor_fingerprint as processor_fingerprint
 from penstock.assets.image_header import Limits as Limits
 from penstock.assets.image_header import probe as probe
 from penstock.assets.image_ref import ImageRef as ImageRef
@@ -32,7 +30,9 @@ from penstock.assets.processors import FromCallable as FromCallable
 from penstock.assets.processors import Processor as Processor
 from penstock.assets.references import FeatureRef as FeatureRef
 from penstock.assets.references import RawRef as RawRef
+from penstock.assets.references import feature_fingerprint as feature_fingerprint
 from penstock.assets.references import parse as parse
+from penstock.assets.references import processor_fingerprint as processor_fingerprint
 from penstock.assets.resolution import Resolved as Resolved
 from penstock.assets.resolution import Slot as Slot
 from penstock.assets.resolution import raw_reference as raw_reference

@@ -1,7 +1,7 @@
-"""The one small interface behind which images live: named, immutable blobs in a folder or an object store.
+"""The interface for image storage: named, immutable blobs in a folder or an object store.
 
-Names are relative paths of plain ASCII components. Whoever implements `Blobs` runs the conformance suite in
-`penstock.testing.stores`; the store above it never knows where the bytes are.
+Names are relative paths of plain ASCII components. An implementation of `Blobs` must pass the conformance suite in
+`penstock.testing.stores`. The asset store does not know where the bytes are.
 """
 
 from __future__ import annotations
@@ -27,38 +27,44 @@ class BlobInfo:
 
 
 class Blobs(Protocol):
-    """Named blobs, each written once and whole: a reader sees all of it or nothing."""
+    """Named blobs, each written once and atomically: a reader sees all of it or nothing."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Store durably; False, and nothing changed, when the name is taken. Of many writers one gets True."""
+        """Store durably. Returns False, and changes nothing, if the name is taken. Of many writers exactly one gets
+        True.
+        """
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """The bytes; `MissingAsset` when absent, `CorruptAsset` when larger than `max_bytes` or not a plain file."""
+        """Return the bytes. Raises `MissingAsset` if absent, `CorruptAsset` if larger than `max_bytes` or not a plain
+        file.
+        """
 
     def part(self, name: str, *, start: int, size: int) -> bytes:
-        """At most `size` bytes, 1 or more, from `start` on, fewer where the blob ends; `MissingAsset` when absent."""
+        """Return at most `size` bytes (1 or more) from `start`, fewer where the blob ends. Raises `MissingAsset` if
+        absent.
+        """
 
     def head(self, name: str) -> BlobInfo | None:
-        """What is known without reading; None when absent."""
+        """Return name, size and time without reading the blob, or None if absent."""
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
-        """Everything below the folder `prefix` ("" for all), in no particular order."""
+        """Yield everything below the folder `prefix` ("" for all), in no particular order."""
 
     def touch(self, name: str) -> bool:
-        """Mark as used now; False when absent."""
+        """Mark as used now. Returns False if absent."""
 
     def move(self, name: str, to: str) -> bool:
-        """Give the blob another name, replacing what had it; False when absent."""
+        """Rename the blob, replacing an existing one. Returns False if absent."""
 
     def delete(self, name: str) -> bool:
-        """Remove; False when absent."""
+        """Remove the blob. Returns False if absent."""
 
     def url(self, name: str) -> str:
-        """Where an inference server that shares this storage finds the blob."""
+        """Return where an inference server that shares this storage finds the blob."""
 
 
 def check_name(name: str) -> list[str]:
-    """The components of a blob name; raises when one could lead elsewhere.
+    """Split a blob name into components. Raises if one could lead elsewhere.
 
     >>> check_name("images/ab/abcd.png")
     ['images', 'ab', 'abcd.png']

@@ -1,17 +1,21 @@
 """Which run may see which image: one empty marker blob per run and image.
 
-A writer makes the marker under `pending/` before it stores the image, and moves it to `claims/` afterwards. A writer
-that was killed in between leaves a pending marker without an image: nobody was promised that image. A marker under
-`claims/` without an image is a loss.
+A writer creates the marker under `pending/` before it stores the image, and moves it to `claims/` afterwards. A writer
+that is killed in between leaves a pending marker without an image; no reference to that image was returned. A marker
+under `claims/` without an image means that data was lost.
 
-Several runs can share one store, where an image that both saw is kept once. A run reads only what it has
-claimed, so a reference from another run resolves to nothing, with the same error as an id that never existed.
-Claims are also the reference counts: when a run is deleted on request, its claims go, and then the images
-nobody else claims. Nothing else ever removes a source image, because nobody can make it again.
+Several runs can share one store, where an image that both saw is stored once. A run reads only what it has claimed, so
+a reference from another run resolves to nothing, with the same error as an id that never existed. Claims are also the
+reference counts: when a run is deleted on request, its claims go, and then the images without any claim. Nothing else
+ever removes a source image, because it cannot be recomputed.
 
-Deleting races against another run that puts the same image at that moment. A writer claims first and looks
-for the image second; the remover moves images aside first and looks for claims second. In every interleaving
-either the writer finds the image gone and writes it, or the remover finds the claim and moves it back.
+Deleting may race with another run that puts the same image at that moment:
+
+    writer    1 claim the image          2 look for the image; write it if it is gone
+    remover   1 move the image aside     2 look for claims; move it back if there is one
+
+In every interleaving either the writer finds the image gone and writes it, or the remover finds the claim and moves the
+image back.
 """
 
 from __future__ import annotations
@@ -34,16 +38,16 @@ def pending_name(run: str, image: str) -> str:
 
 
 def claims(blobs: Blobs) -> dict[str, set[str]]:
-    """The runs that claim each image, by hash, those included whose writer has not finished."""
+    """Return the runs that claim each image, by hash, including those whose writer has not finished."""
     runs: dict[str, set[str]] = {}
-    for folder in (_PENDING, _CLAIMS):  # in the order in which a marker moves, so that none is missed
+    for folder in (_PENDING, _CLAIMS):  # in the order in which a marker moves, so that a moving one is not missed
         for run, image in _markers(blobs, folder):
             runs.setdefault(image, set()).add(run)
     return runs
 
 
 def stored(blobs: Blobs) -> set[str]:
-    """The hashes of the images that some writer finished storing."""
+    """Return the hashes of the images that some writer finished storing."""
     return {image for _, image in _markers(blobs, _CLAIMS)}
 
 
@@ -54,7 +58,7 @@ def _markers(blobs: Blobs, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def remove_run(blobs: Blobs, run: str) -> list[str]:
-    """Remove a run's claims and every image that nobody claims then; returns the hashes of those images."""
+    """Remove a run's claims and every image without a claim. Returns the hashes of those images."""
     held = claims(blobs)
     mine = {image for image, runs in held.items() if run in runs}
     for image in sorted(mine):
@@ -68,9 +72,11 @@ def remove_run(blobs: Blobs, run: str) -> list[str]:
 
 
 def empty_trash(blobs: Blobs) -> list[str]:
-    """Put back what is claimed, remove the rest; returns the hashes removed. Finishes what a killed remover began."""
+    """Move back what is claimed and delete the rest. Returns the hashes deleted. Completes what a killed
+    remover began.
+    """
     aside = [info.name for info in blobs.list(_TRASH)]
-    still = claims(blobs) if aside else {}  # read after the trash: that order is the argument above
+    still = claims(blobs) if aside else {}  # must be read after the trash: step 2 of the remover above
     removed = []
     for name in aside:
         image = hash_of(name)
@@ -82,5 +88,5 @@ def empty_trash(blobs: Blobs) -> list[str]:
 
 
 def hash_of(name: str) -> str:
-    """The hash in an image blob's name."""
+    """Return the hash in an image blob's name."""
     return name.rsplit("/", 1)[-1].split(".", 1)[0]

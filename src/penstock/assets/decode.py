@@ -1,9 +1,8 @@
-"""Bytes to RGB, the same pixels on every rank: upright, opaque on white, eight bits.
+"""Decode images to RGB, with the same pixels on every rank: upright, opaque on white, eight bits.
 
-Rules, applied in this order and documented because a model must see in training what it saw when sampling:
-the EXIF orientation is applied; 16-bit greyscale keeps its high byte (as Pillow does for 16-bit colour);
-transparency of any kind is flattened onto white; CMYK, palette and greyscale become RGB; of an animation
-the first frame is taken. Colour profiles are ignored.
+The rules, in this order (a model must see in training what it saw when sampling): the EXIF orientation is applied;
+16-bit greyscale keeps its high byte (as Pillow does for 16-bit colour); transparency of any kind is flattened onto
+white; CMYK, palette and greyscale become RGB; of an animation the first frame is taken. Colour profiles are ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +28,12 @@ _DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Ty
 
 
 def decode_rgb(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "image") -> NDArray[np.uint8]:
-    """[height, width, 3] pixels; judged by the header first, so nothing larger than the limits is ever allocated."""
+    """Return [height, width, 3] pixels. The header is judged first, so nothing larger than the limits is ever
+    allocated.
+    """
     header = probe(data, limits, where=where)
     opened = _open(data, header.media_type, where)
+    # Our parser and Pillow must agree on the size, or the limits were checked for another image.
     if opened.size != (header.width, header.height):
         raise CorruptAsset(f"{where}: {opened.size} decoded for {header.width} x {header.height} in the header")
     try:
@@ -69,7 +71,7 @@ def _rgb(image: Image) -> NDArray[np.uint8]:
 
 
 def _upright(rgb: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Undo the EXIF orientation: 2..4 mirror and turn in place, 5..8 also swap the sides."""
+    """Undo the EXIF orientation: 2 to 4 mirror and rotate in place, 5 to 8 also swap the sides."""
     if orientation >= 5:
         rgb = rgb.swapaxes(0, 1)
     down, right = {2: (1, -1), 3: (-1, -1), 4: (-1, 1), 6: (1, -1), 7: (-1, -1), 8: (-1, 1)}.get(orientation, (1, 1))

@@ -1,14 +1,14 @@
-"""Which images a step adds: the same rule for whoever ships them and whoever puts them together again.
+"""Which images a step adds. Sender and receiver use the same rule.
 
-A renderer reports all images of a prompt at every step; shipping them all again each turn is quadratic. So a
-step ships only what its baseline, the branch it continues, does not have. Two rules make that safe:
+A renderer reports all images of a prompt at every step; sending them all again each turn is quadratic. So a step sends
+only what its baseline, the branch it continues, does not have. Two rules make that safe:
 
-* One baseline rule for both sides: the active branch with the *longest* token prefix of this prompt. With
-  "first that fits" on one side and "longest" on the other, images get lost or doubled.
-* Images are counted, not collected: the same screenshot in two places is two entries.
+* One baseline rule for both sides: the active branch with the *longest* token prefix of this prompt. With "first that
+fits" on one side and "longest" on the other, images get lost or duplicated. * Images are counted, not collected in a
+set: the same screenshot in two places is two entries.
 
-A step that continues no active branch (a step back to an earlier state, a compacted context) starts a new
-sample and ships its full set, so that every sample is complete in itself.
+A step that continues no active branch (a step back to an earlier state, a compacted context) starts a new sample and
+sends its full set, so that every sample is complete in itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Item = TypeVar("Item", bound=Hashed)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch(Generic[Item]):
-    """An active branch: what its last step left behind."""
+    """An active branch, as its last step left it."""
 
     tokens: Tokens
     """Prompt and completion of its last step."""
@@ -47,11 +47,11 @@ class Delta(Generic[Item]):
     branch: int | None
     """Index of the branch this step continues; None when it starts a new sample."""
     images: tuple[Item, ...]
-    """To be appended to that branch's images as they are, without removing doubles."""
+    """Append these to that branch's images, without removing duplicates."""
 
 
 def longest_prefix(prefixes: Sequence[Tokens], prompt: Tokens) -> int | None:
-    """Index of the longest of `prefixes` that `prompt` begins with; the earliest of equals; None when there is none.
+    """Return the index of the longest of `prefixes` that `prompt` begins with, the earliest of equals, or None.
 
     >>> longest_prefix([np.array([1]), np.array([1, 2]), np.array([9])], np.array([1, 2, 3]))
     1
@@ -68,7 +68,7 @@ def longest_prefix(prefixes: Sequence[Tokens], prompt: Tokens) -> int | None:
 
 
 def image_delta(branches: Sequence[Branch[Item]], prompt: Tokens, images: Sequence[Item]) -> Delta[Item]:
-    """What a step with this prompt and all these images adds to the branch it continues.
+    """Return what a step with this prompt and all these images adds to the branch it continues.
 
     >>> from penstock.arrays import ImageSpan
     >>> a = ImageSpan(hash="aa" * 32, grid=(1, 2, 2), offset=0, length=1)
@@ -81,6 +81,8 @@ def image_delta(branches: Sequence[Branch[Item]], prompt: Tokens, images: Sequen
     branch = longest_prefix([b.tokens for b in branches], prompt)
     if branch is None:
         return Delta(branch=None, images=tuple(images))
+    # The branch shows images a a b, the prompt a a b a: every image of the branch is crossed off once, and the last a
+    # is new.
     held = Counter(image.hash for image in branches[branch].images)
     added = []
     for image in images:

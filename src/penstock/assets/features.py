@@ -1,8 +1,8 @@
-"""Processed features on disk: regenerable, verified, and forgotten when nobody used them for a while.
+"""Processed features on disk: recomputable, verified, and deleted when not used for a while.
 
-A feature file is msgpack of an envelope and a payload. The envelope repeats everything the request asks for,
-and the sha256 of the payload; all of it must match. Features expire by last use (default 1800 s), because they
-can be made again; the images they come from are never swept.
+A feature file is msgpack of an envelope and a payload. The envelope repeats everything the request asks for, and the
+sha256 of the payload; all of it must match. Features expire by last use (default 1800 s), because they can be computed
+again. The images they come from are never swept.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.assets.claims import empty_trash
-from penstock.assets.fingerprints import FEATURE_KIND
 from penstock.assets.layouts import Grid
 from penstock.assets.local_folder import LocalFolder
-from penstock.assets.references import FeatureRef
+from penstock.assets.references import FEATURE_KIND, FeatureRef
 from penstock.assets.store import AssetStore
 from penstock.errors import ConfigError, CorruptAsset, IncompatibleAsset, MissingAsset, StorageError
 
@@ -38,7 +37,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     modality: str
     mm_hash: str
     placeholder_length: int
-    """Tokens the features stand for."""
+    """Number of tokens the features represent."""
     payload_sha256: str
     """64 hex digits."""
 
@@ -67,7 +66,7 @@ class FeatureStore:
         self.kind = kind
 
     def put(self, *, fingerprint: str, image: str, payload: bytes, placeholder_length: int) -> FeatureRef:
-        """Keep a payload; one that is there already is only marked as used."""
+        """Store a payload. One that exists already is only marked as used."""
         ref = FeatureRef(run=self.run, fingerprint=fingerprint, hash=image)
         envelope = Envelope(
             kind=self.kind,
@@ -84,7 +83,7 @@ class FeatureStore:
         return ref
 
     def get(self, ref: FeatureRef, *, placeholder_length: int | None = None) -> bytes:
-        """The payload, verified against the request and its own checksum; marks it as used."""
+        """Return the payload, verified against the request and its own checksum. Marks it as used."""
         name = self._name(ref)
         if ref.run != self.run:
             raise _missing(ref)
@@ -140,14 +139,14 @@ def _missing(ref: FeatureRef) -> MissingAsset:
 
 
 def pack_patches(patches: NDArray[np.float32], grid: Grid) -> bytes:
-    """Patch rows as a feature payload."""
+    """Encode patch rows as a feature payload."""
     rows, columns = patches.shape
     data = np.ascontiguousarray(patches, np.dtype("<f4")).tobytes()
     return msgspec.msgpack.encode(Patches(grid=grid, rows=rows, columns=columns, data=data))
 
 
 def unpack_patches(payload: bytes) -> tuple[NDArray[np.float32], Grid]:
-    """The patch rows in a feature payload, as a read-only view."""
+    """Decode the patch rows of a feature payload, as a read-only view."""
     try:
         found = msgspec.msgpack.decode(payload, type=Patches)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -161,7 +160,7 @@ def unpack_patches(payload: bytes) -> tuple[NDArray[np.float32], Grid]:
 
 
 def sweep(assets: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None) -> int:
-    """Remove features nobody used for `ttl_s` seconds, and what killed processes left; returns how many files."""
+    """Remove features not used for `ttl_s` seconds, and files that killed processes left. Returns how many files."""
     if not ttl_s > 0:
         raise ConfigError(f"ttl_s {ttl_s}: must be positive")
     at = time.time() if now is None else now
@@ -170,7 +169,7 @@ def sweep(assets: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None)
         try:
             count += info.modified < at - ttl_s and assets.blobs.delete(info.name)
         except StorageError:
-            continue  # somebody else's file, or gone meanwhile: the next sweep will see
+            continue  # another user's file, or deleted meanwhile: left to the next sweep
     empty_trash(assets.blobs)
     if isinstance(assets.blobs, LocalFolder):
         count += assets.blobs.remove_temporaries(older_than_s=_TEMPORARY_S, now=at)

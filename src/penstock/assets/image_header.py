@@ -1,22 +1,33 @@
-"""Judge an image by its header: what it is, how large it will be, whether we take it.
+"""Read and judge an image's header: its format, its size when decoded, and whether it is accepted.
 
-A 20 kB PNG can hold 169 megapixels (843 MB decoded), so nothing is decoded before its size was judged here.
+A 20 kB PNG can hold 169 megapixels (843 MB decoded), so nothing is decoded before its size was judged here. The parsers
+of the four formats are ours, not Pillow's, for three reasons:
+
+- sizes are judged before any decoder allocates: Pillow allocates a WebP's canvas on open, and reads a PNG's pixels to
+  find an orientation stored after them;
+- the rollout side needs no Pillow;
+- the complete file is walked, so that a truncated file, or one with other data after its end, is rejected on arrival.
+
+Each parser takes the bytes of a file and returns a `Header`. Anything unexpected raises `Malformed`. No pixel is
+decoded.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.assets.containers import Header, Malformed, read_header
 from penstock.errors import ImageRefused
 
 EXTENSIONS = {"image/png": "png", "image/jpeg": "jpg", "image/webp": "webp", "image/gif": "gif"}
-"""File extension of each media type we take."""
+"""File extension of each accepted media type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is taken; the defaults fit screenshots and photographs."""
+    """What is accepted. The defaults fit screenshots and photographs."""
 
     max_bytes: int = 32 << 20
     """Of the file."""
@@ -24,25 +35,25 @@ class Limits:
     """Width times height: 32 MP are 96 MB decoded."""
     max_side: int = 16_384
     max_frames: int = 1
-    """Animations are refused by default: which frame would the model have seen?"""
+    """Animations are rejected by default: it is unknown which frame the model saw."""
 
 
 DEFAULT_LIMITS = Limits()
 
 
 def probe(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "image") -> Header:
-    """The header of an image within the limits; `ImageRefused` otherwise.
+    """Return the header of an image within the limits. Raises `ImageRefused` otherwise.
 
     >>> probe(bytes.fromhex("89504e470d0a1a0a"))
     Traceback (most recent call last):
-    penstock.errors.ImageRefused: image: the PNG is cut short; give a whole PNG, JPEG, WebP or GIF file
+    penstock.errors.ImageRefused: image: the PNG is cut short; give a complete PNG, JPEG, WebP or GIF file
     """
     if len(data) > limits.max_bytes:
         raise ImageRefused(f"{where}: {len(data)} bytes; at most {limits.max_bytes} are taken, make it smaller")
     try:
         header = read_header(data)
     except Malformed as error:
-        raise ImageRefused(f"{where}: {error}; give a whole PNG, JPEG, WebP or GIF file") from None
+        raise ImageRefused(f"{where}: {error}; give a complete PNG, JPEG, WebP or GIF file") from None
     width, height = header.width, header.height
     if width < 1 or height < 1 or max(width, height) > limits.max_side or width * height > limits.max_pixels:
         raise ImageRefused(
@@ -58,5 +69,220 @@ def probe(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "image")
 
 
 def upright_size(header: Header) -> tuple[int, int]:
-    """(width, height) as the picture is looked at, after its orientation was applied."""
+    """Return (width, height) as displayed, after the orientation was applied."""
     return (header.height, header.width) if header.orientation >= 5 else (header.width, header.height)
+
+
+class Malformed(Exception):
+    """What is wrong with the file, as half a sentence. Never leaves the package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    media_type: str
+    width: int
+    """As stored, before the orientation is applied."""
+    height: int
+    frames: int = 1
+    orientation: int = 1
+    """The EXIF tag, 1..8; 5 and up swap width and height."""
+
+
+_MAX_BLOCKS = 100_000  # chunks or segments in one file; a 32 MiB PNG in 8 KiB chunks has 4,096
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (type, start, length) of each chunk. The last one is IEND and ends the file."""
+    at = len(_PNG)
+    for _ in range(_MAX_BLOCKS):
+        if at + 12 > len(data):
+            raise Malformed("the PNG is cut short")
+        length = int.from_bytes(data[at : at + 4])
+        kind = data[at + 4 : at + 8]
+        if length > len(data) - at - 12:
+            raise Malformed("the PNG is cut short")
+        yield kind, at + 8, length
+        at += length + 12
+        if kind == b"IEND":
+            if at != len(data):
+                raise Malformed(f"{len(data) - at} bytes follow the end of the PNG")
+            return
+    raise Malformed("the PNG has too many chunks")
+
+
+def read_png(data: bytes) -> Header:
+    width = height = pixels = 0
+    frames = orientation = 1
+    for index, (kind, start, length) in enumerate(_png_chunks(data)):
+        if (index == 0) != (kind == b"IHDR") or (kind == b"IHDR" and length != 13):
+            raise Malformed("the PNG does not begin with one IHDR chunk")
+        if kind == b"IHDR":
+            width, height = struct.unpack_from(">II", data, start)
+        elif kind == b"acTL" and length == 8:
+            frames = int.from_bytes(data[start : start + 4])
+        elif kind == b"eXIf":
+            orientation = read_orientation(data[start : start + length])
+        pixels += kind == b"IDAT"
+    if not pixels:
+        raise Malformed("the PNG has no IDAT chunk")
+    return Header(media_type="image/png", width=width, height=height, frames=frames, orientation=orientation)
+
+
+# The next marker inside entropy-coded data: FF 00 is a literal FF, FF D0..D7 restart, FF FF padding.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (marker, start, length) of each segment up to EOI. Entropy-coded data is skipped."""
+    at = 2
+    for _ in range(_MAX_BLOCKS):
+        found = _MARKER.search(data, at)
+        if found is None:
+            raise Malformed("the JPEG is cut short")
+        marker, at = data[found.end() - 1], found.end()
+        if marker == 0xD9:
+            if data[at:].strip(b"\0"):  # cameras pad with zeros
+                raise Malformed(f"{len(data) - at} bytes follow the end of the JPEG")
+            return
+        length = int.from_bytes(data[at : at + 2]) if marker not in (0x01, 0xD8) else 0
+        if length > len(data) - at or (length < 2 and marker not in (0x01, 0xD8)):
+            raise Malformed("the JPEG is cut short")
+        yield marker, at + 2, length - 2
+        at += length
+    raise Malformed("the JPEG has too many segments")
+
+
+def read_jpeg(data: bytes) -> Header:
+    width = height = scans = 0
+    orientation = 1
+    for marker, start, length in _jpeg_segments(data):
+        if marker in _FRAMES and length >= 6:
+            height, width = struct.unpack_from(">HH", data, start + 1)
+        elif marker == 0xE1 and data[start : start + 6] == b"Exif\0\0":
+            orientation = read_orientation(data[start + 6 : start + length])
+        scans += marker == 0xDA
+    if not scans:
+        raise Malformed("the JPEG has no scan")
+    return Header(media_type="image/jpeg", width=width, height=height, orientation=orientation)
+
+
+def read_gif(data: bytes) -> Header:
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    at = 13 + _gif_table(flags)
+    frames = 0
+    for _ in range(_MAX_BLOCKS):
+        if at >= len(data) or data[at] == 0x3B:
+            break
+        if data[at] == 0x2C:  # an image: descriptor, colour table, code size, data
+            frames += 1
+            at = _gif_blocks(data, at + 11 + _gif_table(data[at + 9]))
+        elif data[at] == 0x21:  # an extension
+            at = _gif_blocks(data, at + 2)
+        else:
+            raise Malformed("the GIF holds an unknown block")
+    if at != len(data) - 1:
+        raise Malformed("the GIF is cut short, has too many blocks, or bytes follow its end")
+    return Header(media_type="image/gif", width=width, height=height, frames=frames)
+
+
+def _gif_table(flags: int) -> int:
+    return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _gif_blocks(data: bytes, at: int) -> int:
+    """Return the position after a chain of length-prefixed blocks."""
+    for _ in range(10 * _MAX_BLOCKS):
+        if at >= len(data) or not data[at]:
+            return at + 1
+        at += data[at] + 1
+    raise Malformed("the GIF has too many blocks")
+
+
+def _riff_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (type, start, length) of each chunk after the RIFF header."""
+    at = 12
+    for _ in range(_MAX_BLOCKS):
+        length = int.from_bytes(data[at + 4 : at + 8], "little")
+        if at + 8 > len(data) or length > len(data) - at - 8:
+            raise Malformed("the WebP is cut short")
+        yield data[at : at + 4], at + 8, length
+        at += 8 + length + length % 2
+        if at == len(data):
+            return
+    raise Malformed("the WebP has too many chunks")
+
+
+def read_webp(data: bytes) -> Header:
+    if int.from_bytes(data[4:8], "little") + 8 != len(data):
+        raise Malformed("the WebP is cut short, or bytes follow its end")
+    width = height = frames = pixels = 0
+    orientation = 1
+    for kind, start, length in _riff_chunks(data):
+        # Only the first bytes matter: do not copy a chunk of megabytes to read ten of them.
+        body = data[start : start + min(length, 1 << 16)]
+        if kind == b"VP8X" and len(body) >= 10:
+            width, height = int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
+        elif kind in (b"VP8 ", b"VP8L"):
+            pixels += 1
+            if not width:
+                width, height = _webp_size(kind, body)
+        elif kind == b"EXIF":
+            orientation = read_orientation(body.removeprefix(b"Exif\0\0"))
+        frames += kind == b"ANMF"
+    if not (pixels or frames):
+        raise Malformed("the WebP has no image")
+    return Header(
+        media_type="image/webp", width=width, height=height, frames=max(frames, pixels), orientation=orientation
+    )
+
+
+def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
+    if kind == b"VP8 " and body[3:6] == b"\x9d\x01\x2a" and len(body) >= 10:
+        width, height = struct.unpack_from("<HH", body, 6)
+        return width & 0x3FFF, height & 0x3FFF
+    if kind == b"VP8L" and body[:1] == b"\x2f" and len(body) >= 5:
+        bits = int.from_bytes(body[1:5], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    raise Malformed("the WebP's frame header is damaged")
+
+
+def read_orientation(exif: bytes) -> int:
+    """Return EXIF tag 0x0112 of the first image directory; 1 (upright) when absent or unreadable."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (offset,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, offset)
+        # Bounded: a hostile count of 65,535 entries would only cost time.
+        for entry in range(min(count, 512)):
+            tag, kind, number, value = struct.unpack_from(f"{order}HHIH", exif, offset + 2 + 12 * entry)
+            if tag == 0x0112 and kind == 3 and number == 1:
+                return int(value) if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+READERS: dict[bytes, Callable[[bytes], Header]] = {
+    _PNG: read_png,
+    b"\xff\xd8\xff": read_jpeg,
+    b"GIF87a": read_gif,
+    b"GIF89a": read_gif,
+}
+"""Parsers by the first bytes of a file. WebP has its magic at 0 and at 8."""
+
+
+def read_header(data: bytes) -> Header:
+    """Parse the header of a file in any of the four formats."""
+    reader = next((reader for magic, reader in READERS.items() if data.startswith(magic)), None)
+    if reader is None and data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        reader = read_webp
+    if reader is None:
+        raise Malformed("not a PNG, JPEG, WebP or GIF")
+    try:
+        return reader(data)
+    except (struct.error, IndexError):
+        raise Malformed("the file ends inside its header") from None

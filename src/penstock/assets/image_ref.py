@@ -1,4 +1,4 @@
-"""An image as it travels: its identity and its size, never its pixels."""
+"""An image reference: its identity and its size, never its pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.assets.layouts import Grid
 
 
 class Geometry(Protocol):
-    """What is needed of a layout to know an image's tokens without its pixels."""
+    """The part of a layout that gives an image's tokens without its pixels."""
 
     @property
     def merge(self) -> int: ...
@@ -20,7 +20,7 @@ class Geometry(Protocol):
 
 
 class ImageRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the store gives back for an image; enough to place it in a sample.
+    """What the store returns for an image: enough to place it in a sample.
 
     >>> from penstock.assets.layouts import QWEN3_VL
     >>> ref = ImageRef(hash="0" * 64, media_type="image/png", width=1280, height=720, num_bytes=40_000)
@@ -31,7 +31,7 @@ class ImageRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     hash: str
     """sha256 of the original bytes, 64 hex digits: the image's identity."""
     media_type: str
-    """As the bytes say, not as anyone declared."""
+    """Detected from the bytes, not as declared."""
     width: int
     """Upright, in pixels."""
     height: int
@@ -44,13 +44,13 @@ class ImageRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 def describe(ref: ImageRef, layout: Geometry) -> tuple[Grid, int]:
-    """The image's grid in patches and its number of placeholder tokens, from the header alone."""
+    """Return the image's grid in patches and its number of placeholder tokens, from the header alone."""
     grid = layout.grid(ref.width, ref.height)
     return grid, grid[0] * grid[1] * grid[2] // layout.merge**2
 
 
 def span(ref: ImageRef, layout: Geometry, *, offset: int) -> ImageSpan:
-    """The descriptor of the image whose first placeholder token is `offset` in its sample."""
+    """Return the span of the image whose first placeholder token is `offset` in its sample."""
     grid, length = describe(ref, layout)
     return ImageSpan(
         hash=ref.hash,

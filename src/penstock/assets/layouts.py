@@ -1,15 +1,15 @@
 """How a vision model cuts an image into patches: sizes from the header alone, pixels only on the rank.
 
-The Qwen-VL family (2, 2.5 and 3) resizes an image so that both sides are multiples of patch x merge and the
-area lies between two bounds, normalises it, and lists its patches in blocks of merge x merge, so that the
-patches of one token are neighbours. With patch 1 and merge 2 the pixels of a 4 x 2 image
+The Qwen-VL family (2, 2.5 and 3) resizes an image so that both sides are multiples of patch x merge and the area lies
+between two bounds, normalises it, and lists its patches in blocks of merge x merge, so that the patches of one token
+are adjacent. With patch 1 and merge 2 the pixels of a 4 x 2 image
 
     a b c d
     e f g h        become rows in the order   a b e f | c d g h
 
-Each row holds channel, time, height, width; a still image repeats its pixels `temporal_patch` times.
-A resized pixel has 256 values, so rescaling and normalising is a table of 3 x 256 floats, computed once with
-the operations and roundings of the Hugging Face processor. The result equals its output bit for bit.
+Each row holds channel, time, height, width; a still image repeats its pixels `temporal_patch` times. A resized pixel
+has 256 possible values, so rescaling and normalising is a table of 3 x 256 floats, computed once with the operations
+and roundings of the Hugging Face processor. The result equals its output bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Layout:
             )
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) the image is resized to."""
+        """Return (width, height) that the image is resized to."""
         if width < 1 or height < 1 or max(width, height) > MAX_ASPECT * min(width, height):
             raise ImageRefused(f"image of {width} x {height}: sides must not differ by more than {MAX_ASPECT} times")
         factor = self.patch * self.merge
@@ -77,7 +77,7 @@ class Layout:
         return w * factor, h * factor
 
     def grid(self, width: int, height: int) -> Grid:
-        """(time, height, width) in patches of an upright image of that size."""
+        """Return (time, height, width) in patches of an upright image of that size."""
         w, h = self.fit(width, height)
         return 1, h // self.patch, w // self.patch
 
@@ -90,7 +90,9 @@ class Layout:
         return 3 * self.temporal_patch * self.patch**2
 
     def prepare(self, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """[height, width, 3] resized; the costly half, and eight times smaller than patches, so this is cached."""
+        """Return the resized [height, width, 3] image: the costly half, and eight times smaller than patches, so this
+        is cached.
+        """
         from PIL import Image
 
         width, height = self.fit(rgb.shape[1], rgb.shape[0])
@@ -105,6 +107,8 @@ class Layout:
         """Write the [patches, row_size] rows of a prepared image into `out`."""
         _, h, w = self.grid_of(prepared)
         p, m = self.patch, self.merge
+        # Axes: block row, patch in block, pixel in patch; the same along the width; channel. Reordered to block row,
+        # block column, patch row, patch column, channel, pixel row, pixel column.
         blocks = prepared.reshape(h // m, m, p, w // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         rows = out.reshape(h // m, w // m, m, m, 3, self.temporal_patch, p, p)
         for channel in range(3):
@@ -114,7 +118,7 @@ class Layout:
     @cached_property
     def _table(self) -> NDArray[np.float32]:
         """[3, 256] the normalised value of each channel's byte."""
-        # float64 product, then float32, as the processors round: computing in float32 alone differs in the last bit.
+        # float64 product, then float32, like the processors. Computing in float32 alone differs in the last bit.
         scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         return np.stack([(scaled - mean[c]) / std[c] for c in range(3)])
@@ -134,7 +138,7 @@ QWEN3_VL = Layout(
 
 
 def layout_from_config(family: str, config: Mapping[str, Any]) -> Layout:
-    """The layout a model's `preprocessor_config.json` describes.
+    """Return the layout that a model's `preprocessor_config.json` describes.
 
     >>> layout_from_config("qwen2_vl", {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
     ...     "size": {"shortest_edge": 3136, "longest_edge": 12845056},

@@ -1,8 +1,8 @@
-"""Blobs in a folder: written beside their name, synced, and given it in one step.
+"""Blobs in a folder, written atomically: to a temporary file, synced, then linked to their name.
 
-A blob appears under its name whole or not at all, also after `kill -9` or a power cut: the bytes go to a
-dot-file in the same directory, are synced, get their name by a hard link (which fails if the name is taken,
-so exactly one of many writers wins), and the directory is synced last.
+A blob appears under its name completely or not at all, also after `kill -9` or a power cut. The bytes go to a dot-file
+in the same directory and are synced. A hard link gives them their name; it fails if the name is taken, so exactly one
+of many writers wins. The directory is synced last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LocalFolder:
         text = os.fspath(root)
         if not text or "\0" in text:
             raise ConfigError(f"root {text!r}: not a folder name; give a path")
-        # Absolute from the start: a relative root would make references that mean something else elsewhere.
+        # Absolute from the start: a relative root would make URLs that mean something else in another process.
         self.root = Path(text).expanduser().absolute()
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class LocalFolder:
         *folder, leaf = check_name(name)
         with _typed(name), directory(str(self.root), folder, create=True) as fd:
             if _exists(leaf, fd):
-                os.fsync(fd)  # whoever linked it may not have synced yet, and our answer means "durable"
+                os.fsync(fd)  # the other writer may not have synced yet, and our answer means "durable"
                 return False
             temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
             try:
@@ -115,7 +115,7 @@ class LocalFolder:
         return file_url(str(self.root.joinpath(*check_name(name))))
 
     def remove_temporaries(self, *, older_than_s: float, now: float | None = None) -> int:
-        """Remove what killed writers left behind; returns how many."""
+        """Remove files that killed writers left behind. Returns how many."""
         limit = (time.time() if now is None else now) - older_than_s
         count = 0
         for folder, _, files in os.walk(self.root, followlinks=False):
@@ -161,14 +161,14 @@ def _publish(temporary: str, leaf: str, fd: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links here. A rename replaces, which does no harm: blobs of one name have one content.
+        # This filesystem has no hard links. A rename may replace, which is harmless: equal names mean equal content.
         os.rename(temporary, leaf, src_dir_fd=fd, dst_dir_fd=fd)
     return True
 
 
 @contextmanager
 def _typed(name: str) -> Iterator[None]:
-    """Our errors for the kernel's."""
+    """Translate the kernel's errors to ours."""
     try:
         yield
     except OSError as error:

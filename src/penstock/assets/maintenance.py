@@ -1,4 +1,4 @@
-"""What `penstock assets list|verify|sweep` do: functions of a store that return records; they print nothing."""
+"""The functions behind `penstock assets list|verify|sweep`. They return records and print nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AssetRow:
     modified: float
     """Seconds since the epoch of its last use."""
     runs: tuple[str, ...]
-    """That claim it."""
+    """Runs that claim it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class VerifyReport:
     """Images read and hashed."""
     num_bytes: int
     corrupt: tuple[str, ...]
-    """Names of blobs that are not what their name says, with the reason."""
+    """Blobs whose content does not match their name, with the reason."""
     missing: tuple[str, ...]
-    """Hashes that were stored and are not there."""
+    """Hashes that were stored and are gone."""
     unfinished: int
-    """Images whose writer was stopped before it had stored them; nobody was given a reference to them."""
+    """Images whose writer was stopped before they were stored. No reference to them was returned."""
     quarantined: int
-    """Blobs put aside by earlier readers."""
+    """Blobs set aside by earlier readers."""
 
     @property
     def ok(self) -> bool:
@@ -54,7 +54,7 @@ class SweepReport:
 
 
 def list_assets(store: AssetStore) -> list[AssetRow]:
-    """Every image, by hash."""
+    """Return every image, by hash."""
     runs = claims(store.blobs)
     rows = [
         AssetRow(
@@ -101,6 +101,6 @@ def _problem(store: AssetStore, row: AssetRow) -> str:
 
 
 def sweep_assets(store: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None) -> SweepReport:
-    """Remove features that nobody used for `ttl_s` seconds; images stay."""
+    """Remove features not used for `ttl_s` seconds. Images stay."""
     removed = sweep(store, ttl_s=ttl_s, now=now)
     return SweepReport(features_removed=removed, ttl_s=ttl_s, images_kept=sum(1 for _ in store.list()))

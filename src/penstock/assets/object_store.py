@@ -1,8 +1,8 @@
 """Blobs in an object store (S3, GCS, Azure, memory) through `obstore`, one maintained client for all of them.
 
-The store is atomic per object, so a put is one conditional request. What an object store lacks is a
-modification time that can be set: `touch` writes the object again, and only when its time is older than
-`touch_after_s`, because "used within the last minutes" is all that a sweep asks.
+The store is atomic per object, so a put is one conditional request. An object store has no modification time that can
+be set: `touch` writes the object again, and only if its time is older than `touch_after_s`, because a sweep only asks
+for "used within the last minutes".
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ObjectStore:
         try:
             return bytes(_call(name, lambda: obstore.get_range(self._store, name, start=start, end=start + size)))
         except StorageError:
-            found = self.head(name)  # stores refuse a range that begins behind the end
+            found = self.head(name)  # stores reject a range that begins after the end
             if found is None or start < found.size:
                 raise
             return b""
@@ -128,7 +128,7 @@ def _info(meta: Any) -> BlobInfo:
 
 
 def _call(name: str, act: Callable[[], T]) -> T:
-    """Our errors for obstore's."""
+    """Translate obstore's errors to ours."""
     from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 
     try:
@@ -138,5 +138,5 @@ def _call(name: str, act: Callable[[], T]) -> T:
     except (NotFoundError, FileNotFoundError):
         raise MissingAsset(f"{name}: nothing is stored under that name") from None
     except (BaseError, OSError) as error:
-        # The message of the client may hold headers and addresses; the class says enough.
+        # The client's message may contain headers and addresses. The class says enough.
         raise StorageError(f"{name}: the object store failed with {type(error).__name__}; see its own log") from None

@@ -1,8 +1,8 @@
-"""Take the images out of messages: what is buffered, logged and sent on carries URLs of the store.
+"""Replace the images in messages by URLs of the store, in what is buffered, logged and sent on.
 
-`offload_messages` runs where a message arrives, before anything keeps it, and over the live prompt and the
-history alike: if only one of them were rewritten, the same message would differ from itself and prefix rules
-would open a new branch every turn. `inline_messages` goes the other way, for logs that must stand alone.
+`offload_messages` runs where a message arrives, before anything stores it, and over the live prompt and the history
+alike. If only one of them were rewritten, the same message would differ from itself, and prefix rules would open a new
+branch every turn. `inline_messages` does the reverse, for logs that must be self-contained.
 
 Parts are found in dicts and in objects with the same attribute names:
 
@@ -11,7 +11,7 @@ Parts are found in dicts and in objects with the same attribute names:
     {"type": "image", "image": ...}                      (bytes, a Pillow image, a data: URI or a file: URL)
     {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}
 
-Videos (`video_url`, `input_video`, `video`) are refused: nothing behind here could train on them.
+Videos (`video_url`, `input_video`, `video`) are rejected: no later stage could train on them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Replace = Callable[[Any], Any]
 
 
 def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[Any], list[ImageRef]]:
-    """The messages with every image replaced by its URL in the store, and the images in reading order.
+    """Return the messages with every image replaced by its URL in the store, and the images in reading order.
 
-    The input is not changed, what holds no image is shared with it, and a second pass changes nothing. An
-    image that cannot be stored raises, and names its message; images stored before it stay stored. So does a video.
+    The input is not changed, and parts without images are shared with it. A second pass changes nothing. An image that
+    cannot be stored raises an error that names its message, as does a video. Images stored before it stay stored.
 
     >>> import tempfile
     >>> from penstock.testing.reference_images import as_data_uri, draw_screenshot
@@ -62,12 +62,12 @@ def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[A
 
 
 def image_lookup(store: AssetStore, layout: Geometry) -> Callable[[str], ImageSpan]:
-    """A function from an image's URL to its descriptor, for readers that place the placeholders themselves."""
+    """Return a function from an image's URL to its span, for readers that place the placeholders themselves."""
     return lambda url: span(store.put(url), layout, offset=0)
 
 
 def inline_messages(messages: Sequence[Any], store: AssetStore, *, max_bytes: int = INLINE_BYTES) -> list[Any]:
-    """The messages with the store's own images as data: URIs; larger or unreadable ones keep their URL."""
+    """Return the messages with the store's own images as data: URIs. Larger or unreadable ones keep their URL."""
     seen: dict[str, str] = {}
 
     def to_data(source: Any) -> Any:
@@ -88,7 +88,7 @@ def _inlined(url: str, store: AssetStore, max_bytes: int) -> str:
             return url
         return f"data:{ref.media_type};base64,{base64.b64encode(store.get(ref.hash)).decode()}"
     except (AssetError, StorageError):
-        return url  # a log is better with a URL in it than not written
+        return url  # a log with a URL in it is better than no log
 
 
 def _as_it_is(part: Any) -> Any:
@@ -107,11 +107,12 @@ def _each(messages: Sequence[Any], replace: Replace, video: Replace = _as_it_is)
 
 
 def _walk(value: Any, replace: Replace, video: Replace, depth: int) -> Any:
-    """The value with its images replaced; the same object when nothing was."""
+    """Return the value with its images replaced, or the same object if it has none."""
     if depth > _MAX_DEPTH:
         raise ImageRefused(f"message content is nested more than {_MAX_DEPTH} deep; flatten it")
     if isinstance(value, (list, tuple)):
         items = [_walk(item, replace, video, depth + 1) for item in value]
+        # Unchanged content keeps its identity, so that a second pass and prefix comparisons cost nothing.
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if isinstance(value, (str, bytes, int, float, type(None))):
         return value
@@ -150,7 +151,7 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _with(value: Any, name: str, new: Any) -> Any:
-    """A shallow copy of a dict or object with one field changed; the same object when it is not."""
+    """Return a shallow copy of a dict or object with one field changed, or the same object if the field is equal."""
     if _field(value, name) is new or (isinstance(new, str) and _field(value, name) == new):
         return value
     if isinstance(value, Mapping):

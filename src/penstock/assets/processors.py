@@ -1,4 +1,4 @@
-"""How decoded pixels become the patch rows of a model; a `Layout` is one way, any function another."""
+"""How decoded pixels become a model's patch rows: with a `Layout`, or with any function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Processor(Protocol):
         """Floats per patch row."""
 
     def prepare(self, rgb: NDArray[np.uint8]) -> Any:
-        """Of [height, width, 3] pixels, what is kept in the cache: an array, or anything else with `nbytes`."""
+        """Convert [height, width, 3] pixels to what is cached: an array, or anything else with `nbytes`."""
 
     def grid_of(self, prepared: Any) -> Grid:
         """(time, height, width) in patches."""

@@ -1,19 +1,25 @@
-"""References on the wire: strings an inference server gets instead of pixels.
+"""References on the wire: strings that an inference server gets instead of pixels, and the fingerprints in them.
 
     mmraw:v1:<run>:<fingerprint>:<modality>:<hash>:<raw_image_id>:<t>x<h>x<w>     a source image, to be processed
     mmfile:v1:<run>:<fingerprint>:<modality>:<hash>                               processed features, to be loaded
 
-A reference names no path and no host. Every part is checked against a fixed grammar before it is used, and
-it resolves only inside its own run's store. `mmfile` also exists without a run, from older writers; the
-reader then supplies its own.
+A reference names no path and no host. Every part is checked against a fixed grammar before it is used, and it resolves
+only inside its own run's store. `mmfile` also exists without a run, from older writers; the reader then supplies its
+own.
+
+A fingerprint is the first 32 hex digits of the sha256 of compact JSON with sorted keys. Features or grids computed
+under different rules have a different fingerprint, so they are never mistaken for ours.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.assets.layouts import Grid
+from penstock.assets.layouts import Grid, Layout
 from penstock.assets.store import SAFE_ID
 from penstock.errors import InvalidReference
 
@@ -26,7 +32,7 @@ _PARTS = {
 }
 _GRID = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
 MAX_REFERENCE = 1024
-"""Characters; the longest legal reference is shorter."""
+"""Characters; the longest valid reference is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class RawRef:
 
     run: str
     fingerprint: str
-    """Of the processor layout: see fingerprints.py."""
+    """Of the processor layout (`processor_fingerprint`)."""
     modality: str = "image"
     hash: str
     """The image's sha256."""
@@ -68,7 +74,7 @@ class FeatureRef:
 
     run: str
     fingerprint: str
-    """Of the software that made the features: see fingerprints.py."""
+    """Of the software that computed the features (`feature_fingerprint`)."""
     modality: str = "image"
     hash: str
 
@@ -80,7 +86,7 @@ class FeatureRef:
 
 
 def parse_raw(text: object) -> RawRef:
-    """The parts of an `mmraw` reference; `InvalidReference` when it breaks the grammar."""
+    """Parse an `mmraw` reference. Raises `InvalidReference` if it breaks the grammar."""
     parts = _split(text, "mmraw", (8,), "invalid_mm_raw_ref")
     grid = _GRID.fullmatch(parts[5])
     if grid is None:
@@ -96,7 +102,7 @@ def parse_raw(text: object) -> RawRef:
 
 
 def parse_feature(text: object, *, default_run: str | None = None) -> FeatureRef:
-    """The parts of an `mmfile` reference; one without a run gets `default_run`."""
+    """Parse an `mmfile` reference. One without a run gets `default_run`."""
     parts = _split(text, "mmfile", (6,) if default_run is None else (5, 6), "invalid_mm_feature_ref")
     if len(parts) == 3:
         assert default_run is not None
@@ -105,14 +111,14 @@ def parse_feature(text: object, *, default_run: str | None = None) -> FeatureRef
 
 
 def parse(text: object, *, default_run: str | None = None) -> RawRef | FeatureRef:
-    """Either reference, by its first word."""
+    """Parse either kind of reference, by its scheme."""
     if isinstance(text, str) and text.startswith("mmfile:"):
         return parse_feature(text, default_run=default_run)
     return parse_raw(text)
 
 
 def _split(text: object, scheme: str, arities: tuple[int, ...], error_type: str) -> list[str]:
-    """The parts behind scheme and version."""
+    """Return the parts after scheme and version."""
     if not isinstance(text, str) or len(text) > MAX_REFERENCE:
         raise InvalidReference(f"{scheme} reference: not a string of at most {MAX_REFERENCE}", error_type=error_type)
     parts = text.split(":")
@@ -135,3 +141,50 @@ def _check(ref: RawRef | FeatureRef, names: tuple[str, ...], error_type: str) ->
 
 def _grid_text(grid: Grid) -> str:
     return "x".join(str(int(n)) for n in grid)
+
+
+FEATURE_KIND = "penstock.patches"
+
+
+def fingerprint(content: Mapping[str, object]) -> str:
+    """Return 32 hex digits for any JSON content.
+
+    >>> fingerprint({"b": 1, "a": 2}) == fingerprint({"a": 2, "b": 1})
+    True
+    """
+    # Sorted and compact, so that equal content gives equal bytes in any process and Python version.
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def processor_fingerprint(layout: Layout, *, transformers: str = "missing") -> str:
+    """Fingerprint a layout, which decides the grid of an image. Pass transformers' version if its processor runs."""
+    return fingerprint(
+        {
+            "schema_version": 1,
+            "kind": "raw-image-processor-layout",
+            "family": layout.family,
+            "patch_size": layout.patch,
+            "merge_size": layout.merge,
+            "temporal_patch_size": layout.temporal_patch,
+            "min_pixels": layout.min_pixels,
+            "max_pixels": layout.max_pixels,
+            "transformers": transformers,
+        }
+    )
+
+
+def feature_fingerprint(layout: Layout, versions: Mapping[str, str], *, kind: str = FEATURE_KIND) -> str:
+    """Fingerprint processed features: the layout with its normalisation, and the versions of the software."""
+    return fingerprint(
+        {
+            "schema_version": 1,
+            "kind": kind,
+            "family": layout.family,
+            "spatial_merge_size": layout.merge,
+            "processor": processor_fingerprint(layout),
+            "mean": list(layout.mean),
+            "std": list(layout.std),
+            "versions": dict(versions),
+        }
+    )

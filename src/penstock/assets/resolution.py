@@ -1,7 +1,7 @@
-"""The reader an inference server calls: a reference in, patch rows out, every claim in it checked.
+"""Resolve references for an inference server: a reference in, patch rows out, every part of it checked.
 
-Errors carry the status and the error type a server answers with (`error.status`, `error.answer()`); a client
-may retry once with all images in full when `retry_in_full(error)` says so.
+Errors carry the status and the error type for the server's response (`error.status`, `error.answer()`). A client may
+retry once with all images in full when `retry_in_full(error)` returns True.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from penstock.assets.decode import decode_rgb
 from penstock.assets.features import FeatureStore, unpack_patches
-from penstock.assets.fingerprints import processor_fingerprint
 from penstock.assets.image_header import EXTENSIONS
 from penstock.assets.image_ref import ImageRef, describe
 from penstock.assets.layouts import Grid, Layout
-from penstock.assets.references import FeatureRef, RawRef, parse
+from penstock.assets.references import FeatureRef, RawRef, parse, processor_fingerprint
 from penstock.assets.store import AssetStore
 from penstock.errors import (
     AssetError,
@@ -34,7 +33,7 @@ _RETRY = frozenset({"missing_mm_cache_item", "missing_mm_feature_artifact", "cor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """What the request's own placeholder says; the reference must agree with all of it."""
+    """What the request's own placeholder says. The reference must agree with all of it."""
 
     hash: str
     modality: str = "image"
@@ -49,7 +48,7 @@ class Resolved:
 
 
 def raw_reference(store: AssetStore, ref: ImageRef, layout: Layout, *, transformers: str = "missing") -> RawRef:
-    """The reference to send for a stored image."""
+    """Return the reference to send for a stored image."""
     return RawRef(
         run=store.run,
         fingerprint=processor_fingerprint(layout, transformers=transformers),
@@ -60,7 +59,7 @@ def raw_reference(store: AssetStore, ref: ImageRef, layout: Layout, *, transform
 
 
 def resolve(text: str, *, store: AssetStore, layout: Layout, slot: Slot, fingerprint: str) -> Resolved:
-    """The patch rows behind an `mmraw` or `mmfile` reference.
+    """Return the patch rows behind an `mmraw` or `mmfile` reference.
 
     `fingerprint` is the reader's own: of its processor for mmraw, of its features for mmfile.
     """
@@ -116,7 +115,7 @@ def _read(ref: RawRef, store: AssetStore) -> bytes:
     except StorageError as error:
         raise CorruptAsset(str(error), missing=missing) from error
     if data is None:
-        # One error for an unknown id and for another run's: a reference says nothing about its neighbours.
+        # The same error for an unknown id and for another run's: a reference must not reveal what other runs have.
         raise MissingAsset(f"image {ref.hash}: not in this run's store; store it or check the run id", missing=missing)
     return data
 
@@ -131,5 +130,5 @@ def _check_length(layout: Layout, grid: Grid, slot: Slot, error_type: str) -> No
 
 
 def retry_in_full(error: AssetError, *, sent_hash_only: bool = True) -> bool:
-    """Whether to repeat the request once with every image in full."""
+    """Return whether to repeat the request once with every image in full."""
     return error.error_type in _RETRY and (sent_hash_only or error.error_type != "missing_mm_cache_item")

@@ -1,7 +1,7 @@
-"""Whatever someone hands in as an image, turned into the bytes that are stored.
+"""Convert any accepted image source to the bytes that are stored.
 
-Original bytes are kept as they came, so the hash is theirs; only a Pillow image, which has no bytes of its
-own, is written as PNG (lossless, and the same bytes for the same pixels under one Pillow version).
+Original bytes are stored unchanged, so the hash is theirs. Only a Pillow image, which has no bytes of its own, is
+written as PNG (lossless, and the same bytes for the same pixels under one Pillow version).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIASES = {"image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png
 
 
 def read_source(source: ImageSource, *, allowed: Sequence[str], max_bytes: int) -> tuple[bytes, str | None]:
-    """The bytes, and the media type somebody declared for them, if anybody did."""
+    """Return the bytes, and the declared media type if there is one."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         if memoryview(source).nbytes > max_bytes:
             raise ImageRefused(f"image: {memoryview(source).nbytes} bytes; at most {max_bytes} are taken")
@@ -63,7 +63,7 @@ def _read_file(url: str, allowed: Sequence[str], max_bytes: int) -> bytes:
     except CorruptAsset as error:
         raise ImageRefused(f"{url[:80]!r}: {error}") from None
     except OSError as error:
-        # One message for absent, forbidden and linked: whoever names a path learns nothing about the others.
+        # The same message for absent, forbidden and linked files, so that a caller cannot probe for paths.
         raise ImageRefused(f"{url[:80]!r}: no readable plain file there ({os.strerror(error.errno or 21)})") from None
 
 

@@ -3,11 +3,11 @@
     <root>/images/ab/abcd....png        source images, never removed by age
     <root>/claims/<run>/ab/abcd...      which run may see which image
     <root>/pending/<run>/ab/abcd...     the same, while the image is being written
-    <root>/mm_features/v1/...           processed features, regenerable, swept by age
-    <root>/quarantine/...               bytes that were not what their name says
+    <root>/mm_features/v1/...           processed features, recomputable, swept by age
+    <root>/quarantine/...               bytes that do not match their name
 
-Bytes are verified against their hash on every read, before anything looks into them: what a rank decodes is
-what the rollout saw, or an error.
+Bytes are verified against their hash on every read, before anything parses them: a rank decodes exactly what the
+rollout saw, or gets an error.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ class AssetStore:
         files_from: Sequence[str | os.PathLike[str]] = (),
         retries: int = 3,
     ) -> None:
-        """A store in the folder `root` (or any `Blobs`) as seen by `run`.
+        """Open a store in the folder `root` (or any `Blobs`) as seen by `run`.
 
-        `files_from` are folders whose files may be copied in by `file:` URL; none by default. `retries` is how
-        often a missing image is looked for again, 20 ms longer each time, for file systems that show a
-        neighbour's file late.
+        `files_from` are folders whose files may be copied in by `file:` URL; none by default. `retries` is how often a
+        missing image is looked for again, 20 ms longer each time, for file systems that show another host's file late.
         """
         if not SAFE_ID.fullmatch(run):
             raise ConfigError(f"run {run[:80]!r}: give 1 to 128 of A-Z a-z 0-9 _ . - that start with no dot")
@@ -69,12 +68,12 @@ class AssetStore:
         self.limits = limits
         self._files_from = tuple(str(Path(folder).absolute()) for folder in files_from)
         self._retries = retries
-        # Remembered per process so that a history of n images costs n header reads, not n per turn.
+        # Cached per process, so that a history of n images costs n header reads, not n per turn.
         self._known: OrderedDict[str, ImageRef] = OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
-        """For frameworks that ship objects between processes: it arrives as the same folder, seen by the same run."""
+        """Support frameworks that pickle objects between processes: the copy opens the same folder for the same run."""
         return {name: value for name, value in vars(self).items() if name not in ("_known", "_lock")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -84,7 +83,7 @@ class AssetStore:
         return f"AssetStore({self.blobs!r}, run={self.run!r})"
 
     def put(self, source: ImageSource) -> ImageRef:
-        """Store an image durably, once, and claim it for this run; the same image again only renews its time."""
+        """Store an image durably, once, and claim it for this run. Storing it again only renews its time."""
         own = self.own_hash(source) if isinstance(source, str) else None
         if own is not None:
             return self.ref(own)
@@ -92,6 +91,7 @@ class AssetStore:
         ref = self._describe(data, hashlib.sha256(data).hexdigest())
         check_declared(declared, ref.media_type)
         name, claim = image_name(ref), claim_name(self.run, ref.hash)
+        # The usual case: this process stored the image before. Two touches instead of writing it again.
         if self._recall(ref.hash) is not None and self.blobs.touch(claim) and self.blobs.touch(name):
             return ref
         # The claim comes first: see claims.py for why the order matters.
@@ -100,6 +100,7 @@ class AssetStore:
             self.blobs.put_if_absent(pending, b"")
         if not self.blobs.put_if_absent(name, data):
             found = self.blobs.head(name)
+            # The name is taken by bytes of another size: they are damaged, since a name is the hash of its content.
             if found is not None and found.size != len(data):
                 self._quarantine(name)
             if not self.blobs.touch(name):
@@ -109,11 +110,11 @@ class AssetStore:
         return ref
 
     def get(self, image: str) -> bytes:
-        """The original bytes of a hash, verified; `MissingAsset` or `CorruptAsset` otherwise."""
+        """Return the original bytes of a hash, verified. Raises `MissingAsset` or `CorruptAsset`."""
         return self._read(image)[1]
 
     def ref(self, image: str) -> ImageRef:
-        """What is known of a stored image, read from its header."""
+        """Return the reference of a stored image, read from its header."""
         known = self._recall(image)
         if known is not None:
             return known
@@ -128,11 +129,11 @@ class AssetStore:
         return isinstance(image, str) and bool(_HASH.fullmatch(image)) and self._find(image) is not None
 
     def url(self, ref: ImageRef) -> str:
-        """The URL that stands for the image in messages; an inference server sharing the storage can open it."""
+        """Return the URL for the image in messages. An inference server that shares the storage can open it."""
         return self.blobs.url(image_name(ref))
 
     def own_hash(self, text: str) -> str | None:
-        """The hash in one of this store's own URLs; None for any other text. Reads nothing."""
+        """Return the hash in one of this store's own URLs, or None for any other text. Reads nothing."""
         image = hash_of(text[-80:])
         if not _HASH.fullmatch(image):
             return None
@@ -140,7 +141,7 @@ class AssetStore:
         return image if any(self.blobs.url(name) == text for name in names) else None
 
     def list(self) -> Iterator[BlobInfo]:
-        """Every stored image, of all runs."""
+        """Yield every stored image, of all runs."""
         return self.blobs.list("images")
 
     def _describe(self, data: bytes, image: str) -> ImageRef:
@@ -175,7 +176,7 @@ class AssetStore:
         return name, data
 
     def _quarantine(self, name: str) -> None:
-        """Move a blob that is not what its name says out of the way, unless someone repaired it meanwhile."""
+        """Move a blob that does not match its name out of the way, unless it was repaired meanwhile."""
         aside = f"quarantine/{name.rsplit('/', 1)[-1]}.{secrets.token_hex(4)}"
         if self.blobs.move(name, aside):
             data = self.blobs.get(aside, max_bytes=self.limits.max_bytes)
@@ -194,5 +195,5 @@ class AssetStore:
 
 
 def image_name(ref: ImageRef) -> str:
-    """Where the image is kept."""
+    """Return the blob name of an image."""
     return f"images/{ref.hash[:2]}/{ref.file_id}"

@@ -1,8 +1,8 @@
-"""One thread per worker process for every native library that would otherwise start one per core.
+"""Limit native libraries in worker processes to one thread each, instead of one per core.
 
-Dozens of workers that each start a thread pool per core spend their time switching, and each pool keeps its
-own memory. The caps must be in the environment before the library is loaded, so they are given to the child
-at its start, and the parent's own environment stays as it is.
+Dozens of workers with a thread pool per core each spend their time on context switches, and each pool has its own
+memory. The limits must be in the environment before a library is loaded, so they are passed to the child at its start.
+The parent's own environment does not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THREAD_CAPS: Mapping[str, str] = {
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start a worker with: `subprocess.Popen(..., env=worker_environment(os.environ))`.
+    """Return the environment for a worker: `subprocess.Popen(..., env=worker_environment(os.environ))`.
 
     >>> worker_environment({"HOME": "/root", "OMP_NUM_THREADS": "64"})["OMP_NUM_THREADS"]
     '1'

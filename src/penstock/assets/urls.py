@@ -1,7 +1,7 @@
 """`file:` URLs and `data:` URIs, each read and written by one strict codec.
 
-Writing with percent-encoding and reading by slicing off `file://` (seen in the wild) breaks every path with a
-space; here `path_of(file_url(p)) == p` for every path the system can hold.
+Writing with percent-encoding and reading by slicing off `file://` (seen in the wild) breaks every path with a space.
+Here `path_of(file_url(p)) == p` for every path the system can hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_DATA_HEADER = 256
 
 
 def file_url(path: str) -> str:
-    """An absolute path as a URL.
+    """Convert an absolute path to a URL.
 
     >>> file_url("/run 1/ü.png")
     'file:///run%201/%C3%BC.png'
@@ -26,7 +26,7 @@ def file_url(path: str) -> str:
 
 
 def path_of(url: str) -> str:
-    """The absolute path of a `file:` URL on this host; refuses anything else.
+    """Return the absolute path of a `file:` URL on this host. Raises InvalidReference for anything else.
 
     >>> path_of("file:///run%201/%C3%BC.png")
     '/run 1/ü.png'
@@ -43,7 +43,7 @@ def path_of(url: str) -> str:
 
 
 def data_bytes(uri: str, *, max_bytes: int) -> tuple[str, bytes]:
-    """Media type and decoded bytes of a base64 `data:` URI; sizes are checked before anything is decoded."""
+    """Return media type and decoded bytes of a base64 `data:` URI. The size is checked before anything is decoded."""
     comma = uri.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
         raise ImageRefused("data URI: no comma in its first 256 characters; write data:image/png;base64,<data>")

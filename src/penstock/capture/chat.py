@@ -1,6 +1,6 @@
-"""Reading responses of inference servers: chat completions, completions and token-in/token-out generation.
+"""Read responses of inference servers: chat completions, completions and token-in/token-out generation.
 
-One response is one step. What is needed of it, wherever the server puts it:
+One response is one step. What is read of it, wherever the server puts it:
 
     prompt ids       `prompt_token_ids` of the response or of the choice, else given by the caller
     completion ids   `token_ids` of the choice, else the ids in `logprobs.content`
@@ -11,7 +11,7 @@ One response is one step. What is needed of it, wherever the server puts it:
     weight versions  `weight_versions: [{version, start, end}]` over the completion, where the weights changed while
                      it was sampled
 
-A server marks a log-probability it does not have with -9999: such a response is rejected, as is one whose counts
+A server marks a log-probability it does not have with -9999. Such a response is rejected, as is one whose counts
 differ.
 """
 
@@ -42,7 +42,7 @@ def from_chat_completions(
     temperature: float | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """The trajectory of a conversation's responses, in order; `fields` are those of `Trajectory`.
+    """Return the trajectory of a conversation's responses, in order. `fields` are those of `Trajectory`.
 
     `prompts` gives the prompt ids of each response for servers that do not return them.
 
@@ -73,10 +73,10 @@ def from_choices(
     temperature: float | None = None,
     **fields: Any,
 ) -> list[Trajectory]:
-    """One trajectory per choice of one response, as a request with `n` above 1 is answered: the rollouts of a group.
+    """Return one trajectory per choice of a response to a request with `n` above 1: the rollouts of a group.
 
-    `rewards` gives one to each choice, in order; `prompt` is for servers that do not return its ids; `fields` are those
-    of `Trajectory`, the same for all.
+    `rewards` has one number per choice, in order. `prompt` is for servers that do not return its ids. `fields` are
+    those of `Trajectory`, the same for all.
 
     >>> reply = {"prompt_token_ids": [1, 2], "choices": [
     ...     {"token_ids": [3], "logprobs": {"token_logprobs": [-0.5]}},
@@ -155,7 +155,7 @@ def _prompt_ids(answer: Any, choice: Any, given: Values | None, where: str) -> N
 
 
 def _content(choice: Any, where: str) -> Sequence[Any] | None:
-    """The per-token records of `logprobs.content`, if the server sent any."""
+    """Return the per-token records of `logprobs.content`, if the server sent any."""
     logprobs = field_of(choice, "logprobs", None)
     if logprobs is None or field_of(logprobs, "content", None) is None:
         return None
@@ -172,7 +172,7 @@ def _completion_ids(choice: Any, content: Sequence[Any] | None, where: str) -> N
 
 
 def _token_id(entry: Any, where: str) -> int | None:
-    """The id a log-probability is for; None when the server gave text only."""
+    """Return the id a log-probability is for, or None when the server sent text only."""
     number = field_of(entry, "token_id", None)
     if number is None:
         token = field_of(entry, "token", None)
@@ -195,6 +195,8 @@ def _logprobs(
     if content is None:
         values = coerce(COLUMNS["logprobs"], list_of(record, "token_logprobs", at), f"{at}.token_logprobs")
     else:
+        # With equal counts, a mismatch of ids means another tokenization. With different counts the error below says
+        # more.
         if len(content) == len(completion):
             _check_ids(content, completion, at)
         raw = [field_of(entry, "logprob", ABSENT) for entry in content]
@@ -204,6 +206,7 @@ def _logprobs(
         values = coerce(COLUMNS["logprobs"], raw, f"{at}.content")
     if len(values) != len(completion):
         raise InvalidInput(f"{at}: {len(values)} values for {len(completion)} completion tokens; must be one per token")
+    # As a log-probability it would be a valid, absurdly small number: exp(-9999) is 0, and the ratio overflows.
     sentinel = np.flatnonzero(values == np.float32(SENTINEL))
     if len(sentinel):
         raise InvalidInput(
@@ -220,7 +223,7 @@ def _check_ids(content: Sequence[Any], completion: NDArray[np.uint32], where: st
 
 
 def _versions(answer: Any, choice: Any, count: int, where: str) -> NDArray[np.int32] | None:
-    """[completion] the version that sampled each token, from spans that must cover it end to end."""
+    """Return [completion], the version that sampled each token, from spans that must cover it end to end."""
     spans = optional_list(choice, "weight_versions", where) or optional_list(answer, "weight_versions", where)
     if not spans:
         return None

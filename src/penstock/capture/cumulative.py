@@ -1,8 +1,8 @@
-"""Reading cumulative steps: each with the whole prompt of its turn, as agent frameworks record them.
+"""Read cumulative steps, each with the complete prompt of its turn, as agent frameworks record them.
 
 A step has `prompt_ids`, `completion_ids`, and optionally `completion_mask`, `completion_logprobs`, `routed_experts`,
 `mm_token_type_ids`, `images` or `multi_modal_data` (descriptors, never pixels), `temperature`, and the ids each token
-was drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`); it may keep them under `tokens`.
+was drawn from (`sampling_mask`, or `top_p_token_ids` with `top_p_token_offsets`). It may have them under `tokens`.
 Mappings and objects are read alike.
 """
 
@@ -32,10 +32,10 @@ def from_steps(
     image_hashes: HashLookup | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """The trajectory of cumulative steps; `fields` are those of `Trajectory` (`id`, `reward`, `env`, ...).
+    """Return the trajectory of cumulative steps. `fields` are those of `Trajectory` (`id`, `reward`, `env`, ...).
 
-    Images come as `images` (spans) or as `multi_modal_data` (hashes, placeholders and grids). Where the hashes there
-    are not the sha256 of the images' bytes, `image_hashes` gives that for each of them.
+    Images come as `images` (spans) or as `multi_modal_data` (hashes, placeholders and grids). If the hashes there are
+    not the sha256 of the images' bytes, `image_hashes` must map each of them to it.
 
     >>> t = from_steps([
     ...     {"prompt_ids": [1, 2], "completion_ids": [3], "completion_logprobs": [-0.5]},
@@ -51,8 +51,9 @@ def from_steps(
 
 
 def from_rollout(output: Any, **fields: Any) -> Trajectory:
-    """The trajectory of a whole rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
-    `stop_condition`, `metrics`, `timing` and `sampling_args`, as the first generation of verifiers returned it."""
+    """Return the trajectory of a complete rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
+    `stop_condition`, `metrics`, `timing` and `sampling_args`, as the first generation of verifiers returned it.
+    """
     name = str(field_of(output, "trajectory_id", None) or field_of(output, "example_id", ""))
     where = f"rollout {name!r}"
     error = field_of(output, "error", None)
@@ -127,7 +128,7 @@ def _images(
 def _image(image: Any, where: str) -> ImageSpan:
     try:
         span = ImageSpan(**image) if isinstance(image, Mapping) else image
-        # Through plain values and back: this is where msgspec checks the types of the fields.
+        # Convert to plain values and back, because msgspec checks the types of fields only when it converts.
         return msgspec.convert(msgspec.to_builtins(span), ImageSpan)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{where}: {error}; give an ImageSpan or its fields") from None

@@ -1,16 +1,16 @@
-"""Folding: steps that each repeat their whole prompt become turns that each hold what they add.
+"""Fold steps that each repeat their full prompt into turns that each hold only what they add.
 
-The rule is the longest prefix. A step continues the longest branch whose whole sequence (prompt and completion of
-its last step) is a prefix of the new prompt; only a branch's current end counts, not its history. A step that
-continues none opens a branch: what its prompt shares with anything stored is shared, the rest is its own.
+The rule is the longest prefix. A step continues the longest branch whose complete sequence (prompt and completion of
+its last step) is a prefix of the new prompt. Only a branch's current end counts, not its history. A step that continues
+none opens a branch: what its prompt shares with anything stored is shared, the rest is its own.
 
     step 0   prompt A         completion b        turns  A b
     step 1   prompt A b C     completion d        turns  A b C d         continues: adds C as context, then d
     step 2   prompt A b'      completion e        turns  A b C d | e     opens: keeps A and the start of b
 
-The usual step continues the branch of the step before it: one comparison of two arrays, and Python work that does
-not depend on the length of the history. Images count as part of the prefix, since the placeholder tokens of two
-images are equal.
+The usual step continues the branch of the step before it: one comparison of two arrays, and Python work that does not
+depend on the length of the history. Images are part of the prefix, because the placeholder tokens of two images are
+equal.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from penstock.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One model call as producers record it: the whole prompt, and the completion."""
+    """One model call as producers record it: the complete prompt, and the completion."""
 
     where: str
-    """How errors name this step."""
+    """The name of this step in errors."""
     prompt_ids: NDArray[np.uint32]
     completion_ids: NDArray[np.uint32]
     mask: Values | None = None
@@ -53,10 +53,10 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """A turn in the making: its routing may still be completed by the step that continues it."""
+    """A turn being built. The step that continues it may still complete its routing."""
 
     given: dict[str, Any]
-    """What the turn will be built from; slices are copied, so that no prompt is held longer than its step."""
+    """Arguments of the turn. Slices are copied, so that no prompt is held longer than its step."""
     start: int
     """Where the turn starts and stops in its step's prompt + completion."""
     stop: int
@@ -64,7 +64,7 @@ class _Draft:
     keep: int
     routed: Array | None = None
     open: bool = False
-    """The routing of the last token is not known yet: no forward pass followed it."""
+    """The routing of the last token is not known yet, because no forward pass followed it."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -78,7 +78,7 @@ class _Branch:
 
 
 def fold(steps: Iterable[Step], **fields: Any) -> Trajectory:
-    """The trajectory of some steps; `fields` are those of the trajectory."""
+    """Return the trajectory of some steps. `fields` are those of the trajectory."""
     folding = _Folding()
     for step in steps:
         folding.add(step)
@@ -92,10 +92,10 @@ def fold(steps: Iterable[Step], **fields: Any) -> Trajectory:
 
 
 def _check_logprobs(drafts: list[_Draft]) -> None:
-    """All completions have log-probabilities or none: said here as well, where the step can be named."""
-    said = [draft for draft in drafts if draft.given.get("sampled") and len(draft)]
-    missing = [draft for draft in said if draft.given["logprobs"] is None]
-    if missing and len(missing) < len(said):
+    """Check that all completions have log-probabilities or none: here as well, where the error can name the step."""
+    sampled = [draft for draft in drafts if draft.given.get("sampled") and len(draft)]
+    missing = [draft for draft in sampled if draft.given["logprobs"] is None]
+    if missing and len(missing) < len(sampled):
         where = missing[0].given["where"]
         raise InvalidInput(
             f"{where}.logprobs: missing for {len(missing[0])} tokens, while other steps have them; record all or none"
@@ -109,13 +109,15 @@ class _Folding:
         self._index = PrefixIndex()
         self._branches: list[_Branch] = []
         self._ends = np.zeros(8, np.intp)  # the segment each branch ends at
-        self._last_keys: Keys = np.zeros(0, np.uint64)  # the whole sequence of the branch last extended
+        self._last_keys: Keys = np.zeros(0, np.uint64)  # the complete sequence of the branch last extended
         self._last: _Branch | None = None
         self._tags: dict[tuple[object, ...], int] = {}
 
     def add(self, step: Step) -> None:
         keys = self._keys(step)
         num_prompt = len(step.prompt_ids)
+        # Three cases. The prompt continues a branch: add what follows its end. It continues none, but starts like
+        # something stored: open a branch there. It shares nothing: open a branch at the root.
         branch = self._continued(keys[:num_prompt])
         if branch is None:
             segment = self._index.longest(keys[:num_prompt])
@@ -134,6 +136,8 @@ class _Folding:
         given = _completion(step)
         self.drafts.append(_Draft(given=given, start=num_prompt, stop=len(keys), parent=parent, keep=keep))
         branch.leaf = len(self.drafts) - 1
+        # Copies: a slice would keep the keys of the complete prompt alive, and memory would grow quadratically with
+        # turns.
         self._ends[branch.number] = self._index.insert(segment, branch.leaf, keys[num_prompt:].copy())
         self._last, self._last_keys = branch, keys
         if step.routing is not None:
@@ -148,11 +152,12 @@ class _Folding:
         return branch
 
     def _continued(self, prompt: Keys) -> _Branch | None:
-        """The longest branch whose whole sequence is a prefix of the prompt; the first of equals."""
+        """Return the longest branch whose complete sequence is a prefix of the prompt; the first of equals."""
         active = self._ends[: len(self._branches)]
         lengths = self._index.ends_of(active)
         if self._last is not None and len(self._last_keys) <= len(prompt):
             length = len(self._last_keys)
+            # The last branch wins without a search only if no other branch is as long: a longer one might fit as well.
             rivals = np.count_nonzero((lengths >= length) & (lengths <= len(prompt)))
             if rivals == 1 and np.array_equal(self._last_keys, prompt[:length]):
                 return self._last
@@ -162,7 +167,7 @@ class _Folding:
         return self._branches[int(np.flatnonzero(active == segment)[0])]
 
     def _keys(self, step: Step) -> Keys:
-        """What two prefixes must share to be equal: the tokens, and the image each placeholder stands for."""
+        """Return what two prefixes must share to be equal: the tokens, and the image behind each placeholder."""
         count = len(step.prompt_ids)
         keys = np.empty(count + len(step.completion_ids), np.uint64)
         keys[:count] = step.prompt_ids
@@ -171,14 +176,17 @@ class _Folding:
         for span in step.images:
             identity = (span.hash, span.grid, span.merge)
             tag = self._tags.setdefault(identity, len(self._tags) + 1)
+            # Token ids have 32 bits, so the upper half of a key is free for the number of the image.
             keys[span.offset : span.end] |= np.uint64(tag << 32)
         return keys
 
     def _route(self, routing: Routing, first: int, start: int) -> None:
-        """Give the new turns their rows, and the token before them the row no forward pass had given it."""
+        """Give the new turns their rows, and the token before them the row that no forward pass had given it."""
         last = self._last_token(self.drafts[first].parent, self.drafts[first].keep)
         boundary = last is not None and last.open
         total = self.drafts[-1].stop
+        # The rows must begin at the first new token, or one earlier if the token before it still lacks its row, and may
+        # lack only the very last position.
         if routing.start > start - boundary or routing.stop < total - 1:
             self.routing_gaps += 1
             return  # a gap: the turns stay without routing, and so does every sample that holds them
@@ -191,7 +199,7 @@ class _Folding:
             draft.open = len(draft) > 0 and draft.stop == routing.stop + 1
 
     def _last_token(self, turn: int, keep: int) -> _Draft | None:
-        """The turn whose last token precedes this place, if the place is at the end of a turn."""
+        """Return the turn whose last token precedes this place, if the place is at the end of a turn."""
         while turn >= 0 and keep == len(self.drafts[turn]):
             draft = self.drafts[turn]
             if len(draft):

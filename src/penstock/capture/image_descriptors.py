@@ -1,9 +1,9 @@
-"""Images as environments describe them beside a prompt: hashes, placeholders and grids, without pixels.
+"""Read images as environments describe them beside a prompt: hashes, placeholders and grids, without pixels.
 
     {"mm_hashes": {"image": [HASH, ...]}, "mm_placeholders": {"image": [{"offset": 4, "length": 66}, ...]},
      "mm_items": {"image": [{"image_grid_thw": [[1, 12, 22]]}, ...]}}
 
-The lists are aligned. Where placeholders are missing, they are the runs of image tokens in `mm_token_type_ids`.
+The lists are aligned. Missing placeholders are inferred from the runs of image tokens in `mm_token_type_ids`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HashLookup = Callable[[str], str]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("mm_hashes", "mm_placeholders", "mm_items")
 _MOST_NUMBERS = 16
-"""A descriptor has a grid and sizes; more numbers than this in one field are pixels or features."""
+"""A descriptor has a grid and sizes. A field with more numbers than this holds pixels or features."""
 
 
 def read_descriptors(
     data: Any, types: NDArray[np.uint8] | None, lookup: HashLookup | None, where: str
 ) -> tuple[ImageSpan, ...]:
-    """The images that are described; raises InvalidInput for pixels, other modalities, and what does not add up."""
+    """Return the described images. Raises InvalidInput for pixels, other modalities, and inconsistent counts."""
     parts = {name: optional_mapping(data, name, where) for name in _FIELDS}
     unknown = [str(name) for name in data if name not in _FIELDS] if isinstance(data, Mapping) else []
     if unknown:
@@ -58,10 +58,11 @@ def read_descriptors(
 
 
 def _places(given: Mapping[Any, Any], types: NDArray[np.uint8] | None, where: str) -> list[tuple[int, int]]:
-    """(offset, length) of each image's placeholder tokens."""
+    """Return (offset, length) of each image's placeholder tokens."""
     if "image" not in given:
         if types is None:
             raise InvalidInput(f"{where}.mm_placeholders: missing, and so are mm_token_type_ids; give one of the two")
+        # Types 0 1 1 0 1 have edges 1 3 4 5: images at (1, 2) and (4, 1).
         edges = np.flatnonzero(np.diff(np.concatenate([[0], types == 1, [0]]).astype(np.int8))).tolist()
         return [(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)]
     found = []

@@ -1,10 +1,14 @@
-"""The longest stored prefix of a token sequence, found without walking the history.
+"""Find the longest stored prefix of a token sequence without walking the history.
 
-Stored turns form a radix tree whose edges ("segments") are spans of turns; wherever two sequences part, a
-segment ends. Every segment end carries the hash of the whole path up to it, so one vectorized comparison of
-all ends against the prefix hashes of a new sequence finds the deepest end on its path; what is left lies
-inside one child. Python work per lookup does not grow with the number of turns, and a hash never decides
-alone: the winner is compared key by key.
+Stored turns form a radix tree whose edges ("segments") are spans of turns; a segment ends wherever two sequences
+diverge. Every segment end has the hash of its full path from the root. So one vectorized comparison of all ends against
+the prefix hashes of a new sequence finds the deepest end on its path. What remains lies inside one child:
+
+    stored     a b c d, a b x y        segments  (a b) (c d) (x y), ends 2 4 4
+    new        a b c z                 hashes of a, ab, abc, abcz: only end 2 matches; then 1 key inside (c d)
+
+The Python work per lookup does not grow with the number of turns. A hash never decides alone: the winner is compared
+key by key.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from penstock.arrays import common_prefix
 
 Keys = NDArray[np.uint64]
 
-# Odd constants of the splitmix64 finalizer: any fixed mixing would do, collisions are caught by comparison.
+# Odd constants of the splitmix64 finalizer. Any fixed mixing would do, because comparison catches collisions.
 _BY_KEY, _BY_POSITION, _FINAL = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _WRAP = (1 << 64) - 1
 ROOT = 0
@@ -36,18 +40,18 @@ class PrefixIndex:
         self._hashes = np.zeros(16, np.uint64)
 
     def end(self, segment: int) -> int:
-        """Length of the sequence from the root to the end of a segment."""
+        """Return the length of the sequence from the root to the end of a segment."""
         return int(self._ends[segment])
 
     def place(self, segment: int) -> tuple[int, int]:
-        """(turn, how many of its tokens) a segment ends at; (-1, 0) for the root."""
+        """Return (turn, how many of its tokens) that a segment ends at; (-1, 0) for the root."""
         return self._turn[segment], self._stop[segment]
 
     def ends_of(self, segments: NDArray[np.intp]) -> NDArray[np.int64]:
         return self._ends[segments]
 
     def insert(self, segment: int, turn: int, keys: Keys) -> int:
-        """Store a turn's keys behind a segment; returns the segment that ends where the turn does."""
+        """Store a turn's keys after a segment. Returns the segment that ends where the turn does."""
         self._keys[turn] = keys
         at = 0
         while at < len(keys):
@@ -61,7 +65,7 @@ class PrefixIndex:
         return segment
 
     def longest(self, keys: Keys) -> int:
-        """The segment that ends exactly where `keys` leaves everything stored; splits one if need be."""
+        """Return the segment that ends exactly where `keys` leaves everything stored; splits one if necessary."""
         everything = np.arange(len(self._turn))
         segment = self.deepest(keys, prefix_hashes(keys), everything)
         assert segment is not None, "the root is a prefix of everything"
@@ -73,7 +77,7 @@ class PrefixIndex:
         return self._split(child, shared)
 
     def deepest(self, keys: Keys, hashes: Keys, among: NDArray[np.intp]) -> int | None:
-        """The first of the longest segments in `among` whose path is a prefix of `keys`."""
+        """Return the first of the longest segments in `among` whose path is a prefix of `keys`."""
         ends = self._ends[among]
         fits = np.flatnonzero(ends <= len(keys))
         found = fits[hashes[ends[fits]] == self._hashes[among[fits]]]
@@ -107,11 +111,13 @@ class PrefixIndex:
         self._children[parent][int(keys[0])] = segment
         position = self.end(parent)
         self._ends[segment] = position + len(keys)
+        # The hash of a path is a sum over its keys, each mixed with its position, modulo 2**64. So a segment's hash is
+        # its parent's plus its own keys', and `prefix_hashes` is one cumulative sum.
         self._hashes[segment] = (int(self._hashes[parent]) + int(_mix(keys, position).sum())) & _WRAP
         return segment
 
     def _split(self, segment: int, at: int) -> int:
-        """A new segment for the first `at` keys; the old one keeps the rest, and its end."""
+        """Insert a new segment for the first `at` keys. The old one keeps the rest, and its end."""
         start = self._start[segment]
         upper = self._add(self._parent[segment], self._turn[segment], start, start + at)
         self._start[segment] = start + at
@@ -121,7 +127,7 @@ class PrefixIndex:
 
 
 def prefix_hashes(keys: Keys) -> Keys:
-    """[n + 1] the hash of every prefix, the empty one first."""
+    """Return [n + 1], the hash of every prefix, the empty one first."""
     hashes = np.zeros(len(keys) + 1, np.uint64)
     np.cumsum(_mix(keys, 0), out=hashes[1:])
     return hashes

@@ -1,4 +1,4 @@
-"""Reading what others recorded, whether it came as mappings (JSON, msgpack) or as objects."""
+"""Read records of other programs, given as mappings (JSON, msgpack) or as objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import InvalidInput
 
 
 class Absent:
-    """The type of `ABSENT`: a field that is not there, as opposed to one that is None."""
+    """The type of `ABSENT`: a field that does not exist, as opposed to one that is None."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -23,22 +23,22 @@ ABSENT: Final = Absent()
 
 
 def field_of(record: Any, name: str, default: Any = None) -> Any:
-    """A field of a mapping or an attribute of an object."""
+    """Return a field of a mapping or an attribute of an object."""
     if isinstance(record, Mapping):
         return record.get(name, default)
     return getattr(record, name, default)
 
 
 def required(record: Any, name: str, where: str) -> Any:
-    """A field that must be there and not None."""
+    """Return a field that must exist and not be None."""
     value = field_of(record, name, ABSENT)
     if value is None or value is ABSENT:
-        raise InvalidInput(f"{where}.{name}: {value}; a rollout with a turn that lacks it cannot be taken")
+        raise InvalidInput(f"{where}.{name}: {value}; every turn of a rollout must have it")
     return value
 
 
 def list_of(record: Any, name: str, where: str) -> Sequence[Any]:
-    """A field that must be a list (or tuple)."""
+    """Return a field that must be a list (or tuple)."""
     value = required(record, name, where)
     if not isinstance(value, list | tuple):
         raise InvalidInput(f"{where}.{name}: a {type(value).__name__}; must be a list")
@@ -46,12 +46,12 @@ def list_of(record: Any, name: str, where: str) -> Sequence[Any]:
 
 
 def optional_list(record: Any, name: str, where: str) -> Sequence[Any]:
-    """A list (or tuple) that may be absent."""
+    """Return a list (or tuple) that may be absent."""
     return () if field_of(record, name, None) is None else list_of(record, name, where)
 
 
 def optional_mapping(record: Any, name: str, where: str) -> Mapping[Any, Any]:
-    """A mapping that may be absent."""
+    """Return a mapping that may be absent."""
     value = field_of(record, name, None)
     if value is None:
         return {}
@@ -61,7 +61,7 @@ def optional_mapping(record: Any, name: str, where: str) -> Mapping[Any, Any]:
 
 
 def number_of(record: Any, name: str, where: str) -> float:
-    """A field that must be a number."""
+    """Return a field that must be a number."""
     value = required(record, name, where)
     if not isinstance(value, int | float | np.number) or isinstance(value, bool):
         raise InvalidInput(f"{where}.{name}: {value!r:.40}; must be a number")
@@ -72,19 +72,19 @@ def number_of(record: Any, name: str, where: str) -> float:
 
 
 def ids_of(record: Any, name: str, where: str) -> NDArray[np.uint32]:
-    """A field that must hold token ids."""
+    """Return a field that must hold token ids."""
     return coerce(COLUMNS["token_ids"], required(record, name, where), f"{where}.{name}")
 
 
 def numbers_of(value: Any, where: str) -> Any:
-    """A list of numbers, or an array of any library, or one packed for msgpack."""
+    """Convert a list of numbers, an array of any library, or one packed for msgpack."""
     if isinstance(value, Mapping):
         return array_of(value, where)
     return value.detach().cpu().numpy() if hasattr(value, "detach") else value
 
 
 def array_of(value: Any, where: str) -> Array | None:
-    """An array, or one packed for msgpack as `{"__nd__": true, dtype, shape, data}`."""
+    """Return an array, or one packed for msgpack as `{"__nd__": true, dtype, shape, data}`."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if not isinstance(value, Mapping) or not (value.get("__nd__") or value.get("__torch_tensor__")):

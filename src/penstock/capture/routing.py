@@ -1,8 +1,11 @@
-"""Router replay: which experts each token went to, as inference servers report it with one row missing.
+"""Router replay: which experts each token went to, as inference servers report it, with one row missing.
 
-No forward pass follows the last sampled token, so a server returns rows for all positions but the last. The next
-step of the conversation begins its rows one position early and thereby supplies it; if there is none, the row stays
-zero. `start` is the position of the first row: servers leave out what an earlier step already had.
+No forward pass follows the last sampled token, so a server returns rows for all positions but the last. The next step
+of the conversation begins its rows one position earlier and supplies it. If there is none, the row stays zero. `start`
+is the position of the first row: servers leave out what an earlier step already had.
+
+    step 0   prompt 3 tokens, completion 2    rows for positions 0 1 2 3, none for 4
+    step 1   prompt 7 tokens (5 + 2 new)      rows from start = 4: position 4 is supplied here
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Routing:
         return self.start + len(self.values)
 
     def rows(self, start: int, stop: int) -> Array:
-        """The rows of some positions; a zero row for the one after the last."""
+        """Return the rows of some positions; a zero row for the one after the last."""
         known = self.values[start - self.start : stop - self.start]
         short = (stop - start) - len(known)
         assert 0 <= short <= 1
@@ -43,7 +46,7 @@ class Routing:
 
 
 def read_routing(payload: Any, where: str) -> Routing | None:
-    """From `{data, shape, start, dtype}` with base64 or raw bytes, or from an array of all rows."""
+    """Read `{data, shape, start, dtype}` with base64 or raw bytes, or an array of all rows."""
     if payload is None:
         return None
     if isinstance(payload, np.ndarray):

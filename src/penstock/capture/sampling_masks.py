@@ -1,11 +1,11 @@
-"""Reading sampling masks: the ids that a sampler kept for each token it drew, in the shapes that servers return.
+"""Read sampling masks: the ids that a sampler kept for each token it drew, in the shapes that servers return.
 
     token_ids, offsets                     vLLM in the same process: set i is token_ids[offsets[i] : offsets[i + 1]]
     ids, counts                            verifiers: sets end to end, and how many ids each has
     [[101, 55], [202], ...]                servers over HTTP: a list per token, null where nothing was left out
     top_p_token_ids, top_p_token_offsets   slime: two fields of the record itself, or with `rollout_` before them
 
-Sets are given per sampled token, in order. An empty one says that all ids were kept, or that nobody recorded it.
+Sets are given per sampled token, in order. An empty one means that all ids were kept, or that the set was not recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIELDS = ("top_p_token_ids", "top_p_token_offsets")
 
 
 def sampling_mask_of(record: Any, where: str) -> Ragged | None:
-    """The sampling mask of a response, step or message, wherever its producer puts it; None if it has no set.
+    """Return the sampling mask of a response, step or message, wherever its producer puts it, or None.
 
     >>> sampling_mask_of({"sampling_mask": {"token_ids": [7, 9, 8], "offsets": [0, 2, 2, 3]}}, "step").tolist()
     [[7, 9], [], [8]]
@@ -39,7 +39,7 @@ def sampling_mask_of(record: Any, where: str) -> Ragged | None:
 
 
 def read_sampling_mask(mask: Any, where: str) -> Ragged:
-    """One set per token, from any of the shapes that one value may have."""
+    """Return one set per token, from any of the shapes that one value may have."""
     if isinstance(mask, Ragged):
         return mask
     for ids, bounds in _FLAT:
@@ -55,7 +55,7 @@ def read_sampling_mask(mask: Any, where: str) -> Ragged:
 
 
 def _by_offsets(ids: Any, offsets: Any, where: str) -> Ragged:
-    flat, bounds = _ids(ids, where), _whole(offsets, f"{where} offsets")
+    flat, bounds = _ids(ids, where), _integers(offsets, f"{where} offsets")
     if len(bounds) == 0 or int(bounds[0]) != 0 or int(bounds[-1]) != len(flat) or (np.diff(bounds) < 0).any():
         raise InvalidInput(
             f"{where}: {len(flat)} ids with offsets {bounds[:3].tolist()}...{bounds[-1:].tolist()}; they must rise "
@@ -65,7 +65,7 @@ def _by_offsets(ids: Any, offsets: Any, where: str) -> Ragged:
 
 
 def _by_counts(ids: Any, counts: Any, where: str) -> Ragged:
-    flat, sizes = _ids(ids, where), _whole(counts, f"{where} counts")
+    flat, sizes = _ids(ids, where), _integers(counts, f"{where} counts")
     if (sizes < 0).any() or int(sizes.sum()) != len(flat):
         raise InvalidInput(f"{where}: {len(flat)} ids for counts that add up to {int(sizes.sum())}; must be as many")
     return Ragged(flat, offsets_of(sizes))
@@ -77,12 +77,12 @@ def _ids(values: Any, where: str) -> Array:
     return coerce(COLUMNS["token_ids"], numbers_of(values, where), where)
 
 
-def _whole(values: Any, where: str) -> Array:
+def _integers(values: Any, where: str) -> Array:
     if values is None:
         raise InvalidInput(f"{where}: missing; give ids and offsets, or neither")
     try:
         found = np.asarray(numbers_of(values, where))
-    except ValueError:  # numpy's word for lists that are not all of one length
+    except ValueError:  # numpy raises this for lists of different lengths
         found = np.zeros((0, 0))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise InvalidInput(f"{where}: {found.ndim} dimensions of {found.dtype}; must be a list of whole numbers")

@@ -1,6 +1,6 @@
 """A trajectory: the turns of one rollout as a tree of deltas, each token stored once.
 
-Usually the tree is a chain, and `turns` is all there is to say. When a harness rewrites its history (compaction,
+Usually the tree is a chain, and `turns` describes it completely. When a harness rewrites its history (compaction,
 stripped thinking, a step back, a second agent), a turn continues an earlier one than its predecessor:
 
     turns    0 system+user   1 reply   2 tool   3 reply   4 summary   5 reply
@@ -24,7 +24,7 @@ from penstock.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """The turns of one rollout and what became of it.
+    """The turns of one rollout and its outcome.
 
     >>> t = Trajectory(turns=[Turn([5, 6, 7]), Turn([8, 9], logprobs=[-0.5, -0.25])], reward=1.0, env="math")
     >>> t.num_turns, t.num_tokens, t.num_input_tokens, t.num_output_tokens
@@ -46,23 +46,23 @@ class Trajectory:
     mode: str = "rl"
     """rl, opd or sft."""
     agent: str = ""
-    """Who acted, in episodes with several agents."""
+    """The acting agent, in episodes with several agents."""
     policy_version: int | None = None
-    """Version the rollout was sampled from, None = not known; turns may say more in `weight_versions`."""
+    """Version that sampled the rollout, None = not known; turns may be more precise with `weight_versions`."""
     error: str | None = None
-    """Why the rollout failed; its tokens are kept and train nothing. Samples carry the first 500 characters."""
+    """Why the rollout failed. Its tokens are stored and train nothing. Samples carry the first 500 characters."""
     truncated: bool = False
     """Ended by a limit rather than by the model."""
     stop_condition: str = ""
-    """Why it ended, in the environment's words."""
+    """Why it ended, as the environment names it."""
     seconds: float | None = None
     """How long the rollout took; None = not known."""
     routing_gaps: int = 0
     """Model calls whose routed experts were reported with rows missing, and therefore left out."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """Numbers about the rollout, at most 4,096 bytes as JSON; one that is not finite is kept as None."""
+    """Numbers about the rollout, at most 4,096 bytes as JSON. One that is not finite is stored as None."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything the caller wants to find again: values that JSON has, at most 4,096 bytes of it."""
+    """Any JSON values that the caller wants to find again, at most 4,096 bytes."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -83,7 +83,7 @@ class Trajectory:
 
     @property
     def where(self) -> str:
-        """How errors name this trajectory."""
+        """The name of this trajectory in errors."""
         return f"trajectory {self.id!r}" if self.id else "trajectory"
 
     @property
@@ -93,7 +93,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held: each one once, however many turns saw it."""
+        """Tokens stored: each one once, however many turns saw it."""
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
@@ -108,7 +108,7 @@ class Trajectory:
 
     @property
     def num_env_tokens(self) -> int:
-        """Input tokens that came after the model first spoke: tool results, replies, rewritten history."""
+        """Input tokens after the model's first turn: tool results, replies, rewritten history."""
         first = next((i for i, turn in enumerate(self.turns) if turn.sampled), len(self.turns))
         return sum(turn.num_tokens - turn.num_sampled for turn in self.turns[first + 1 :])
 
@@ -139,7 +139,9 @@ def _routes(turn: Turn) -> bool:
 
 
 def _check_agreement(turns: Sequence[Turn], name: str, given: list[bool], where: str) -> None:
-    """A missing log-probability would silently read as 0.0, which is a probability of one: all turns or none."""
+    """Check that all sampled turns have a column or none: a missing log-probability would read as 0.0,
+    probability one.
+    """
     sampled = [i for i, turn in enumerate(turns) if turn.num_sampled]
     with_it = [i for i in sampled if given[i]]
     if with_it and len(with_it) != len(sampled):
@@ -158,6 +160,7 @@ def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequenc
     for i, (parent, keep) in enumerate(zip(parents, keeps, strict=True)):
         if not isinstance(parent, int) or not -1 <= parent < i:
             raise InvalidInput(f"{where} turns[{i}].parent: {parent!r}; must be an earlier turn, or -1 for none")
+        # A turn must keep at least one token of its parent, if the parent has any. Keeping none would make it a root.
         size = 0 if parent < 0 else turns[parent].num_tokens
         if keep is not None and not (isinstance(keep, int) and min(1, size) <= keep <= size):
             raise InvalidInput(f"{where} turns[{i}].keep: {keep!r}; its parent turns[{parent}] has {size} tokens")

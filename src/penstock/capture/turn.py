@@ -1,8 +1,8 @@
-"""A turn: the tokens one message added to a context, and what is known about each of them.
+"""A turn: the tokens one message added to a context, and the columns along them.
 
-A turn holds only what it adds, so a rollout of sixty turns holds each token once. Log-probabilities are kept
-for the sampled tokens alone; a column that is constant along the turn is kept as one number; the mask is kept
-only when the turn is sampled in part. Everything is copied once into read-only arrays of the declared dtype.
+A turn holds only what it adds, so a rollout of sixty turns holds each token once. Log-probabilities are stored for the
+sampled tokens only; a column that is constant along the turn is stored as one number; the mask is stored only if the
+turn is partly sampled. Everything is copied once into read-only arrays of the declared dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TURN_COLUMNS: dict[str, Column] = {
     for name, column in TOKEN_COLUMNS.items()
     if name not in ("token_ids", "loss_mask", "logprobs", "rewards")
 }
-"""What a turn may carry beside its tokens: one value per token, or one number for the whole turn."""
+"""What a turn may carry beside its tokens: one value per token, or one number for the turn."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -77,9 +77,9 @@ class Turn:
     logprobs: NDArray[np.float32] | None
     """[num_sampled] of the sampler, for the sampled tokens in order; None when not recorded."""
     columns: Mapping[str, Cells]
-    """Other columns: [T, ...], a `Ragged` with one list per token, or a scalar array for the whole turn."""
+    """Other columns: [T, ...], a `Ragged` with one list per token, or a scalar array for the turn."""
     own: Own
-    """What is known of the columns that are not of the table."""
+    """Declarations of the columns that are not in the table."""
     images: tuple[ImageSpan, ...]
     """Images this turn introduced; offsets count from the turn's first token."""
     role: str
@@ -98,17 +98,19 @@ class Turn:
         columns: Given = NO_COLUMNS,
         **known_columns: Values | None,
     ) -> None:
-        """`where` is how errors name this turn."""
+        """`where` names this turn in errors."""
         ids = owned(coerce(COLUMNS["token_ids"], token_ids, f"{where}.token_ids"))
         marks = None if mask is None else _mask(mask, len(ids), where)
         if sampled is None:
             sampled = logprobs is not None or (marks is not None and bool(marks.any()))
+        # Infer `sampled` from what was recorded, but never override a caller who contradicts it.
         if not sampled and (logprobs is not None or (marks is not None and marks.any())):
             raise InvalidInput(
                 f"{where}.sampled: False, yet logprobs or mask say some tokens were; drop one of the two"
             )
         if len(role) > MAX_TEXT:
             raise InvalidInput(f"{where}.role: {role[:40]!r}...; must be at most {MAX_TEXT} characters")
+        # A mask that is all True says the same as `sampled`, and equal turns must compare and encode alike.
         keep_mask = sampled and marks is not None and not marks.all()
         put = object.__setattr__
         put(self, "token_ids", ids)
@@ -143,7 +145,7 @@ class Turn:
 
 
 def owned(values: Array) -> Array:
-    """A read-only copy: what a turn holds is its own, and pins no larger array of the caller's."""
+    """Return a read-only copy, so that a turn does not keep a larger array of the caller's alive."""
     copy = np.array(values)
     copy.flags.writeable = False
     return copy
@@ -160,6 +162,7 @@ def _logprobs(logprobs: Values, ids: Array, marks: NDArray[np.bool_] | None, whe
     values = coerce(COLUMNS["logprobs"], logprobs, f"{where}.logprobs")
     num_sampled = len(ids) if marks is None else int(np.count_nonzero(marks))
     if len(values) == len(ids) and marks is not None:
+        # One value per token was given: drop those of tokens that were not sampled.
         values = values[marks]
     elif len(values) != num_sampled:
         raise InvalidInput(
@@ -193,17 +196,18 @@ def _columns(
 
 
 def _own(values: Cells, ids: Array, where: str, name: str) -> Cells:
-    """Values of a column that Penstock does not know: one for the turn, or one per token."""
+    """Check values of a column that Penstock does not know: one for the turn, or one per token."""
     if (isinstance(values, Ragged) or values.ndim) and len(values) != len(ids):
         raise InvalidInput(f"{where}.{name}: {len(values)} values for {len(ids)} tokens; give one per token")
     return freeze(copied(values))
 
 
 def _lists(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], where: str) -> Ragged:
-    """One list per token; where they were given for the sampled tokens only, the others get empty ones."""
+    """Return one list per token. If given for the sampled tokens only, the others get empty ones."""
     lists = coerce_lists(column, value, f"{where}.{column.name}")
     num_sampled = int(np.count_nonzero(sampled))
     if len(lists) == num_sampled != len(ids):
+        # Lists [7 9] [8] for mask 0 1 1 0 get lengths 0 2 1 0. The values stay; only the offsets change.
         lengths = np.zeros(len(ids), np.int64)
         lengths[sampled] = lists.lengths
         lists = Ragged(lists.values, offsets_of(lengths))
@@ -229,6 +233,7 @@ def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], 
         values = rows
     if not scalar and len(values) != len(sampled):
         raise InvalidInput(f"{at}: {len(values)} values for {len(sampled)} tokens; give one per token, or one number")
+    # Teacher log-probabilities may be NaN on tokens that are never trained.
     checked = values[sampled] if column.nan == "untrained" and not scalar else values
     bad = first_bad(column, checked)
     if bad is not None:
@@ -237,7 +242,7 @@ def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], 
 
 
 def _one_number(values: Cells) -> Cells:
-    """A constant column as a scalar array; bits are compared, so -0.0 and 0.0 stay apart."""
+    """Return a constant column as a scalar array. Bits are compared, so -0.0 and 0.0 stay different."""
     if isinstance(values, Ragged) or values.ndim != 1 or len(values) == 0:
         return values
     bits = bit_view(values) if values.dtype.kind == "f" else values

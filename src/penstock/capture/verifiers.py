@@ -1,14 +1,13 @@
-"""Reading verifiers episodes and traces: a graph of messages, each with the tokens it added.
+"""Read verifiers episodes and traces: a graph of messages, each with the tokens it added.
 
 Takes the objects of the `verifiers` package (0.4), their `model_dump()`, what comes off its msgpack wire (arrays as
 `__nd__` mappings) and `to_record()` JSON. Prefer the objects or `model_dump(mode="python")`: a record rounds
 log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out routed experts and
-sampling masks.
-The package itself is not imported.
+sampling masks. The package itself is not imported.
 
-One trace becomes one trajectory; a path through its graph becomes one sample. Of a compaction attempt the harness did
-not go on from, the tokens no other path shares are left out, as verifiers itself leaves that path out of training.
-Trainer annotations (`trainer_logprobs`, `entropies`) are not read: they are not inputs of training.
+One trace becomes one trajectory; a path through its graph becomes one sample. If the harness did not continue from a
+compaction attempt, the tokens that no other path shares are left out, as verifiers itself leaves that path out of
+training. Trainer annotations (`trainer_logprobs`, `entropies`) are not read, because they are not inputs of training.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from penstock.capture.turn import TURN_COLUMNS, Turn
 from penstock.errors import InvalidInput
 
 ImageLookup = Callable[[str], ImageSpan]
-"""An image's URL -> its hash and grid; offset and length are set by the reader."""
+"""Maps an image's URL to its hash and grid; the reader sets offset and length."""
 
 _LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
 
 def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: Any) -> list[Trajectory]:
-    """One trajectory per trace of an episode whose agent is trained (or of the one trace given).
+    """Return one trajectory per trace of an episode whose agent is trained (or of the one trace given).
 
     `images` looks an image up by the URL in its message; needed only where a trace holds image tokens. `fields`
     overrides fields of `Trajectory`. The group, task and episode of a trace are in its `info`.
@@ -71,7 +70,7 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
     where = f"trace {name!r}"
     nodes = list_of(trace, "nodes", where)
     if not nodes:
-        raise InvalidInput(f"{where}.nodes: empty; a rollout without messages cannot be taken")
+        raise InvalidInput(f"{where}.nodes: empty; a rollout needs at least one message")
     parents = _parents(nodes, where)
     temperatures = _temperatures(trace, where)
     types = _type_map(trace, where)
@@ -93,7 +92,7 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
 
 
 def _seconds(span: Any) -> float | None:
-    """How long the agent was at work; None where the trace does not say when it began or ended."""
+    """Return how long the agent worked, or None if the trace does not say when it began or ended."""
     start, end = field_of(span, "start", None), field_of(span, "end", None)
     both = isinstance(start, int | float) and isinstance(end, int | float)
     return end - start if both and 0 < start <= end else None
@@ -111,7 +110,7 @@ def _parents(nodes: Sequence[Any], where: str) -> list[int]:
 
 
 def _type_map(trace: Any, where: str) -> dict[int, int]:
-    """Placeholder token -> 1 image, 2 video; the keys are text on the wire."""
+    """Return placeholder token -> 1 image, 2 video. The keys are text on the wire."""
     found = optional_mapping(trace, "mm_token_type_id_map", where)
     try:
         return {int(token): int(kind) for token, kind in found.items()}
@@ -144,7 +143,7 @@ def _message(error: Any) -> str:
 
 
 def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
-    """Temperature by node, the agent's own under -1."""
+    """Return the temperature by node, with the agent's own under -1."""
     agent = field_of(trace, "agent", None)
     default = field_of(field_of(field_of(agent, "config", None), "sampling", None), "temperature", None)
     found: dict[int, float | None] = {-1: default}
@@ -156,13 +155,15 @@ def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
 
 
 def _without_dangling_attempts(nodes: Sequence[Any], parents: Sequence[int], where: str) -> list[int]:
-    """The nodes on some path that is trained."""
+    """Return the nodes on some path that is trained."""
     links = [optional_list(node, "semantic_parents", f"{where} nodes[{i}]") for i, node in enumerate(nodes)]
     accepted = [field_of(link, "node") for own in links for link in own if field_of(link, "type") == "compaction"]
+    # How many children each node has: parents -1 0 0 count to 1 2 0 0 with the roots in front, which [1:] removes.
     children = np.bincount(np.asarray(parents) + 1, minlength=len(nodes) + 1)[1:].tolist()
     dropped: set[int] = set()
     for leaf in [i for i, count in enumerate(children) if count == 0]:
         attempt = any(field_of(link, "type") == "compaction_attempt" for link in links[leaf])
+        # Walk up from a compaction attempt that was not continued, and drop every node that only it needed.
         node = leaf if attempt and leaf not in accepted else -1
         while node >= 0 and children[node] == 0:
             dropped.add(node)
@@ -170,6 +171,7 @@ def _without_dangling_attempts(nodes: Sequence[Any], parents: Sequence[int], whe
             if node >= 0:
                 children[node] -= 1
     kept = [i for i in range(len(nodes)) if i not in dropped]
+    # If every path was such an attempt, keep everything: a trace without a turn is not a trajectory.
     return kept or list(range(len(nodes)))
 
 
@@ -212,7 +214,7 @@ def _turn(
 
 
 def _spread(node: Any, name: str, mask: NDArray[np.bool_], where: str) -> Array | None:
-    """Values recorded for the sampled tokens, one per token; 0.0 elsewhere."""
+    """Return values recorded for the sampled tokens as one per token; 0.0 elsewhere."""
     values = field_of(node, name, None)
     if values is None or not mask.any():
         return None
@@ -225,7 +227,7 @@ def _spread(node: Any, name: str, mask: NDArray[np.bool_], where: str) -> Array 
 
 
 def _loss_weights(node: Any, streams: set[str], where: str) -> dict[str, Values]:
-    """Streams named `rl`, `ce`, `ref_kl` (or by column); a node without one that other nodes have weighs nothing."""
+    """Read streams named `rl`, `ce`, `ref_kl` (or by column). A node without a stream that others have weighs 0."""
     own = optional_mapping(node, "loss_weights", where)
     weights: dict[str, Values] = {}
     for name in sorted(map(str, streams)):
@@ -253,8 +255,9 @@ def _images(
     lookup: ImageLookup | None,
     where: str,
 ) -> list[ImageSpan]:
-    """One span per image of the message, on the node's image tokens in order."""
+    """Return one span per image of the message, on the node's image tokens in order."""
     marks = np.isin(ids, [token for token, kind in types.items() if kind == 1])
+    # A sampled placeholder has no image behind it. Training on it would pair it with the wrong image or none.
     if (marks & mask).any():
         at = int(np.argmax(marks & mask))
         raise InvalidInput(

@@ -82,7 +82,7 @@ class Plane:
         self._connect, self._handle, self._server, self._thread = connect, handle, server, thread
         self._columns: Own | None = None
         self.counts = PutCounts()
-        """What was noticed of the groups put here: dropped as stale, forks by cause, routing left out."""
+        """What was noticed of the groups put here: dropped as stale, branches by cause, routing left out."""
         self._async = AsyncPuts()
         self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
         self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))

@@ -6,8 +6,7 @@ from typing import Literal, TypedDict
 
 from penstock.arrays.columns import Column
 from penstock.packing.cost import Cost
-from penstock.packing.packed_images import PackedImages
-from penstock.packing.settings import Modalities
+from penstock.packing.settings import Modalities, PackedImages
 from penstock.plane.settings import Watch
 from penstock.protocol.timeouts import Timeouts
 from penstock.replay.limiters import Limiter

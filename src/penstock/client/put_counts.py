@@ -19,8 +19,8 @@ class PutCounts:
         self._lock = threading.Lock()
         self.stale = 0
         """Groups that were dropped at once, because they were too old for `max_staleness`."""
-        self.forks: Counter[str] = Counter()
-        """How often rollouts branched, by cause: see `penstock.convert.forks`."""
+        self.branches: Counter[str] = Counter()
+        """How often rollouts branched, by cause: see `penstock.convert.branching`."""
         self.unrouted = 0
         """Samples without routed experts although the server reported some."""
         self.over_length: Counter[str] = Counter()
@@ -58,13 +58,13 @@ class PutCounts:
 
     def on_put(self, group: Group) -> None:
         """Note what became of the rollouts on their way to samples."""
-        if not group.forks and not group.unrouted:
+        if not group.branches and not group.unrouted:
             return
         with self._lock:
-            before = self.forks[RETOKENIZED], self.unrouted
-            self.forks.update(group.forks)
+            before = self.branches[RETOKENIZED], self.unrouted
+            self.branches.update(group.branches)
             self.unrouted += group.unrouted
-            after = self.forks[RETOKENIZED], self.unrouted
+            after = self.branches[RETOKENIZED], self.unrouted
         if _is_said(before[0], after[0]):
             logger.warning(
                 "group %r: what the model said came back as other tokens, %d times so far; each time the rollout "

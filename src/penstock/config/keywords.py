@@ -114,7 +114,8 @@ def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
     classes += [item for item in items if isinstance(item, type) and issubclass(item, msgspec.Struct)]
     ours = {(one.__module__, one.__name__) for one in classes}
     lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
-    more = [f"from {home} import {one}" for home, one in sorted(ours)]
+    names_in = {home: sorted(one for place, one in ours if place == home) for home, _ in sorted(ours)}
+    more = [f"from {home} import {', '.join(names)}" for home, names in names_in.items()]
     return [*lines, *(["", *more] if more else [])]
 
 

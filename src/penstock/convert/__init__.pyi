@@ -8,8 +8,9 @@ from penstock.convert.advantages import grpo as grpo
 from penstock.convert.advantages import leave_one_out as leave_one_out
 from penstock.convert.advantages import max_rl as max_rl
 from penstock.convert.advantages import raw_rewards as raw_rewards
-from penstock.convert.attached import attach as attach
 from penstock.convert.branches import to_samples as to_samples
+from penstock.convert.branching import RETOKENIZED as RETOKENIZED
+from penstock.convert.branching import branch_causes as branch_causes
 from penstock.convert.filters import AnyErrored as AnyErrored
 from penstock.convert.filters import Errored as Errored
 from penstock.convert.filters import Filter as Filter
@@ -19,9 +20,8 @@ from penstock.convert.filters import TooLong as TooLong
 from penstock.convert.filters import Truncated as Truncated
 from penstock.convert.filters import ZeroVariance as ZeroVariance
 from penstock.convert.filters import apply_filters as apply_filters
-from penstock.convert.forks import RETOKENIZED as RETOKENIZED
-from penstock.convert.forks import fork_causes as fork_causes
 from penstock.convert.groups import Group as Group
+from penstock.convert.groups import attach as attach
 from penstock.convert.groups import make_group as make_group
 from penstock.convert.groups import unique_id as unique_id
 from penstock.convert.json_group import JsonGroup as JsonGroup

@@ -1,4 +1,4 @@
-"""Advantages: what each rollout of a group was worth, compared with the others.
+"""Advantages: the value of each rollout of a group, compared with the others.
 
 An advantage function takes the rollouts of one group and returns one number each. A rollout that failed is not part of
 any baseline and gets 0; so does the only rollout of a group. The functions compose with small option objects:
@@ -7,7 +7,7 @@ any baseline and gets 0; so does the only rollout of a group. The functions comp
     grpo(rollouts, scale=Std())                  (r - mean(r)) / (std(r) + 1e-8), population std
     grpo(rollouts, shape=Efficiency())           correct and shorter than the average correct one counts for more
     grpo(rollouts, shape=LengthPenalty(output=0.1))   longer counts for less
-    partial(grpo, scale=Std())                   the same, as a function to hand over
+    partial(grpo, scale=Std())                   the same, as a function to pass on
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Advantage: TypeAlias = Callable[[Rollouts], Floats]
 Shape: TypeAlias = Callable[[Rollouts], Floats]
 """[n] rewards, changed by what the rollouts cost; sees scored rollouts only."""
 Scale: TypeAlias = Callable[[Floats], float]
-"""What to divide the differences by."""
+"""The number to divide the differences by."""
 
 
 def mean(rewards: Floats) -> Floats:
-    """The group's mean, as everyone's baseline."""
+    """Return the group's mean, as the baseline of every rollout."""
     return np.full(len(rewards), rewards.mean())
 
 
 def mean_of_others(rewards: Floats) -> Floats:
-    """For each rollout the mean of the others."""
+    """Return for each rollout the mean of the others."""
     others: Floats = (rewards.sum() - rewards) / (len(rewards) - 1)
     return others
 
@@ -103,13 +103,13 @@ def max_rl(rollouts: Rewards) -> Floats:
 
 
 def raw_rewards(rollouts: Rewards) -> Floats:
-    """The rewards themselves, without a baseline; 0 for a rollout that failed."""
+    """Return the rewards themselves, without a baseline; 0 for a rollout that failed."""
     group = Rollouts.of(rollouts)
     return np.where(group.scored, np.nan_to_num(group.rewards), 0.0)
 
 
 def by_agent(advantage: Advantage) -> Advantage:
-    """The same advantage, each agent's rollouts among themselves."""
+    """Apply an advantage to each agent's rollouts separately."""
 
     def split(rollouts: Rollouts) -> Floats:
         names = np.array(rollouts.agents, object)
@@ -133,7 +133,7 @@ class Efficiency:
     output: float = 1.0
     """Cost of a sampled token."""
     env: float = 1.0
-    """Cost of a token the environment answered with."""
+    """Cost of a token of the environment's answers."""
     turns: float = 0.0
     """Cost of a model call."""
 
@@ -174,15 +174,15 @@ class LengthPenalty:
 
 @dataclass(slots=True, kw_only=True)
 class RunningBaseline:
-    """`r - b`, where `b` is each agent's decaying average over all groups so far: works for groups of one.
+    """`r - b`, where `b` is each agent's decaying average over all groups so far. Works for groups of one.
 
-    Rollout by rollout: advantage `r - b`, then `b <- decay b + (1 - decay) r`. The one advantage with a memory; save
+    Rollout by rollout: advantage `r - b`, then `b <- decay b + (1 - decay) r`. The only advantage with state: save
     `averages` with your checkpoint.
     """
 
     decay: float = 0.95
     averages: dict[str, float] = field(default_factory=dict)
-    """Baseline by agent; 0 to begin with."""
+    """Baseline by agent; starts at 0."""
 
     def __call__(self, rollouts: Rollouts) -> Floats:
         out = np.zeros(len(rollouts))
@@ -195,10 +195,11 @@ class RunningBaseline:
 
 
 def _over_scored(source: Rewards, advantage: Callable[[Rollouts], Floats]) -> Floats:
-    """Apply to the rollouts that count; 0 for the others, and for the only one of its group."""
+    """Apply to the scored rollouts; 0 for the others, and for the only one of its group."""
     rollouts = Rollouts.of(source)
     rows = np.flatnonzero(rollouts.scored)
     out = np.zeros(len(rollouts))
+    # A single rollout is its own baseline: the difference is 0, and leave-one-out would divide by 0.
     if len(rows) > 1:
         out[rows] = advantage(rollouts.take(rows))
     if not np.isfinite(out).all():

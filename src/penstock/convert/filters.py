@@ -1,9 +1,9 @@
-"""Filters: which rollouts of a group are not worth training on, each with a reason that is counted.
+"""Filters drop rollouts that are not worth training on; each drop is counted under a reason.
 
-A filter marks rollouts to drop. It sees the numbers of all rollouts, and the tokens of each with `rollouts.tokens(i)`.
-It decides what is trained, not what a rollout was worth: advantages are computed over the whole group first. Filters
-apply in order, and a rollout counts under the first reason that drops it. A filter that judges the group as a whole
-(`ZeroVariance`, `AnyErrored`) marks all of it or nothing.
+A filter marks rollouts to drop. It sees the numbers of all rollouts, and the tokens of each through
+`rollouts.tokens(i)`. It decides what is trained, not what a rollout was worth: advantages are computed over all
+rollouts of the group first. Filters apply in order, and a rollout counts under the first reason that drops it. A filter
+that judges the group (`ZeroVariance`, `AnyErrored`) marks all of its rollouts or none.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class ZeroVariance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gibberish:
-    """Drops rollouts in which the model sampled a rare token by accident: id above a threshold, and less likely than
-    by a blind guess.
+    """Drops rollouts with a rare token that the model sampled by accident: its id is above a threshold, and it is less
+    likely than a blind guess.
 
-    Ids of a byte-pair vocabulary are in the order of merges, so high ids are rare tokens. A token counts when its id is
+    Ids of a byte-pair vocabulary are in the order of merges, so high ids are rare tokens. A token counts if its id is
     above `rare_above` and its log-probability below `-log(vocabulary) - offset`.
     """
 
@@ -101,18 +101,17 @@ class Gibberish:
         return _any_hit(self, rollouts)
 
     def first_hit(self, tokens: RolloutTokens) -> int | None:
-        """Which sampled token was the first to count, numbered over sampled tokens only; None if there is none."""
+        """Return the number of the first such token among the sampled tokens, or None."""
         unlikely = _logprobs(tokens, self.reason) < -math.log(self.vocabulary) - self.offset
         return _first(unlikely & (tokens.sampled_ids > self.rare_above))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Drops rollouts that went round in circles: `window` sampled tokens in a row, each with a probability above
-    `certain`.
+    """Drops rollouts that loop: `window` sampled tokens in a row, each with a probability above `certain`.
 
-    A model in a loop is sure of every token, however long the loop; texts that repeat are hard to find by comparing.
-    What the environment says in between does not end a run.
+    A model in a loop is certain of every token, however long the loop is. Repeated text is harder to find by comparing.
+    Tokens of the environment in between do not end a run.
     """
 
     window: int = 3_000
@@ -129,9 +128,11 @@ class Repetition:
         return _any_hit(self, rollouts)
 
     def first_hit(self, tokens: RolloutTokens) -> int | None:
-        """The sampled token with which a run became `window` long, numbered over sampled tokens only."""
+        """Return the number, among sampled tokens, of the token that completed a run of `window`, or None."""
         sure = _logprobs(tokens, self.reason) > math.log(self.certain)
         places = np.arange(len(sure))
+        # For each place, the last place that was not certain: sure 1 0 1 1 gives -1 1 1 1. The run up to a place is the
+        # difference: 1 0 1 2.
         ended = np.maximum.accumulate(np.where(sure, -1, places))
         return _first(places - ended >= self.window)
 
@@ -155,7 +156,7 @@ def _first(hits: NDArray[np.bool_]) -> int | None:
 
 
 def apply_filters(rollouts: Rollouts, filters: Iterable[Filter]) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """([n] True for rollouts that stay, how many each reason dropped).
+    """Return ([n] True for rollouts that stay, the number of rollouts dropped by each reason).
 
     >>> kept, reasons = apply_filters(Rollouts.of([1.0, 1.0]), [ZeroVariance()])
     >>> kept.tolist(), dict(reasons)

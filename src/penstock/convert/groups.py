@@ -1,7 +1,7 @@
-"""A group: the samples of one prompt's rollouts, with the rewards that say what each was worth.
+"""A group: the samples of one prompt's rollouts, with their rewards.
 
-The unit of replay: accepted, held, sampled and dropped as one, so that a baseline stays the baseline of the rollouts
-it was made of. Everything per rollout is filtered together; the numbers of dropped rollouts stay in `rollouts`, their
+The unit of replay: accepted, held, sampled and dropped as one, so that a baseline always belongs to the rollouts it was
+computed from. All per-rollout data is filtered together. The numbers of dropped rollouts stay in `rollouts`, their
 tokens do not.
 """
 
@@ -15,33 +15,32 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import NO_COLUMNS, Own, Sample, Values, check_text
+from penstock.arrays import NO_COLUMNS, TOKEN_COLUMNS, Own, Sample, Values, check_text
 from penstock.capture import Trajectory
 from penstock.convert.advantages import Advantage, grpo
-from penstock.convert.attached import attach
 from penstock.convert.branches import to_samples
+from penstock.convert.branching import branch_causes
 from penstock.convert.filters import Filter, apply_filters
-from penstock.convert.forks import fork_causes
 from penstock.convert.rollouts import Rollouts
-from penstock.errors import Conflict, InvalidInput
+from penstock.errors import Conflict, InvalidInput, UnknownKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The samples of one prompt. Built by `make_group`; empty when filters dropped every rollout."""
+    """The samples of one prompt. Built by `make_group`; empty if filters dropped every rollout."""
 
     id: str
-    """Unique: what the plane recognises it by."""
+    """Unique: the plane identifies the group by it."""
     samples: Sequence[Sample]
     """In rollout order; a tuple once built."""
     origins: NDArray[np.int64]
     """[samples] index of the rollout each sample came from."""
     rollouts: Rollouts
-    """Rewards and counts of all rollouts, those dropped included."""
+    """Rewards and counts of all rollouts, including dropped ones."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """How many rollouts each filter dropped."""
-    forks: Mapping[str, int] = field(default_factory=dict)
-    """How often its rollouts branched, by cause: see `penstock.convert.forks`."""
+    branches: Mapping[str, int] = field(default_factory=dict)
+    """How often its rollouts branched, by cause: see `penstock.convert.branching`."""
     unrouted: int = 0
     """Samples without routed experts although the server reported some: rows were missing."""
 
@@ -60,14 +59,14 @@ class Group:
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest version any of its tokens was sampled from: what staleness counts from. None = not known."""
+        """The oldest version that sampled any of its tokens, from which staleness counts. None = not known."""
         versions = [sample.policy_version for sample in self.samples]
         known = [version for version in versions if version is not None]
         return min(known) if known and len(known) == len(versions) else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples: what travels, and what a token budget counts."""
+        """Tokens of all samples: what is sent, and what a token budget counts."""
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
@@ -80,13 +79,13 @@ class Group:
         return self.rollouts.rewards
 
     def with_advantages(self, advantage: Advantage) -> Group:
-        """The group with advantages computed anew from its rewards: for replay under another rule."""
+        """Return the group with advantages recomputed from its rewards: for replay under another rule."""
         values = advantage(self.rollouts)
         samples = [s.replace(advantages=float(values[i])) for s, i in zip(self.samples, self.origins, strict=True)]
         return replace(self, samples=samples)
 
     def attach(self, name: str, values: Mapping[str, Values]) -> Group:
-        """The group with one more column on its samples, by sample id."""
+        """Return the group with one more column on its samples, by sample id."""
         return replace(self, samples=attach(self.samples, name, values))
 
     def __len__(self) -> int:
@@ -98,7 +97,7 @@ class Group:
 
 
 def unique_id(prompt: str) -> str:
-    """An id for one more group of a prompt: its name, shortened if need be, and 64 random bits.
+    """Return an id for one more group of a prompt: its name, shortened if necessary, and 64 random bits.
 
     >>> unique_id("17").startswith("17#")
     True
@@ -116,13 +115,13 @@ def make_group(
     filters: Iterable[Filter] = (),
     columns: Own = NO_COLUMNS,
 ) -> Group:
-    """The group of one prompt's rollouts.
+    """Build the group of one prompt's rollouts.
 
-    `id` is the group's own and unique; `prompt` is the prompt's name, which comes back as often as it is sampled.
-    Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same rollouts give
-    the same names. `advantage=None` leaves advantages as the turns have them (none, usually), as for sft and opd.
-    `policy_version` stands for every rollout that does not say its own. `columns` are what is declared of columns that
-    the turns have beside those that Penstock knows.
+    `id` is the group's own and unique; `prompt` is the prompt's name, which occurs again whenever the prompt is
+    sampled. Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same
+    rollouts give the same names. `advantage=None` leaves advantages as the turns have them (usually none), as for sft
+    and opd. `policy_version` applies to every rollout that has none of its own. `columns` declares the turns' columns
+    that Penstock does not know.
 
     >>> from penstock.capture import Turn
     >>> def rollout(reward):
@@ -135,6 +134,7 @@ def make_group(
     if not rows:
         raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
     rollouts = Rollouts.of(rows)
+    # Advantages first, filters second: a baseline covers all rollouts, including those that are not trained.
     values = None if advantage is None else _advantages(advantage, rollouts, rows, id)
     kept, reasons = apply_filters(rollouts, filters)
     samples: list[Sample] = []
@@ -160,7 +160,7 @@ def make_group(
         origins=np.array(origins, np.int64),
         rollouts=replace(rollouts, trajectories=()),
         dropped=dict(reasons),
-        forks=dict(sum((fork_causes(row) for row in rows), Counter())),
+        branches=dict(sum((branch_causes(row) for row in rows), Counter())),
         unrouted=unrouted,
     )
 
@@ -177,3 +177,32 @@ def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Traject
     if values.shape != (len(rollouts),):
         raise InvalidInput(f"group {name!r}: advantages of shape {values.shape} for {len(rollouts)} rollouts")
     return values
+
+
+def attach(samples: Iterable[Sample], name: str, values: Mapping[str, Values]) -> list[Sample]:
+    """Return the samples with one more column (teacher logprobs, advantages, weights, ...), matched by id, not
+    position.
+
+    Every sample must have a value and every value a sample. Lengths are checked as for any column.
+
+    >>> sample = Sample(id="17/0", token_ids=[1, 2, 3], loss_mask=[0, 1, 1])
+    >>> [scored] = attach([sample], "teacher_logprobs", {"17/0": [0.0, -0.5, -0.25]})
+    >>> scored["teacher_logprobs"].tolist(), "teacher_logprobs" in sample
+    ([0.0, -0.5, -0.25], False)
+    """
+    rows = list(samples)
+    known = {sample.id for sample in rows}
+    if name not in TOKEN_COLUMNS or name == "token_ids":
+        raise UnknownKey(f"attach: unknown column {name!r}; known are {', '.join(TOKEN_COLUMNS)}")
+    if len(known) != len(rows):
+        twice = Counter(sample.id for sample in rows).most_common(1)[0][0]
+        raise Conflict(f"attach {name}: two samples are named {twice!r}; ids must be unique to attach by them")
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise UnknownKey(f"attach {name}: {len(unknown)} ids of no sample, first {unknown[0]!r}; nothing was attached")
+    missing = [sample.id for sample in rows if sample.id not in values]
+    if missing:
+        raise InvalidInput(
+            f"attach {name}: no value for {len(missing)} of {len(rows)} samples, first {missing[0]!r}; none attached"
+        )
+    return [sample.replace(**{name: values[sample.id]}) for sample in rows]

@@ -1,10 +1,10 @@
-"""A group as JSON, for producers that have no Python: read into the trajectories that a Python producer would add.
+"""A group as JSON, for producers without Python, read into the trajectories that a Python producer would add.
 
     {"prompt": "17", "rollouts": [{"reward": 1.0, "turns": [{"token_ids": [5, 6]},
                                                             {"token_ids": [7], "logprobs": [-0.5]}]}, ...]}
 
-Fields are named and mean what they do in `Trajectory` and `Turn`; docs/integrations/http.md lists them. One that nobody
-knows is an error. What is wrong is named by its place: `rollouts[3].turns[1].token_ids[0]`.
+Fields are named and mean what they do in `Trajectory` and `Turn`; docs/integrations/http.md lists them. An unknown
+field is an error. Errors name the place: `rollouts[3].turns[1].token_ids[0]`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JsonTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonRollout(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One rollout: its turns and what became of it."""
+    """One rollout: its turns and its outcome."""
 
     turns: list[JsonTurn]
     parents: Annotated[
@@ -94,7 +94,7 @@ class JsonGroup(_Head, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Sealed(_Head, kw_only=True, forbid_unknown_fields=True):
-    """The same, its rollouts not read yet: each is read by itself, so that other threads get their turn in between."""
+    """The same, with rollouts not parsed yet: each is parsed separately, so that other threads run in between."""
 
     rollouts: Annotated[list[msgspec.Raw], Meta(min_length=1)]
 
@@ -103,7 +103,8 @@ _HEADS, _ROLLOUTS = msgspec.json.Decoder(_Sealed), msgspec.json.Decoder(JsonRoll
 
 
 def read_json_group(text: bytes, columns: Callable[[], Own] = lambda: NO_COLUMNS) -> tuple[Group, bool]:
-    """The group, and whether it is for evaluation. `columns` gives those that the plane was told of; asked if needed.
+    """Return the group, and whether it is for evaluation. `columns` returns the plane's declared columns; called if
+    needed.
 
     >>> group, evaluation = read_json_group(b'{"prompt": "17", "id": "17#a", "advantage": null, "rollouts": '
     ...                                     b'[{"turns": [{"token_ids": [5]}, {"token_ids": [6], "sampled": true}]}]}')
@@ -138,7 +139,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], text: bytes | msgspec.Raw, where
 
 
 def _plain(what: str) -> str:
-    """msgspec's words in ours.
+    """Rephrase msgspec's error messages.
 
     >>> _plain("Expected `int`, got `str`"), _plain("Object contains unknown field `rewrad`")
     ('str; must be int', "unknown field 'rewrad'")

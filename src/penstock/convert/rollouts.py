@@ -1,4 +1,4 @@
-"""The numbers of a group's rollouts, one array per number, and their tokens for filters that look at tokens."""
+"""The numbers of a group's rollouts, one array per number, and their tokens for filters that need them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RolloutTokens:
 
     @staticmethod
     def of(trajectory: Trajectory) -> RolloutTokens:
-        said = [turn.logprobs for turn in trajectory.turns if turn.num_sampled]
-        known = [values for values in said if values is not None]
+        recorded = [turn.logprobs for turn in trajectory.turns if turn.num_sampled]
+        known = [values for values in recorded if values is not None]
         return RolloutTokens(
             token_ids=np.concatenate([turn.token_ids for turn in trajectory.turns]),
             mask=np.concatenate([turn.sampled_mask for turn in trajectory.turns]),
-            logprobs=np.concatenate([np.zeros(0, np.float32), *known]) if len(known) == len(said) else None,
+            logprobs=np.concatenate([np.zeros(0, np.float32), *known]) if len(known) == len(recorded) else None,
         )
 
     @property
@@ -60,19 +60,21 @@ class Rollouts:
     input_tokens: NDArray[np.int64]
     """[n] all other tokens."""
     env_tokens: NDArray[np.int64]
-    """[n] those of the input that came after the model first spoke."""
+    """[n] input tokens that came after the model's first turn."""
     turns: NDArray[np.int64]
     """[n] model calls."""
     longest: NDArray[np.int64]
     """[n] tokens of the longest sample."""
     agents: tuple[str, ...]
-    """[n] who acted."""
+    """[n] the acting agent."""
     trajectories: tuple[Trajectory, ...] = ()
-    """[n] where filters look; empty where only rewards are known, and in a group, which keeps no tokens twice."""
+    """[n] for filters that look at tokens. Empty where only rewards are known, and in a group, which stores no tokens
+    twice.
+    """
 
     @staticmethod
     def of(source: Rollouts | Sequence[float] | NDArray[Any] | Iterable[Trajectory]) -> Rollouts:
-        """From trajectories, or from rewards alone (then every count is 0)."""
+        """Build from trajectories, or from rewards alone (then every count is 0)."""
         if isinstance(source, Rollouts):
             return source
         items = list(source)
@@ -99,11 +101,11 @@ class Rollouts:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] rollouts that finished and have a reward: the ones a baseline is made of."""
+        """[n] rollouts that finished and have a reward: a baseline is computed from these."""
         return ~self.errored & ~np.isnan(self.rewards)
 
     def take(self, rows: NDArray[Any]) -> Rollouts:
-        """The chosen rollouts (indices or a mask), in that order."""
+        """Return the chosen rollouts (indices or a mask), in that order."""
         chosen = np.arange(len(self))[rows]
 
         def of(values: Any) -> Any:
@@ -112,7 +114,7 @@ class Rollouts:
         return Rollouts(**{f.name: of(getattr(self, f.name)) for f in fields(self)})
 
     def tokens(self, i: int) -> RolloutTokens:
-        """The tokens of rollout `i`, gathered when asked for."""
+        """Return the tokens of rollout `i`, gathered on demand."""
         if not self.trajectories:
             raise InvalidInput("rollouts: made of rewards, without tokens; give trajectories to filters of tokens")
         return RolloutTokens.of(self.trajectories[i])

@@ -1,9 +1,9 @@
-"""Samples of many frames, straight from ranges of their bytes into columns.
+"""Build samples of many frames straight from ranges of their bytes.
 
     frame A   samples 0 1 2 3        picks  A: 0 2   B: 1        columns of   A0 A2 B1
     frame B   samples 0 1 2
 
-The result is that of `decode(gather(...))` for the same picks, bit for bit. No frame is made in between: each value is
+The result equals `decode(gather(...))` for the same picks, bit for bit. No frame is built in between: each value is
 copied once, from where it was read to its place in the column. Large rows of plain bytes (routed experts) are not
 copied at all: such a column is `Pieced`, views of the bytes that were read.
 """
@@ -40,22 +40,21 @@ from penstock.frames.reading import check_values
 RangePicks: TypeAlias = Sequence[tuple[RangedFrame, Sequence[int] | NDArray[np.integer], Fetch]]
 """Which samples of which frames, in order, and where the bytes of each frame come from."""
 LARGE_COLUMN = 4 << 20
-"""Columns from this size on are kept in `StepMemory`."""
+"""Columns of at least this size use `StepMemory`."""
 
 
 class StepMemory:
     """Buffers for large columns, reused from step to step.
 
-    New memory must be cleared by the kernel, which for 400 MB takes longer than reading and copying them. So keep one
-    of these for the life of a rank. The samples of a step are overwritten when the next step is assembled: copy what
-    must live longer.
+    The kernel must clear new memory, which for 400 MB takes longer than reading and copying them. So keep one of these
+    for the life of a rank. The next step overwrites the samples of this one: copy what must live longer.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def take(self, name: str, size: int) -> NDArray[np.uint8]:
-        """`size` bytes for a column of this name; the same memory as before where it is large enough."""
+        """Return `size` bytes for a column of this name: the same memory as before if it is large enough."""
         have = self._buffers.get(name)
         if have is None or len(have) < size:
             self._buffers.pop(name, None)  # free the smaller one first
@@ -83,7 +82,7 @@ class _Pick:
         return np.array(self.rows, np.intp)
 
     def lengths(self, name: str) -> NDArray[np.int64]:
-        """[rows] tokens, or one number, that each sample has of a column."""
+        """Return [rows], the values that each sample has of a column: one per token, or one number."""
         if name in self.frame.columns:
             return self.frame.columns[name].lengths[self.index]
         if name in self.frame.head.columns:
@@ -91,7 +90,7 @@ class _Pick:
         return np.zeros(len(self.rows), np.int64)
 
     def kind(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """dtype and trailing shape of a column; None where the frame lacks it."""
+        """Return dtype and trailing shape of a column, or None where the frame lacks it."""
         if name in self.frame.columns:
             part = self.frame.columns[name].part
             return part.dtype, part.shape
@@ -100,7 +99,7 @@ class _Pick:
 
 
 def assemble(picks: RangePicks, *, memory: StepMemory | None = None) -> Samples:
-    """The picked samples. CorruptFrame where bytes are not what the front says, or hold a value that cannot be.
+    """Return the picked samples. Raises CorruptFrame where the bytes contradict the front or hold an invalid value.
 
     >>> import penstock as ps
     >>> from penstock.frames.ranges import Pieces
@@ -137,7 +136,8 @@ class _Assembly:
 
     def samples(self) -> Samples:
         own = joined_own((pick.frame.head.own for pick in self._picks), "assemble")
-        for name in table_with(own):  # token ids and mask come first
+        # Table order: the loss mask must be there before the columns that are sparse by it.
+        for name in table_with(own):
             kinds = {kind for pick in self._picks if (kind := pick.kind(name)) is not None}
             if kinds:
                 check_kinds(name, kinds)
@@ -162,6 +162,7 @@ class _Assembly:
 
     def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ragged:
         lengths = [pick.lengths(name) for pick in self._picks]
+        # Where each pick's values begin in the output column: picks with 5, 0 and 3 values have edges [0, 5, 5, 8].
         edges = offsets_of([int(own.sum()) for own in lengths]).tolist()
         if any(name in pick.frame.columns and pick.frame.columns[name].counts is not None for pick in self._picks):
             return Ragged(self._lists(name, dtype), self._shared(np.concatenate(lengths)))
@@ -173,11 +174,11 @@ class _Assembly:
         return Ragged(out, self._shared(np.concatenate(lengths)))
 
     def _is_raw(self, name: str) -> bool:
-        """Whether every sample has the column per token, as plain bytes."""
+        """Return whether every sample has the column per token, as plain bytes."""
         return all(name in pick.frame.columns and pick.frame.columns[name].is_raw for pick in self._picks)
 
     def _pieced(self, name: str) -> Pieced:
-        """The rows as they were read: views of the fetched bytes, a shared prefix once."""
+        """Return the rows as they were read: views of the fetched bytes, with a shared prefix once."""
         rows = [row for pick in self._picks for row in pick.frame.columns[name].row_pieces(pick.rows, pick.fetch)]
         return Pieced(rows, self._offsets)
 
@@ -200,8 +201,11 @@ class _Assembly:
         return Ragged(out, offsets_of(np.concatenate([lists.lengths for lists in found])))
 
     def _mask(self, k: int, pick: _Pick) -> MaskRuns:
-        """The loss mask of one pick, with as many trained tokens in each sample as its head says."""
+        """Return the loss mask of one pick, after checking that each sample has as many trained tokens as its head
+        says.
+        """
         if k not in self._masks:
+            # Check here, before the mask decides where sparse values go. `check_values` would be too late.
             mask = MaskRuns.of(self._columns["loss_mask"].values[pick.begin : pick.end])
             edges = offsets_of(pick.frame.head.lengths[pick.index])
             if not np.array_equal(np.diff(mask.count_before(edges)), pick.frame.head.loss_tokens[pick.index]):
@@ -210,7 +214,7 @@ class _Assembly:
         return self._masks[k]
 
     def _shared(self, lengths: NDArray[np.int64]) -> Offsets:
-        """Row starts; the samples' own where every sample has the column per token, as `decode` shares them."""
+        """Return row starts; the samples' own where every sample has the column per token, as `decode` shares them."""
         return self._offsets if np.array_equal(lengths, self._lengths) else offsets_of(lengths)
 
     def _empty(self, name: str, count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

@@ -1,28 +1,31 @@
-"""Lossless codings of one array, and the choice of the cheapest for its content.
+"""Lossless codings of one array, and the choice of the cheapest one for its content.
 
-    0 raw       the bytes as they are
+    0 raw       the bytes unchanged
     1 constant  one value
     2 runs      lengths and values of runs of equal bits (a mask needs no values: they alternate)
     3 narrow    unsigned integers in as many bits as the largest needs (arrays/bits.py)
     4 sparse    only the values on trained tokens; all others are zero bits
-    5 planes    byte planes, each compressed or left alone (arrays/byte_planes.py)
-    6 packed    `narrow`, each plane compressed or left alone
-    7 deltas    lists that ascend: the first value of each list, then by how much each is larger than the one before
+    5 planes    byte planes, each compressed with zstd if that is shorter (arrays/bits.py)
+    6 packed    `narrow`, each plane compressed if that is shorter
+    7 deltas    ascending lists: the first value of each list, then the difference to the value before
     8 flat      rows of a column with trailing dimensions, end to end as one array in a coding of its own
 
-The `fast` profile uses 0-4 and 8, which run at memory speed; `small` adds 5 to 7. Every writer here has its
-reader beside it; readers check sizes against counts before they allocate.
+The `fast` profile uses 0-4 and 8, which run at memory speed; `small` adds 5 to 7. Each writer has its reader in this
+module. Readers check sizes against counts before they allocate.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from penstock.arrays import (
@@ -47,20 +50,19 @@ from penstock.arrays import (
     width_of,
 )
 from penstock.errors import CorruptFrame
-from penstock.frames.compress import compress, decompress
 from penstock.frames.layout import ALIGN, Block, Buffer
 
 Profile: TypeAlias = Literal["fast", "small"]
 RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
 FEW = 64
-"""Numbers that are coded without numpy."""
+"""Arrays of up to this many numbers are coded without numpy."""
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
 _OCTETS = (RAW, CONSTANT, PLANES)
-"""Codings whose bytes become values as they are: bools among them are read as bytes first."""
+"""Codings whose bytes become values directly. Bools in them are read as bytes first."""
 
 
 class Writer:
-    """Collects a section's pieces in the order in which a `Reader` will meet them."""
+    """Collects a section's buffers in the order in which a `Reader` reads them."""
 
     def __init__(self, profile: Profile, *, align: bool) -> None:
         self.pieces: list[Buffer] = []
@@ -68,7 +70,7 @@ class Writer:
         self.align = align
 
     def add(self, *buffers: Array | bytes) -> tuple[int, ...]:
-        """Append buffers; returns their sizes, which only compressed ones need to record."""
+        """Append buffers and return their sizes. Only compressed buffers need to record them."""
         views = [b if isinstance(b, bytes) else _octets(b) for b in buffers]
         for view in views:
             self.pieces.append(view)
@@ -80,12 +82,12 @@ class Writer:
             self.pieces.append(bytes(-size % ALIGN))
 
     def plain(self, coding: int, arg: int, *arrays: Array | bytes) -> Block:
-        """A block whose buffer sizes follow from its coding and count."""
+        """Write a block whose buffer sizes follow from its coding and count."""
         self.add(*arrays)
         return Block(coding, arg)
 
     def write(self, values: Array, trained: MaskRuns | None = None) -> Block:
-        """Write a one-dimensional array in its cheapest coding; `trained` is the mask aligned with it."""
+        """Write a one-dimensional array in its cheapest coding. `trained` is the loss mask aligned with it."""
         if len(values) == 0:
             return self.plain(RAW, 0, values)
         if len(values) <= FEW and values.dtype.kind in "ui" and values.itemsize > 1:
@@ -105,8 +107,9 @@ class Writer:
         return self._integers(values)
 
     def _few(self, values: Array) -> Block | None:
-        """`write` for the few whole numbers of a head, one per sample: the same bytes without a dozen calls of numpy
-        each. None where runs, or numbers beyond 32 bits, are to be looked at."""
+        """Do what `write` does for the few integers of a head, one per sample: the same bytes without a dozen numpy
+        calls. Returns None where run-length coding or numbers beyond 32 bits have to be considered.
+        """
         flat: list[int] = values.tolist()
         count, largest = len(flat), max(flat)
         if count > 1 and flat.count(flat[0]) == count:
@@ -117,6 +120,7 @@ class Writer:
             return None
         width = width_of(largest)
         low, high = planes_of(width)
+        # The high plane as one big integer, first value in the lowest bits: values 1, 3, 2 of 2 bits are 0b_10_11_01.
         packed = 0
         for i, value in enumerate(flat if high else ()):
             packed |= (value >> low) << (i * high)
@@ -124,7 +128,7 @@ class Writer:
         return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-count * high // 8), "little"))
 
     def write_number(self, value: int) -> Block:
-        """`write` for one number below 2**32, without arrays."""
+        """Write one number below 2**32 like `write`, without arrays."""
         width = width_of(value)
         low, high = planes_of(width)
         self.add((value % (1 << low)).to_bytes(low // 8, "little"), (value >> low).to_bytes(-(-high // 8), "little"))
@@ -134,7 +138,7 @@ class Writer:
         first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
         if self.small or trained.is_choppy or has_few_runs(first):
             return self.write(trained.take(values))
-        # Log-probabilities come here: the pieces go into the frame as they lie, without a copy in between.
+        # The path of log-probabilities: the runs go into the frame as views, without a copy in between.
         self.pieces.extend(_octets(values[a:b]) for a, b in trained.on)
         self._pad(trained.count() * values.dtype.itemsize)
         return Block(RAW)
@@ -144,6 +148,8 @@ class Writer:
         if len(starts) == 1:
             return self.plain(CONSTANT, 0, values[:1])
         alternating = values.dtype == np.bool_
+        # A run costs about 16 bits for its length, plus its value unless values alternate. Without runs, a value costs
+        # 1 bit for bools and at most 16 bits narrow. So 30,000 mask tokens in 2 runs cost 32 bits against 30,000.
         bits_per_run = 16 + (0 if alternating else 8 * values.dtype.itemsize)
         if len(starts) * bits_per_run >= len(values) * (1 if alternating else 8 * min(values.dtype.itemsize, 2)):
             return None
@@ -162,12 +168,13 @@ class Writer:
         width = width_of(int(values.max()) if largest is None else largest)
         planes = pack_uints(values, width)
         if self.small and len(values) > 64:
+            # Below 64 values the zstd header costs more than it saves.
             return Block(PACKED, width, self.add(*(compress(plane, level=3) for plane in planes)))
         return self.plain(NARROW, width, *planes)
 
     def _raw(self, values: Array) -> Block:
         if self.small and len(values) > 64:
-            # Level 1, not 3: on mantissa bytes the higher level's match search only finds noise.
+            # Level 1, not 3: mantissa bytes are noise, so the longer match search of level 3 finds nothing.
             return Block(PLANES, 0, self.add(*(compress(plane, level=1) for plane in split_bytes(values))))
         return self.plain(RAW, 0, values)
 
@@ -181,16 +188,19 @@ class Writer:
         return Block(RAW)
 
     def write_row_pieces(self, pieces: Sequence[Array]) -> Block:
-        """`write_rows` of the pieces end to end, without joining them, where rows are not wide and not compressed."""
+        """Do what `write_rows` does for the pieces end to end, without joining them. For rows that are neither wide nor
+        compressed.
+        """
         bits = [bit_view(piece) for piece in pieces]
-        if not any(one[:1].any() or one.any() for one in bits):  # the first row nearly always tells
+        # All zeros is one constant. The first row nearly always decides, before the pass over the rest.
+        if not any(one[:1].any() or one.any() for one in bits):
             first = next((piece for piece in pieces if piece.size), None)
             if first is not None:
                 return self.plain(CONSTANT, 0, first.reshape(-1)[:1])
         return self.write_pieces(pieces)
 
     def write_lists(self, lists: Ragged, trained: MaskRuns | None = None) -> tuple[Block, Block]:
-        """Write one list per token: how many values each has, then the values; `trained` as for `write`."""
+        """Write one list per token: the number of values in each, then the values. `trained` as for `write`."""
         counts = lists.lengths.astype(np.uint32)
         if len(counts) and trained is not None and trained.has_off and trained.is_zero_off(counts):
             first = Block(SPARSE, trained.count(), (), (self.write(trained.take(counts)),))
@@ -203,8 +213,9 @@ class Writer:
         return first, self.write(lists.values)
 
     def write_rows(self, values: Array, trained: MaskRuns | None = None) -> Block:
-        """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`; `trained` as for
-        `write`."""
+        """Write an array with trailing dimensions, [N, ...]: constant or raw, transposed for `small`. `trained` as for
+        `write`.
+        """
         flat = values.reshape(len(values), math.prod(values.shape[1:]))
         if flat.size and not bit_view(flat.reshape(-1)).any():
             return self.plain(CONSTANT, 0, flat[0, :1])
@@ -213,19 +224,21 @@ class Writer:
                 return Block(SPARSE, trained.count(), (), (self.write_rows(trained.take(flat)),))
             return Block(FLAT, 0, (), (self.write(flat.reshape(-1)),))
         if self.small and flat.size > 64:
+            # Transposed, all values of one layer and choice are adjacent. They repeat along the tokens, which zstd
+            # finds.
             return Block(PLANES, 0, self.add(compress(np.ascontiguousarray(flat.T), level=1)))
         return self.plain(RAW, 0, values)
 
 
 class Reader:
-    """Walks a section's buffers in the order they were written, checking every size."""
+    """Reads a section's buffers in the order they were written, and checks every size."""
 
     def __init__(self, section: memoryview, *, align: bool) -> None:
         self.section = section
         self.at = 0
         self.align = align
         self.used: Counter[str] = Counter()
-        """Bytes taken so far, by what they were for."""
+        """Bytes read so far, by purpose."""
 
     def bytes(self, size: int, what: str) -> memoryview:
         end = self.at + size
@@ -237,12 +250,12 @@ class Reader:
         return view
 
     def finish(self, what: str) -> None:
-        """The section must be used up, but for the padding that aligns what follows."""
+        """Check that the section is used up, except for the padding that aligns the next one."""
         if len(self.section) - self.at >= ALIGN or any(self.section[self.at :]):
             raise CorruptFrame(f"{what}: {len(self.section) - self.at} bytes left over")
 
     def read(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns | None = None) -> Array:
-        """The one-dimensional array of `count` values that was written as `block`."""
+        """Read the one-dimensional array of `count` values that was written as `block`."""
         if dtype == np.bool_ and block.coding in _OCTETS:
             octets = self.read(block, np.dtype("|u1"), count, what)
             return octets.astype(np.bool_)  # a bool made of any other byte than 0 and 1 is undefined
@@ -262,7 +275,7 @@ class Reader:
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
     def read_number(self, block: Block, what: str) -> int:
-        """`read` for one number below 2**32."""
+        """Do what `read` does for one number below 2**32."""
         if block.coding != NARROW or block.arg not in WIDTHS:
             return int(self.read(block, np.dtype("<u4"), 1, what)[0])
         low, high = planes_of(block.arg)
@@ -278,7 +291,7 @@ class Reader:
         what: str,
         trained: MaskRuns | None = None,
     ) -> Array:
-        """The [count, *shape] array that `write_rows` wrote."""
+        """Read the [count, *shape] array that `write_rows` wrote."""
         if dtype == np.bool_ and block.coding in _OCTETS:
             return self.read_rows(block, np.dtype("|u1"), count, shape, what).astype(np.bool_)
         size = math.prod(shape)
@@ -299,7 +312,7 @@ class Reader:
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
     def read_lists(self, block: Block, dtype: np.dtype[Any], counts: NDArray[np.uint32], what: str) -> Ragged:
-        """The lists of these lengths whose values were written as `block`; the caller has bounded their sum."""
+        """Read lists of these lengths whose values were written as `block`. The caller has bounded their sum."""
         offsets = offsets_of(counts)
         total = int(offsets[-1])
         if block.coding != DELTAS:
@@ -317,10 +330,12 @@ class Reader:
         if block.parts[0].coding not in (NARROW, PACKED):
             raise CorruptFrame(f"{what}: run lengths in coding {block.parts[0].coding}")
         lengths = self.read(block.parts[0], np.dtype("<u4"), runs, what)
+        # Sum in int64: lengths are uint32, and a hostile frame could make their sum wrap around to `count`.
         if int(lengths.sum(dtype=np.int64)) != count:
             raise CorruptFrame(f"{what}: runs add up to {int(lengths.sum(dtype=np.int64))} of {count} values")
         if alternating:
             first = bit_view(values)[0]
+            # Only the first value is stored; runs alternate. Runs 0 1 2 with first True are True False True.
             values = ((np.arange(runs) + (first != 0)) % 2).astype(np.bool_)
         return decode_runs(values, lengths)
 
@@ -351,7 +366,7 @@ class Reader:
 
 
 def from_uints(values: NDArray[np.uint32], dtype: np.dtype[Any], what: str) -> Array:
-    """Unpacked values in the dtype of their column."""
+    """Convert unpacked values to the dtype of their column."""
     if dtype == np.bool_:
         return values.astype(np.bool_)
     if dtype.itemsize < 4 and len(values) and int(values.max()) > np.iinfo(dtype).max:
@@ -360,7 +375,7 @@ def from_uints(values: NDArray[np.uint32], dtype: np.dtype[Any], what: str) -> A
 
 
 def is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether rows are numbers to be coded; those of one or two bytes (routed experts) are copied as they lie."""
+    """Return whether the numbers of rows are coded. Those of one or two bytes (routed experts) are copied unchanged."""
     return dtype.itemsize >= 4
 
 
@@ -371,3 +386,38 @@ def _check_sparse(block: Block, count: int, what: str, trained: MaskRuns) -> Non
 
 def _octets(array: Array) -> Buffer:
     return np.ascontiguousarray(array).data.cast("B") if array.size else b""  # an empty view cannot be cast
+
+
+class _Local(threading.local):
+    """zstd contexts per thread: expensive to make, and not safe to share between threads."""
+
+    def __init__(self) -> None:
+        self.compressor = cache(lambda level: zstandard.ZstdCompressor(level=level))
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_LOCAL = _Local()
+
+
+def compress(plane: NDArray[np.uint8], *, level: int) -> bytes:
+    """Compress a plane with zstd, or return it unchanged if that is not shorter. The length tells which."""
+    raw = plane.tobytes()
+    packed: bytes = _LOCAL.compressor(level).compress(raw)
+    return packed if len(packed) < len(raw) else raw
+
+
+def decompress(data: memoryview, size: int, what: str) -> Buffer:
+    """Return the `size` bytes that were passed to `compress`.
+
+    zstandard allocates what the compressed data *claims* to hold, regardless of the limit it is given. So the claim is
+    compared first: a decompression bomb costs nothing.
+    """
+    if len(data) == size:
+        return data
+    try:
+        says = zstandard.frame_content_size(data)
+        if says != size:
+            raise CorruptFrame(f"{what}: compressed data says it holds {says} bytes where {size} are needed")
+        return _LOCAL.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CorruptFrame(f"{what}: {error}") from None

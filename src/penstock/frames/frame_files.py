@@ -1,7 +1,7 @@
-"""A `.penstock` file: frames end to end, one for each group, read one at a time and never beyond the reader's limits.
+"""A `.penstock` file: frames end to end, one per group, read one at a time within the reader's limits.
 
-A frame says in its first 48 bytes how long it is, so a file needs no index, a pipe can be read as well as a disk, and
-files are joined with `cat`. Sizes are compared with the limits before memory is taken for them.
+The first 48 bytes of a frame contain its length. So a file needs no index, a pipe can be read like a disk file, and
+files are joined with `cat`. Sizes are compared with the limits before memory is allocated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.frames.reading import decode
 from penstock.frames.writing import encode
 
 FRAME_SAMPLES = 1024
-"""So many samples are in one frame at most; a group of more is continued in the next one."""
+"""Most samples in one frame. A larger group continues in the next frame."""
 _CHUNK = 1 << 20
 
 
 def write_frames(file: BinaryIO, samples: Iterable[Sample], *, profile: Profile = "small") -> int:
-    """Write samples as they come, a frame for each run of samples of one group; says how many frames.
+    """Write samples as they come, one frame per run of samples of one group. Returns the number of frames.
 
     >>> import io
     >>> file = io.BytesIO()
@@ -42,7 +42,7 @@ def write_frames(file: BinaryIO, samples: Iterable[Sample], *, profile: Profile 
 
 
 def by_group(samples: Iterable[Sample], *, most: int | None = None) -> Iterator[list[Sample]]:
-    """Runs of samples that have one group, and columns that can stand in one frame; `most` bounds a run."""
+    """Split samples into runs of one group whose columns fit into one frame. `most` bounds a run."""
     batch: list[Sample] = []
     forms: dict[str, Any] = {}
     for sample in samples:
@@ -58,7 +58,9 @@ def by_group(samples: Iterable[Sample], *, most: int | None = None) -> Iterator[
 
 
 def _forms(sample: Sample) -> dict[str, Any]:
-    """What the samples of one frame must agree on, by column: the trailing shape, what is declared of an own one."""
+    """Return what the samples of one frame must agree on, by column: the trailing shape, and own columns'
+    declarations.
+    """
     shapes = {
         name: cells.shape[1:]
         for name, cells in sample.columns.items()
@@ -68,11 +70,11 @@ def _forms(sample: Sample) -> dict[str, Any]:
 
 
 def _described(sample: Sample, name: str) -> str:
-    return repr(sample.own[name].described()) if name in sample.own else ""  # text, in which NaN is like NaN
+    return repr(sample.own[name].described()) if name in sample.own else ""  # as text, because NaN != NaN
 
 
 def read_frames(file: BinaryIO, *, name: str = "file", limits: Limits = DEFAULT_LIMITS) -> Iterator[Samples]:
-    """The frames of a file, one at a time; CorruptFrame names the frame that cannot be read, from 0 up."""
+    """Read the frames of a file, one at a time. CorruptFrame names the bad frame by its number, from 0."""
     for number, data in enumerate(raw_frames(file, name=name, limits=limits)):
         try:
             yield decode(data, limits=limits)
@@ -81,7 +83,7 @@ def read_frames(file: BinaryIO, *, name: str = "file", limits: Limits = DEFAULT_
 
 
 def raw_frames(file: BinaryIO, *, name: str = "file", limits: Limits = DEFAULT_LIMITS) -> Iterator[bytes]:
-    """The frames of a file as bytes, each of the length that its prefix says; nothing else of them is checked."""
+    """Read the frames of a file as bytes, each of the length in its prefix. Nothing else is checked."""
     number = 0
     while prefix := _read(file, PREFIX_SIZE):
         try:
@@ -102,7 +104,7 @@ def raw_frames(file: BinaryIO, *, name: str = "file", limits: Limits = DEFAULT_L
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
-    """Up to so many bytes, in parts: a size that is a lie takes no memory, and a pipe gives what it has."""
+    """Read up to `size` bytes, in parts: a false size allocates no memory, and a pipe may return less at a time."""
     parts: list[bytes] = []
     while size > 0 and (part := file.read(min(size, _CHUNK))):
         parts.append(part)

@@ -1,17 +1,22 @@
-"""A frame's head: lengths, ids, groups, versions and whatever else was given once per sample.
+"""A frame's head: lengths, ids, groups, versions and all else that is given once per sample.
 
-Nothing in it is believed: counts are compared with the reader's limits before anything is allocated, sizes
-before they are used, values after they are read. What a planner needs is all here, in front of the body.
+Nothing in it is trusted: counts are compared with the reader's limits before anything is allocated, sizes before they
+are used, values after they are read. Everything a planner needs is here, before the body.
+
+The *front* is prefix, header and head: all that is needed to read samples of the frame by range. For a group of sixteen
+samples it takes about half a kilobyte. It travels with the group's metadata, so a reader needs only one round trip to
+the storage.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from penstock.arrays import (
@@ -35,13 +40,25 @@ from penstock.arrays import (
 )
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 from penstock.frames.codings import CONSTANT, Reader
-from penstock.frames.layout import TEXTS, Block, Buffer, ColumnBlock, Header, Sections, TextBlock, parse_header, split
+from penstock.frames.layout import (
+    PREFIX_SIZE,
+    TEXTS,
+    Block,
+    Buffer,
+    ColumnBlock,
+    Header,
+    Sections,
+    TextBlock,
+    parse_header,
+    read_sizes,
+    split,
+)
 from penstock.frames.prefixes import Prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a decoder is willing to unfold; a frame that says more is refused before anything is allocated."""
+    """What a decoder accepts. A frame that claims more is rejected before anything is allocated."""
 
     max_samples: int = 1 << 20
     max_tokens: int = 1 << 28
@@ -51,7 +68,7 @@ class Limits:
 
 DEFAULT_LIMITS = Limits()
 ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
-"""For a step: the plane made it as large as it was told to, and each of its groups was checked."""
+"""For a step: the plane built it, and each of its groups was checked before."""
 _U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
 
 
@@ -74,9 +91,9 @@ class Head:
     """For body columns that not all samples have per token: 0 absent, 1 one number, 2 per token."""
     prefixes: Prefixes | None
     own: Own
-    """What the header says of columns that are not of the table."""
+    """Declarations in the header of columns that are not in the table."""
     table: Mapping[str, Column]
-    """The columns along tokens that there may be, in order."""
+    """The possible columns along tokens, in order."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -87,7 +104,7 @@ class Head:
 
 
 def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
-    """Lengths, ids and accounting of a frame, without its body.
+    """Read lengths, ids and accounting of a frame, without its body.
 
     >>> import penstock as ps
     >>> head = read_head(ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1])]))
@@ -99,7 +116,7 @@ def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
 
 
 def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
-    """The head of a frame that was split, and how many bytes each part of it takes."""
+    """Return the head of a frame that was split, and the number of bytes of each part of it."""
     header = parse_header(sections.header)
     _check_limits(header, limits)
     _check_names(header)
@@ -111,7 +128,8 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
     _check_text(text)
     for name in TEXT_COLUMNS.keys() - text.keys():
         text[name] = ("",) * len(lengths)
-    head = Head(  # the reads stand in the order of the file
+    # Keyword arguments are evaluated in this order, which must be the order of the file: each read moves the reader.
+    head = Head(
         header=header,
         lengths=lengths,
         loss_tokens=loss_tokens,
@@ -129,7 +147,7 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
 
 
 def _check_limits(header: Header, limits: Limits) -> None:
-    """Refuse before allocating: counts within limits, and all columns together within the byte limit."""
+    """Check counts and the total size of all columns against the limits, before anything is allocated."""
     if not 0 <= header.num_samples <= limits.max_samples or not 0 <= header.num_tokens <= limits.max_tokens:
         raise CorruptFrame(
             f"frame: says {header.num_samples} samples, {header.num_tokens} tokens; "
@@ -141,6 +159,7 @@ def _check_limits(header: Header, limits: Limits) -> None:
     for spec in (*header.head_columns, *header.body_columns):
         if len(spec.trailing) > 2 or any(not 0 < size < MAX_EXTENT for size in spec.trailing):
             raise CorruptFrame(f"{spec.name}: trailing shape {spec.trailing[:4]}")
+        # The widest dtype has 8 bytes per value. This is an upper bound; exact sizes are checked when a column is read.
         size = 8
         for extent in spec.trailing:
             size *= extent
@@ -157,7 +176,7 @@ def _check_limits(header: Header, limits: Limits) -> None:
 
 
 def _check_items(spec: ColumnBlock, num_samples: int) -> None:
-    """Items per sample, where the frame has them, add up to the items of the column."""
+    """Check that the items per sample, where given, add up to the items of the column."""
     if spec.items is None:
         return
     if spec.counts is None or len(spec.items) != num_samples or min(spec.items, default=0) < 0:
@@ -167,7 +186,7 @@ def _check_items(spec: ColumnBlock, num_samples: int) -> None:
 
 
 def _check_names(header: Header) -> None:
-    """Every name once: a column given twice would be read twice and kept once."""
+    """Check that every name occurs once. A repeated column would be read twice and stored once."""
     columns = (*header.head_columns, *header.body_columns)
     for specs in (columns, header.text):
         for name, times in Counter(spec.name for spec in specs).most_common(1):
@@ -176,7 +195,7 @@ def _check_names(header: Header) -> None:
 
 
 def _own_columns(header: Header) -> Own:
-    """The columns that this reader does not know, as the header describes them."""
+    """Return the columns that this reader does not know, as the header describes them."""
     own: dict[str, Column] = {}
     for spec in (*header.head_columns, *header.body_columns):
         if spec.name in TOKEN_COLUMNS:
@@ -203,10 +222,10 @@ def _check_spec(spec: ColumnBlock, table: Mapping[str, Column]) -> Column:
 
 
 def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(tokens, trained tokens, policy version) of each sample."""
+    """Read (tokens, trained tokens, policy version) of each sample."""
     n, num_tokens = header.num_samples, header.num_tokens
     lengths = _counts(reader, header.lengths, n, "lengths")
-    # Each one is bounded before they are added: a sum of int64 can wrap around to anything.
+    # Bound each length before summing: an int64 sum can wrap around to any value.
     if n and not 1 <= int(lengths.min()) <= int(lengths.max()) <= num_tokens:
         raise CorruptFrame(f"frame: samples of {lengths.min()} to {lengths.max()} tokens in {num_tokens}")
     if int(lengths.sum()) != num_tokens:
@@ -251,7 +270,7 @@ def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
 
 
 def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
-    """`_read_text` where all samples have the same, as nearly always."""
+    """Do what `_read_text` does for the usual case that all samples have the same text."""
     length = reader.read_number(spec.lengths, spec.name)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
     if length != len(blob) or any(reader.bytes(4, spec.name)):
@@ -274,7 +293,7 @@ def _check_text(text: dict[str, tuple[str, ...]]) -> None:
                 and _is_plain("".join(distinct))
                 and all(0 < len(value) <= MAX_TEXT for value in distinct)
             ):
-                continue  # as nearly always: one look at all of them instead of one at each
+                continue  # the usual case: one check of the joined text instead of one per string
             for value in distinct:
                 check_text({"mode": "rl", name: value}, "frame")
     except InvalidInput as error:
@@ -294,6 +313,7 @@ def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -
     back, shared = _counts(reader, header.parents, n, "parents"), _counts(reader, header.shared, n, "shared")
     parents = np.arange(n) - back
     found = shared > 0
+    # Invalid: a parent before the first sample, shared tokens without a parent, or more than either sample has.
     bad = (
         (back > np.arange(n)) | (found & (back == 0)) | (shared > lengths) | (shared > lengths[np.maximum(parents, 0)])
     )
@@ -303,7 +323,7 @@ def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -
 
 
 def _read_per_sample(reader: Reader, spec: ColumnBlock, table: Mapping[str, Column], n: int) -> Ragged:
-    """A column of at most one number per sample."""
+    """Read a column of at most one number per sample."""
     column = _check_spec(spec, table)
     if column.per == "token":
         raise CorruptFrame(f"{spec.name}: in the head, where only columns of one number per sample belong")
@@ -314,7 +334,7 @@ def _read_per_sample(reader: Reader, spec: ColumnBlock, table: Mapping[str, Colu
 
 
 def _read_row_kinds(reader: Reader, header: Header, table: Mapping[str, Column]) -> dict[str, NDArray[np.uint32]]:
-    """For every body column that not all samples have per token, what each sample has."""
+    """Read what each sample has of every body column that not all samples have per token."""
     kinds: dict[str, NDArray[np.uint32]] = {}
     for spec in header.body_columns:
         column = _check_spec(spec, table)
@@ -344,7 +364,7 @@ def ragged(spec: ColumnBlock, values: Cells, lengths: NDArray[np.int64]) -> Ragg
 
 
 def check_floats(column: Column, values: Array) -> None:
-    """Raise for a value that the column table does not allow."""
+    """Raise CorruptFrame for a value that the column table does not allow."""
     bad = first_bad(column, values)
     if bad is not None:
         raise CorruptFrame(f"{column.name}: value {bad[0]} {bad[1]}")
@@ -354,3 +374,33 @@ def _check_images(header: Header) -> tuple[tuple[ImageSpan, ...], ...] | None:
     if header.images is not None and len(header.images) != header.num_samples:
         raise CorruptFrame(f"frame: images for {len(header.images)} of {header.num_samples} samples")
     return header.images
+
+
+def front_size(data: Buffer) -> int:
+    """Return the size of the front of the frame that begins with these bytes (at least 48)."""
+    header_size, head_size, _ = read_sizes(data)
+    return PREFIX_SIZE + header_size + head_size
+
+
+def front_of(frame: Buffer) -> bytes:
+    """Return the front of a frame, or of any leading bytes that contain the front.
+
+    >>> import penstock as ps
+    >>> frame = ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3])])
+    >>> front = front_of(frame)
+    >>> frame.startswith(front), len(front) == front_size(frame)
+    (True, True)
+    """
+    size = front_size(frame)
+    view = memoryview(frame).cast("B")
+    if len(view) < size:
+        raise CorruptFrame(f"frame: {len(view)} bytes where its front takes {size}; it was cut off")
+    return bytes(view[:size])
+
+
+def digest_of(pieces: Sequence[Buffer]) -> bytes:
+    """Return the xxh3-128 of the frame that these pieces form, without joining them."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()

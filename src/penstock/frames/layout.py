@@ -1,12 +1,12 @@
-"""The frame's skeleton: what lies where, so that sizes can be checked before anything is allocated.
+"""The layout of a frame: which part lies where, so that sizes can be checked before anything is allocated.
 
     prefix   48 bytes: magic, version, section sizes, checksums
     header   msgpack: counts, and for every block its coding and sizes, but no values per token
     head     values per sample: lengths, ids, groups, versions, rewards given per sample, ...
     body     values per token, each buffer at a multiple of 8 bytes
 
-Everything a planner needs is in front of the body. The first checksum covers prefix, header and head, the
-second the body, so the front can be trusted without reading the rest. docs/wire-format.md is byte-exact.
+Everything a planner needs comes before the body. The first checksum covers prefix, header and head, the second covers
+the body, so the front can be verified without reading the rest. docs/wire-format.md is byte-exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAGIC = b"PENSTOCK"
 VERSION = 1
 ALIGN = 8
 TEXTS = ("id", "group", "env", "run", "mode")
-"""Text columns that every frame has; others are written where a sample has them, and empty where they are not."""
+"""Text columns that every frame has. Others are written only if a sample has them, and read as empty otherwise."""
 _PREFIX = struct.Struct("<8sHHIIIQQQ")
 PREFIX_SIZE = _PREFIX.size
 _CHECKED = PREFIX_SIZE - 8  # the head checksum covers the prefix up to itself
@@ -41,13 +41,13 @@ FIRST_COLUMNS = (
     *("token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "rewards", "teacher_logprobs"),
     *("rl_weights", "ce_weights", "ref_kl_weights", "routed_experts", "mm_token_type_ids", "weight_versions"),
 )
-"""Columns that every reader of the format knows; all others are described in the header."""
+"""Columns that every reader of the format knows. All others are described in the header."""
 _FIRST_FIELDS = 7
-"""Of a ColumnBlock, in frames of the first writers; those of the columns they knew still have no more."""
+"""Fields of a ColumnBlock in the first version of the format. Blocks of `FIRST_COLUMNS` still have only these."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """How one array is written: a coding, its argument, sizes of compressed buffers, the blocks it is made of."""
+    """How one array is written: its coding, an argument, sizes of compressed buffers, and the blocks it consists of."""
 
     coding: int
     arg: int = 0
@@ -56,7 +56,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextBlock(msgspec.Struct, frozen=True, array_like=True):
-    """One text column: distinct strings in order of appearance, and which sample has which."""
+    """One text column: distinct strings in order of appearance, and the index of each sample's string."""
 
     name: str
     num_distinct: int
@@ -65,7 +65,7 @@ class TextBlock(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     """Size of the joined UTF-8 text."""
     codes: Block
-    """Per sample the index of its string."""
+    """Per sample, the index of its string."""
 
 
 class ColumnBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -76,22 +76,22 @@ class ColumnBlock(msgspec.Struct, frozen=True, array_like=True):
     values: Block
     trailing: tuple[int, ...] = ()
     rows: Block | None = None
-    """Per sample 0 absent, 1 one number, 2 per token; None: per token for all."""
+    """Per sample: 0 absent, 1 one number, 2 per token. None: per token for all samples."""
     num_values: int = 0
-    """Values held; only used with `rows`."""
+    """Number of values; only used with `rows`."""
     shares_prefixes: bool = False
     """Whether tokens shared with an earlier sample are left out."""
     counts: Block | None = None
-    """Of a column of lists: per token held, how many values its list has."""
+    """For a column of lists: the length of each token's list."""
     num_items: int = 0
-    """Values of all lists together; only used with `counts`."""
+    """Number of values in all lists; only used with `counts`."""
     form: Form | None = None
-    """What it takes to keep the column without knowing it; None for those that every reader knows."""
+    """What a reader needs to store a column it does not know; None for columns that every reader knows."""
     items: tuple[int, ...] | None = None
-    """Of a column of lists: per sample the number of values in its lists. None in frames of earlier writers."""
+    """For a column of lists: per sample, the number of values in its lists. None in frames of earlier writers."""
 
     def to_wire(self) -> tuple[Any, ...]:
-        """The fields that are written: those behind `shares_prefixes`, and `items`, only where they say something."""
+        """Return the fields to write: those after `shares_prefixes`, and `items`, only where they are set."""
         fields = msgspec.structs.astuple(self)
         if self.form is None:
             return fields[:_FIRST_FIELDS]
@@ -111,18 +111,18 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """-1 = not known."""
     text: tuple[TextBlock, ...]
     head_columns: tuple[ColumnBlock, ...]
-    """Columns that hold at most one number per sample: their values are in the head."""
+    """Columns with at most one number per sample: their values are in the head."""
     body_columns: tuple[ColumnBlock, ...]
     parents: Block | None = None
-    """Per sample how many samples back its prefix is found; 0 = nowhere."""
+    """Per sample, how many samples back its prefix is stored; 0 = not shared."""
     shared: Block | None = None
-    """Per sample how many of its first tokens are found there."""
+    """Per sample, how many of its first tokens are stored there."""
     images: tuple[tuple[ImageSpan, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """The three parts behind a frame's prefix, as views of the frame."""
+    """The three parts after a frame's prefix, as views of the frame."""
 
     header: memoryview
     head: memoryview
@@ -131,8 +131,9 @@ class Sections:
 
 
 def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> list[Buffer]:
-    """A frame, in pieces to be joined. Sections are lists of pieces; the body's are already padded."""
+    """Build a frame, in pieces to be joined. Sections are lists of pieces; those of the body are already padded."""
     head_size = sum(len(piece) for piece in head)
+    # Python's % is never negative: -(48 + 100 + 30) % 8 = 6 bytes bring 178 to 184, the next multiple of 8.
     padding = -(PREFIX_SIZE + len(header) + head_size) % ALIGN
     front = b"".join([header, *head, bytes(padding)])
     body_hash, body_size = xxhash.xxh3_64(), 0
@@ -147,8 +148,9 @@ def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> list[Buff
 
 
 def join(pieces: Sequence[Buffer]) -> memoryview:
-    """The pieces end to end, in numpy's memory. It takes large blocks in huge pages, where `bytes.join` spends
-    more time on new pages than on copying."""
+    """Join pieces in memory from numpy, which uses huge pages for large blocks. `bytes.join` spends more time on new
+    pages than on copying.
+    """
     total = sum(len(piece) for piece in pieces)
     out = np.empty(total, np.uint8).data
     at = 0
@@ -165,18 +167,18 @@ def _front_hash(checked: Buffer, front: Buffer) -> int:
 
 
 def frame_size(prefix: Buffer) -> int:
-    """The length of the frame that begins with these bytes, at least 48 of them."""
+    """Return the length of the frame that begins with these bytes (at least 48)."""
     header_size, head_size, body_size, _, _ = _read_prefix(memoryview(prefix))
     return PREFIX_SIZE + header_size + head_size + body_size
 
 
 def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
-    """(header, head, body): bytes of each part of the frame that begins with these bytes, at least 48 of them."""
+    """Return the bytes of (header, head, body) of the frame that begins with these bytes (at least 48)."""
     return _read_prefix(memoryview(prefix))[:3]
 
 
 def _read_prefix(view: memoryview) -> tuple[int, int, int, int, int]:
-    """(header_size, head_size, body_size, body_hash, front_hash) of a frame of a version that is known."""
+    """Return (header_size, head_size, body_size, body_hash, front_hash). Raises CorruptFrame for an unknown version."""
     if len(view) < PREFIX_SIZE:
         raise CorruptFrame(f"frame: {len(view)} bytes; a frame has at least {PREFIX_SIZE}")
     magic, version, flags, header_size, head_size, reserved, body_size, body_hash, front_hash = _PREFIX.unpack_from(
@@ -192,7 +194,9 @@ def _read_prefix(view: memoryview) -> tuple[int, int, int, int, int]:
 
 
 def split(data: Buffer, *, whole: bool = True) -> Sections:
-    """The sections of a frame, with sizes and the front's checksum verified; `whole=False` allows a missing body."""
+    """Return the sections of a frame after verifying sizes and the front's checksum. `whole=False` allows a missing
+    body.
+    """
     view = memoryview(data)
     view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
     header_size, head_size, body_size, body_hash, front_hash = _read_prefix(view)
@@ -201,7 +205,7 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
     if len(view) != expected and (whole or len(view) < body_start):
         raise CorruptFrame(f"frame: {len(view)} bytes where its prefix says {expected}; it was cut or joined")
     if _front_hash(view[:_CHECKED], view[PREFIX_SIZE:body_start]) != front_hash:
-        raise CorruptFrame("frame: header checksum does not match; the bytes were altered on the way")
+        raise CorruptFrame("frame: header checksum does not match; the bytes were altered in transit or on disk")
     start = PREFIX_SIZE + header_size
     return Sections(
         header=view[PREFIX_SIZE:start], head=view[start:body_start], body=view[body_start:], body_hash=body_hash
@@ -210,7 +214,7 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
 
 def check_body(sections: Sections) -> None:
     if xxhash.xxh3_64_intdigest(sections.body) != sections.body_hash:
-        raise CorruptFrame("frame: body checksum does not match; the bytes were altered on the way")
+        raise CorruptFrame("frame: body checksum does not match; the bytes were altered in transit or on disk")
 
 
 _HEADER = msgspec.msgpack.Decoder(Header)

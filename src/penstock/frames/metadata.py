@@ -1,8 +1,10 @@
-"""Metadata of a group: what the plane must know of it. Made once, from the samples or from the frame they came in.
+"""Metadata of a group: all that the plane knows of it. Computed once, from the samples or from their frame.
 
-Decisions need metadata, only ranks need bytes. Two kilobytes say which samples a group has, how long they are, what is
-trained in them, which columns they carry, what they share, a digest of each, and where their values lie in the frame.
-A step is planned by joining the metadata of its groups: no frame is opened for that. It is sent and logged deflated.
+Decisions need metadata; only ranks need bytes. Two kilobytes say which samples a group has, their lengths, trained
+tokens, columns, shared prefixes and digests, and where their values lie in the frame. A step is planned by joining the
+metadata of its groups, without opening a frame. Metadata is sent and logged deflated.
+
+An evaluation group is never trained. `EvalMetadata` has what metrics show of it.
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ from penstock.arrays import (
     sample_digests,
     table_with,
 )
-from penstock.errors import CorruptFrame, InvalidInput
-from penstock.frames.front import front_of
-from penstock.frames.head import Limits
+from penstock.errors import CorruptFile, CorruptFrame, InvalidInput
+from penstock.frames.head import Limits, front_of
 from penstock.frames.layout import Buffer
 from penstock.frames.node_prefixes import node_prefixes
 from penstock.frames.prefixes import Prefixes
@@ -42,7 +43,7 @@ from penstock.frames.writing import FramePieces
 
 FORMAT = 4
 _MAX_BYTES = 1 << 26
-"""Of metadata as msgpack: those of 65,536 samples, the most that a plane takes in a group, are about 15 MB."""
+"""Bound on metadata as msgpack. For 65,536 samples, the most that a plane accepts in a group, it takes about 15 MB."""
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
@@ -50,21 +51,23 @@ MAX_METRICS, MAX_METRIC_NAME = 32, 64
 
 
 class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One group. Arrays are little-endian bytes, one entry per sample, so that those of many groups join by joining
-    bytes."""
+    """One group. Arrays are little-endian bytes with one entry per sample, so those of many groups join by joining
+    bytes.
+    """
 
     format: int = FORMAT
     group: str
     prompt: str
     run: str
     seq_len: int
-    """What samples are cut to; `kept` and what follows from it were made for this."""
+    """What samples are cut to. `kept` and all that depends on it were computed for this."""
     num_tokens: int
     policy_version: int | None
-    """Of its oldest sample; None where no sample says."""
+    """Of its oldest sample; None if no sample has one."""
     kinds: dict[str, str]
     """What all groups of a step must have in common, by column: whether its trained samples have the column, or in
-    which dtype and shape. Absent where the group has no say."""
+    which dtype and shape. Absent where the group does not care.
+    """
     columns: tuple[str, ...]
     """Present in any sample."""
     ids: tuple[str, ...]
@@ -84,23 +87,23 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     has: bytes
     """bool [n, columns]."""
     parents: tuple[int, ...]
-    """Per sample the earlier one whose first tokens it repeats, or -1; empty when there is none."""
+    """Per sample the earlier one whose first tokens it repeats, or -1; empty when nothing is shared."""
     shared: tuple[int, ...]
-    """Per sample how many first tokens agree there in all that a model computes from: ids, columns per node, images."""
+    """Per sample how many first tokens agree with it in every input of the model: ids, columns per node, images."""
     versions: tuple[tuple[tuple[int, int], ...], ...]
     """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
     digests: tuple[bytes, ...]
-    """Per sample 16 bytes, as `penstock.arrays.digests` makes them."""
+    """Per sample 16 bytes, computed by `penstock.arrays.digests`."""
     shapes: dict[str, Shape] = {}
     """dtype and trailing dimensions of the columns that have some."""
     own: dict[str, Description] = {}
-    """What the frame says of columns that are not of the table."""
+    """Declarations in the frame of columns that are not in the table."""
     shared_patches: tuple[int, ...] = ()
     """Per sample how many image patches are in these first tokens."""
     parted: tuple[int, ...] = ()
-    """Per sample how many tokens behind them have the same ids, but not the same in what else is computed from."""
+    """Per sample how many tokens after them have equal ids but differ in another input of the model."""
     front: bytes = b""
-    """The frame's front: says where each sample's values lie."""
+    """The frame's front, which says where each sample's values lie."""
     size: int = 0
     """Bytes of the frame."""
     env: tuple[str, ...] = ("",)
@@ -112,7 +115,7 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     seconds: tuple[float, ...] = ()
     """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
     metrics: dict[str, float] = {}
-    """The rollouts' metrics, each its mean over the samples: at most 32, with names of at most 64 characters."""
+    """The mean of each of the rollouts' metrics over the samples: at most 32, with names of at most 64 characters."""
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +126,7 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return int(np.frombuffer(self.lengths, "<i8").max())
 
     def fits(self, seq_len: int) -> bool:
-        """Whether these metadata hold for another `seq_len` too: no sample is cut by the one or the other."""
+        """Return whether this metadata also holds for another `seq_len`: neither length cuts a sample."""
         return seq_len == self.seq_len or self.longest <= min(seq_len, self.seq_len)
 
     def to_bytes(self) -> bytes:
@@ -153,7 +156,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _check_sizes(found: GroupMetadata) -> None:
-    """Raise unless what is given per sample is given for each, and metrics are few."""
+    """Raise unless per-sample fields have one entry per sample, and metrics are few."""
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     for name, size in sizes.items():
@@ -169,16 +172,17 @@ def _check_sizes(found: GroupMetadata) -> None:
 def check_group(
     frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
 ) -> GroupMetadata:
-    """Check a frame that arrived, body and all, and make its metadata; raises InvalidInput or CorruptFrame.
+    """Check a complete frame that arrived and compute its metadata. Raises InvalidInput or CorruptFrame.
 
-    `drop`: samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated."""
+    With `drop`, samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated.
+    """
     head, samples, _ = describe(frame, limits=limits or Limits())
     front, size = front_of(frame), memoryview(frame).nbytes
     return metadata_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
 
 
 def metadata_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupMetadata:
-    """The metadata of a frame that was encoded here, without decoding it: `check_group` gives the same."""
+    """Compute the metadata of a frame encoded here, without decoding it. Equals `check_group` of the frame."""
     return metadata_of(
         made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size, drop=drop
     )
@@ -194,9 +198,9 @@ def metadata_of(
     size: int = 0,
     drop: bool = False,
 ) -> GroupMetadata:
-    """The metadata of samples that are valid; raises InvalidInput where they are not one group.
+    """Compute the metadata of valid samples. Raises InvalidInput where they are not one group.
 
-    `prefixes` says what the samples' ids share, `front` and `size` belong to the frame that holds them.
+    `prefixes` says what the samples' ids share; `front` and `size` belong to the frame that holds them.
     """
     _check_names(group, samples)
     table = SampleMetadata.of(samples, seq_len, drop=drop)
@@ -242,7 +246,7 @@ def metadata_of(
 
 
 def _rollouts(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Truncation, seconds and metrics of the samples' rollouts; nothing where no sample says."""
+    """Return truncation, seconds and metrics of the samples' rollouts; nothing where no sample has any."""
     if not any(texts):
         return {}
     known = [read_rollout(text) for text in texts]
@@ -255,7 +259,9 @@ def _rollouts(texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _mean_metrics(known: list[RolloutInfo]) -> dict[str, float]:
-    """The mean of each metric over the samples that have it; of the first names only, as metadata stays small."""
+    """Return the mean of each metric over the samples that have it, for the first names only: metadata must
+    stay small.
+    """
     values: dict[str, list[float]] = {}
     for one in known:
         for name, value in one.metrics.items():
@@ -270,7 +276,7 @@ def _one_for_all(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _rewards(samples: Samples) -> bytes:
-    """One float32 per sample; nothing where no sample has a reward."""
+    """Return one float32 per sample; nothing where no sample has a reward."""
     column = samples.columns.get("rewards")
     if column is None or not len(column.values):
         return b""
@@ -281,14 +287,14 @@ def _rewards(samples: Samples) -> bytes:
     for i in np.flatnonzero(lengths > 1).tolist():
         row = column[i][~np.isnan(column[i])]
         if len(row):
-            # The same number on every token stands for the sample; other rewards per token add up.
+            # The same number on every token means one reward for the sample. Different rewards per token add up.
             with np.errstate(over="ignore"):
                 out[i] = row[0] if (row == row[0]).all() else row.sum(dtype=np.float64)
     return out.tobytes()
 
 
 def join_metadata(groups: Sequence[GroupMetadata]) -> SampleMetadata:
-    """What planning needs to know of all samples of these groups, in order."""
+    """Return what planning needs to know of all samples of these groups, in order."""
 
     def joined(name: str, dtype: str = "<i8") -> Any:
         return np.frombuffer(b"".join(getattr(metadata, name) for metadata in groups), dtype)
@@ -313,7 +319,7 @@ def join_metadata(groups: Sequence[GroupMetadata]) -> SampleMetadata:
 
 
 def _own(groups: Sequence[GroupMetadata]) -> Own:
-    """The columns that are not of the table; groups that say different things of one never share a step."""
+    """Return the columns that are not in the table. Groups that declare one differently never share a step."""
     return own_of({name: described for metadata in groups for name, described in metadata.own.items()})
 
 
@@ -327,6 +333,7 @@ def _joined_has(groups: Sequence[GroupMetadata]) -> dict[str, NDArray[np.bool_]]
     for metadata in groups:
         own = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
         part = np.zeros((metadata.num_samples, len(names)), np.bool_)
+        # Groups may have different columns: group columns (a, c) go to places 0 and 2 of names (a, b, c).
         part[:, [names.index(name) for name in metadata.columns]] = own
         parts.append(part)
     table = np.concatenate(parts)
@@ -352,9 +359,9 @@ def _check_names(group: str, samples: Samples) -> None:
 
 
 def _kinds(group: str, table: SampleMetadata) -> dict[str, str]:
-    """What this group asks of the others in its step; a group that is not of one kind itself is refused.
+    """Return what this group demands of the others in its step. Raises InvalidInput for a group that is itself mixed.
 
-    A group that has a column asks that all who need it have it, also where it could do without itself.
+    A group that has a column demands that every sample that needs it has it, even if the group could do without.
     """
     found: dict[str, str] = {}
     for name, modes in ALL_OR_NONE.items():
@@ -389,3 +396,50 @@ def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:
         values, counts = np.unique(row[mask[i][: len(row)]], return_counts=True)
         out.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
     return tuple(out)
+
+
+UNCUT = 2**40
+"""A `seq_len` that cuts nothing: no sample is this long."""
+
+
+class EvalMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What metrics show of one evaluation group. Stored in place of the metadata that planning needs of other
+    groups.
+    """
+
+    env: str = ""
+    rewards: float = 0.0
+    """Sum over samples that have a reward."""
+    num_rewards: int = 0
+    sampled: int = 0
+    """Tokens sampled by the model."""
+
+    @staticmethod
+    def of(samples: Samples) -> EvalMetadata:
+        column = samples.columns.get("rewards")
+        rows = [] if column is None else [column[i] for i in range(len(samples)) if len(column[i])]
+        # The same number on every token is one reward for the sample; different ones are summed.
+        rewards = [float(row[0]) if (row == row[0]).all() else float(row.sum(dtype=np.float64)) for row in rows]
+        return EvalMetadata(
+            env=samples.text["env"][0],
+            rewards=sum(rewards),
+            num_rewards=len(rewards),
+            sampled=int(samples.loss_tokens.sum()),
+        )
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> EvalMetadata:
+        try:
+            return msgspec.msgpack.decode(data, type=EvalMetadata)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptFile(f"metadata of an evaluation group: {error}; restore the folder from a copy") from None
+
+
+def metadata_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupMetadata, EvalMetadata]:
+    """Compute both kinds of metadata of a group that is not trained. Its samples are not cut."""
+    metadata = check_group(frame, group=group, seq_len=UNCUT, limits=limits)
+    _, samples, _ = describe(frame, limits=limits)
+    return metadata, EvalMetadata.of(samples)

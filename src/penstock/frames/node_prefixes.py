@@ -1,7 +1,7 @@
-"""How far samples agree in everything a model computes from: token ids, columns per node, and images.
+"""How far samples agree in every input of the model: token ids, columns per node, and images.
 
-The frame knows how far ids agree. Two images may stand behind the same placeholder ids, and two samples may have been
-routed to other experts over the same tokens: what is computed parts there, and so does the tree.
+The frame knows how far ids agree. But two images may have the same placeholder ids, and two samples may have been
+routed to different experts over the same tokens: the computation diverges there, and so does the tree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FEW_BYTES = 1 << 16
 
 
 def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes:
-    """What these samples share, from what they share of their ids."""
+    """Return what these samples share, given what they share of their ids."""
     count = len(samples)
     if prefixes is None:
         return SharedPrefixes.none(count)
@@ -35,7 +35,7 @@ def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes
 
 
 def find_node_prefixes(samples: Samples) -> SharedPrefixes:
-    """What samples of one group share, found in their tokens."""
+    """Find what samples of one group share, from their tokens."""
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(samples.text["group"]):
         groups.setdefault(name, []).append(i)
@@ -48,19 +48,21 @@ def find_node_prefixes(samples: Samples) -> SharedPrefixes:
 
 
 def _agreement(column: Ragged, name: str, i: int, j: int, limit: int) -> int:
-    """Over how many of the first `limit` tokens two rows agree; where one has none, with what stands for it."""
+    """Count how many of the first `limit` tokens agree in a column. A missing row counts as the column's fill value."""
     a, b = column[i], column[j]
     if len(a) == len(b) == 0:
         return limit
     if len(a) == 0 or len(b) == 0:
         differs = (a if len(a) else b)[:limit] != TOKEN_COLUMNS[name].fill
+        # One sample has no value: routed experts have no neutral fill, so nothing agrees.
         return 0 if TOKEN_COLUMNS[name].trailing else int(differs.argmax()) if differs.any() else limit
     a, b = a[:limit], b[:limit]
-    if a.nbytes <= _FEW_BYTES and a.tobytes() == b.tobytes():  # a tenth of what a comparison by numpy costs
+    if a.nbytes <= _FEW_BYTES and a.tobytes() == b.tobytes():  # ten times faster than numpy's comparison
         return limit
     a, b = bit_view(a.reshape(-1)), bit_view(b.reshape(-1))
     if np.array_equal(a, b):
         return limit
+    # From flat values to tokens: with 16 values per token, 35 equal values are 2 equal tokens.
     return common_prefix(a, b) // max(len(a) // limit, 1)
 
 
@@ -69,6 +71,6 @@ def _until_images_differ(samples: Samples, i: int, j: int, limit: int) -> int:
     for a, b in zip_longest(samples.images[i], samples.images[j]):
         if a is None or b is None or (a.hash, a.grid, a.offset, a.length) != (b.hash, b.grid, b.offset, b.length):
             return min(limit, *(span.offset for span in (a, b) if span is not None))
-        if a.offset < limit < a.end:  # an image is computed in one piece
+        if a.offset < limit < a.end:  # the model encodes an image as one unit
             return a.offset
     return limit

@@ -1,9 +1,7 @@
-"""One coded array in the body of a frame: which bytes some of its rows take, and the rows that those bytes hold.
+"""One coded array in a frame's body: which bytes some of its rows need, and how to read those rows.
 
-raw, flat over raw   rows a to b are bytes a * width to b * width
-narrow               two planes: a range of each, from a whole byte on
-constant             one value
-runs, compressed     only the whole block can be read
+raw, flat over raw   rows a to b are bytes a * width to b * width narrow               two planes: a range of each,
+starting at a byte boundary constant             one value runs, compressed     only the complete block can be read
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ Range: TypeAlias = tuple[int, int]
 Fetch: TypeAlias = Callable[[int, int], Buffer]
 """Returns bytes `begin` to `end` of a frame."""
 NEAR = 1 << 13
-"""Numbers between two spans that are unpacked along with them."""
+"""Gaps of up to this many numbers between two spans are unpacked along with them."""
 _OCTET, _U4 = np.dtype("|u1"), np.dtype("<u4")
 
 
 def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
-    """The same bytes in ascending order, ranges joined that touch or are at most `gap` bytes apart.
+    """Return the same bytes in ascending order, with ranges joined that touch or are at most `gap` bytes apart.
 
     >>> merged([(8, 9), (0, 4), (2, 6), (5, 5)], gap=1), merged([(8, 9), (0, 4), (2, 6)], gap=2)
     ([(0, 6), (8, 9)], [(0, 9)])
@@ -47,7 +45,7 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
 
 
 def fetched(fetch: Fetch, a: int, b: int, what: str) -> memoryview:
-    """Bytes a to b of a frame. A store may return fewer bytes than it was asked for, without an error."""
+    """Fetch bytes a to b of a frame. Checks the length, because a store may return fewer bytes without an error."""
     view = memoryview(fetch(a, b))
     if view.nbytes != b - a:
         raise CorruptFrame(f"{what}: {view.nbytes} bytes where bytes {a} to {b} of the frame were asked for")
@@ -66,13 +64,13 @@ class Part:
     at: int
     """Where it begins in the frame."""
     end: int
-    """Where its last buffer ends; what follows begins at the next multiple of 8."""
+    """Where its last buffer ends. The next part begins at the following multiple of 8."""
     is_turned: bool
     """Whether rows were transposed before they were compressed."""
 
     @staticmethod
     def place(name: str, block: Block, dtype: np.dtype[Any], count: int, at: int, shape: tuple[int, ...] = ()) -> Part:
-        """The part of this coding that begins at `at`, a multiple of 8."""
+        """Build the part of this coding that begins at `at`, a multiple of 8."""
         is_turned = False
         if shape and block.coding == FLAT and len(block.parts) == 1:
             block = block.parts[0]
@@ -91,7 +89,7 @@ class Part:
         return -(-self.end // ALIGN) * ALIGN
 
     def ranges(self, a: int, b: int) -> list[Range]:
-        """The bytes of the frame that rows a to b need."""
+        """Return the bytes of the frame that rows a to b need."""
         if a >= b:
             return []
         items = math.prod(self.shape)
@@ -105,9 +103,9 @@ class Part:
         return [(self.at, self.end)]
 
     def read(self, fetch: Fetch, pairs: Sequence[Range]) -> list[Array]:
-        """For each pair (a, b) rows a to b, as views of the bytes where the coding allows.
+        """Return rows a to b for each pair (a, b), as views of the bytes where the coding allows.
 
-        Rows that several pairs need, as a shared prefix, are unpacked once.
+        Rows that several pairs need, such as a shared prefix, are unpacked once.
         """
         if not pairs:
             return []
@@ -126,11 +124,11 @@ class Part:
         return out
 
     def _unpacked(self, fetch: Fetch, pairs: Sequence[Range]) -> tuple[list[Range], list[Array]]:
-        """Spans of rows that cover the pairs, and their values."""
+        """Return spans of rows that cover the pairs, and their values."""
         spans = merged(pairs)
         if len(spans) > 1 and not self.shape:
-            # One call for many samples, with what lies between them, costs less than a call for each. The
-            # bytes between are there where the frame was read whole or in ranges that were joined.
+            # Unpacking many samples and the gaps between them in one call costs less than one call each. The bytes of
+            # the gaps are only there if the complete frame was read, or ranges were joined; otherwise fetch raises.
             with suppress(CorruptFrame):
                 near = merged(pairs, NEAR)
                 return near, [self._narrow(fetch, a, b) for a, b in near]
@@ -141,12 +139,16 @@ class Part:
         return self._plain(fetched(fetch, begin, end, self.name)).reshape(b - a, *self.shape)
 
     def _plain(self, data: memoryview) -> Array:
-        if self.dtype == np.bool_:  # a bool made of any other byte than 0 and 1 is undefined
+        if self.dtype == np.bool_:  # a numpy bool from any other byte than 0 and 1 is undefined behaviour
             return np.frombuffer(data, _OCTET).astype(np.bool_)
         return np.frombuffer(data, self.dtype)
 
     def _planes(self, a: int, b: int) -> tuple[Range, Range]:
-        """Where items a to b lie in the low and the high plane; both begin where a byte of the high plane does."""
+        """Return where items a to b lie in the low and the high plane, both starting at a byte boundary of the high
+        plane.
+        """
+        # Eight items fill whole bytes of both planes at every width. With 2 high bits, item 21 starts in the middle of
+        # a byte, so reading starts at item 16, and `_narrow` skips 5.
         a -= a % 8
         low, high = planes_of(self.block.arg)
         low_size, _ = plane_bytes(self.block.arg, self.count * math.prod(self.shape))
@@ -176,7 +178,7 @@ class Part:
 
 
 def _buffers(name: str, block: Block, dtype: np.dtype[Any], count: int) -> tuple[int, ...]:
-    """The sizes of the buffers that an array of `count` items takes, checked as far as the header tells."""
+    """Return the sizes of the buffers of an array of `count` items, checked as far as the header allows."""
     if block.coding == RAW:
         return (count * dtype.itemsize,)
     if block.coding == CONSTANT:

@@ -1,8 +1,11 @@
 """Shared prefixes: tokens that an earlier sample of the batch already has are stored once.
 
-Sixteen answers to one prompt share the prompt; a multi-turn rollout that became one sample per turn shares
-everything but the last turn. Both are one mechanism: a sample names an earlier one (its parent) and how many
-of its first tokens are found there.
+Sixteen answers to one prompt share the prompt. A multi-turn rollout that became one sample per turn shares everything
+but the last turn. Both are one mechanism: a sample names an earlier one (its parent) and how many of its first tokens
+are stored there.
+
+    samples   a b c d e    a b c x y        parents  -1  0
+    stored    a b c d e    x y              shared    0  3
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import Array, Offsets, bit_view, common_prefix, earliest_parents
+from penstock.arrays import Array, Cells, Offsets, bit_view, common_prefix, earliest_parents
 
 MIN_SHARED = 32
 """Shorter prefixes cost more to describe and to copy than they save."""
 _RECENT = 4
-"""Candidates tried per sample: the latest ones and the first one that begin alike."""
+"""Candidates per sample: the latest ones and the first one with the same beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +29,23 @@ class Prefixes:
     parents: NDArray[np.int64]
     """[n] index of the earlier sample, -1 for none."""
     shared: NDArray[np.int64]
-    """[n] number of first tokens found there."""
+    """[n] number of first tokens stored there."""
 
     @property
     def any(self) -> bool:
         return bool(self.shared.any())
 
     def shortened(self) -> Prefixes:
-        """The same, each parent as early as it may be: what a parent itself has from its own parent is found there.
+        """Move each parent as early as possible: what a parent has from its own parent is stored there.
 
-        On the way from a sample to its first ancestor every step then leaves tokens behind, so that no walk is longer
-        than the sample, whatever chain a frame describes.
+        Every step from a sample to its first ancestor then leaves tokens behind, so no walk is longer than the sample,
+        whatever chain a frame describes.
         """
         return Prefixes(earliest_parents(self.parents, self.shared), self.shared)
 
 
 def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:
-    """For every sample the earlier one with the longest common prefix among those that begin alike."""
+    """Find for every sample the earlier one with the longest common prefix, among those with the same beginning."""
     count = len(offsets) - 1
     parents = np.full(count, -1, np.int64)
     shared = np.zeros(count, np.int64)
@@ -58,13 +61,13 @@ def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:
 
 
 def _longest(token_ids: NDArray[np.uint32], edges: list[int], i: int, known: list[int], guess: int) -> tuple[int, int]:
-    """(sample, length) of the longest prefix of sample i among the latest and the first of the known ones."""
+    """Return (sample, length) of the longest prefix of sample i among the latest and the first of the known ones."""
     row = token_ids[edges[i] : edges[i + 1]]
     parent, best = -1, MIN_SHARED - 1
     for j in (*known[: -_RECENT - 1 : -1], known[0]):
         begin, end = edges[j], edges[j + 1]
         if end - begin <= best or token_ids[begin + best] != row[best]:
-            continue  # cannot be longer: siblings part right where their shared prompt ends
+            continue  # cannot be longer: siblings diverge right where their shared prompt ends
         length = common_prefix(row, token_ids[begin:end], guess)
         if length > best:
             parent, best = j, length
@@ -78,14 +81,14 @@ _MIX = np.cumprod(np.full(MIN_SHARED, 0x9E3779B97F4A7C15, np.uint64))
 
 
 def _beginnings(token_ids: NDArray[np.uint32], starts: NDArray[np.int64]) -> list[int]:
-    """A hash of the first tokens from each start; equal beginnings have equal hashes, and only those are compared."""
+    """Hash the first tokens from each start. Only samples with equal hashes are compared."""
     first = token_ids[starts[:, None] + np.arange(MIN_SHARED)].astype(np.uint64)
     mixed: list[int] = (first * _MIX).sum(axis=1, dtype=np.uint64).tolist()
     return mixed
 
 
 def shares_values(values: Array, offsets: Offsets, prefixes: Prefixes) -> bool:
-    """Whether another column repeats, bit for bit, wherever the tokens do."""
+    """Return whether another column repeats, bit for bit, wherever the tokens do."""
     rows = np.flatnonzero(prefixes.shared)
     starts, origins = offsets[rows].tolist(), offsets[prefixes.parents[rows]].tolist()
     bits = bit_view(values)
@@ -96,13 +99,13 @@ def shares_values(values: Array, offsets: Offsets, prefixes: Prefixes) -> bool:
 
 
 def cut(values: Array, offsets: Offsets, prefixes: Prefixes) -> Array:
-    """The values without the shared tokens."""
+    """Return the values without the shared tokens."""
     starts, ends = (offsets[:-1] + prefixes.shared).tolist(), offsets[1:].tolist()
     return np.concatenate([values[a:b] for a, b in zip(starts, ends, strict=True)])
 
 
 def restore(stored: Array, offsets: Offsets, prefixes: Prefixes) -> Array:
-    """The inverse of `cut`. Parents come earlier, so one pass in order suffices."""
+    """Invert `cut`. Parents come earlier, so one pass in order suffices."""
     out = np.empty((int(offsets[-1]), *stored.shape[1:]), stored.dtype)
     edges, shared = offsets.tolist(), prefixes.shared.tolist()
     origins = offsets[np.maximum(prefixes.parents, 0)].tolist()
@@ -112,6 +115,59 @@ def restore(stored: Array, offsets: Offsets, prefixes: Prefixes) -> Array:
         own = end - begin - n
         out[begin + n : end] = stored[at : at + own]
         at += own
+        # For the example above: stored is a b c d e x y. Sample 1 takes its own x y to places 8 and 9, then copies a b
+        # c from place 0, where its parent is already complete.
         if n:
             out[begin : begin + n] = out[origins[i] : origins[i] + n]
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One column as a frame stores it: shared prefixes left out, nothing decoded per sample."""
+
+    values: Cells
+    """[stored, *trailing] the samples' own parts, end to end."""
+    starts: NDArray[np.int64]
+    """[n + 1] where each sample's own part begins."""
+    prefixes: Prefixes | None
+    """Where the rest is stored; None when every sample has all of its tokens here."""
+    is_sparse: bool = False
+    """Whether only trained tokens have a value here; all others are zero."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.prefixes is not None
+
+    def has(self, i: int) -> bool:
+        """Return whether a sample has the column."""
+        shared = 0 if self.prefixes is None else int(self.prefixes.shared[i])
+        return shared > 0 or bool(self.starts[i + 1] > self.starts[i])
+
+    def collect(self, i: int, begin: int, end: int, pieces: list[Array]) -> None:
+        """Append tokens `begin` to `end` of sample i, as views: first what its ancestors store, then its own."""
+        own: list[Array] = []
+        while True:  # from the sample up to its first ancestor; not recursive, because a chain may be thousands long
+            shared = 0 if self.prefixes is None else int(self.prefixes.shared[i])
+            first = int(self.starts[i]) - shared
+            if end > max(begin, shared):
+                own.append(self.values[first + max(begin, shared) : first + end])
+            if self.prefixes is None or begin >= shared:
+                break
+            i, end = int(self.prefixes.parents[i]), min(end, shared)
+        pieces.extend(reversed(own))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """One column of an output frame, in pieces that lie in its sources."""
+
+    pieces: list[Array]
+    lengths: NDArray[np.int64]
+    """[n] tokens of each sample; 0 where it lacks the column."""
+    example: Array
+    """Any array of the same dtype and trailing shape."""
+    shares_prefixes: bool
+    """Whether tokens shared with an earlier sample are left out of the pieces."""
+    is_sparse: bool = False
+    """Whether the pieces hold trained tokens only."""

@@ -1,11 +1,11 @@
-"""Which bytes of a frame some of its samples need, computed from its front alone.
+"""Compute which bytes of a frame some of its samples need, from its front alone.
 
-    front    prefix, header, head: kept with the group's metadata
+    front    prefix, header, head: stored with the group's metadata
     body     token_ids | loss_mask | logprobs | routed_experts ...
                  ==            ====        =        ========            what sample 3 needs of each
 
 A reader of one sample in sixteen fetches a tenth of the frame. Nothing in a front is trusted: sizes are compared with
-the frame's size and with the reader's limits, and a front that does not add up raises CorruptFrame.
+the frame's size and the reader's limits, and an inconsistent front raises CorruptFrame.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from penstock.arrays import Array, MaskRuns, Offsets, Ragged, lists_of, offsets_of
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import DELTAS, RAW, SPARSE
-from penstock.frames.front import front_size
-from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, parse_head
+from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, front_size, parse_head
 from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, split
 from penstock.frames.parts import Fetch, Part, Range, merged
 from penstock.frames.prefixes import Prefixes
@@ -29,9 +28,9 @@ from penstock.frames.prefixes import Prefixes
 GAP = 16 << 10
 """Ranges closer than this are read as one: a request costs more than these bytes."""
 SMALL_FRAME = 1 << 20
-"""Frames below this size are read whole."""
+"""Frames below this size are read completely."""
 WHOLE_FROM = 0.75
-"""Frames are read whole where ranges would take at least this part of them."""
+"""Frames are read completely where ranges would take at least this share of them."""
 _U4 = np.dtype("<u4")
 
 
@@ -54,6 +53,7 @@ class Pieces:
         self._views = [view.cast("B") if view.nbytes else memoryview(b"") for _, view in found]
 
     def __call__(self, a: int, b: int) -> memoryview:
+        # The last range that starts at or before `a` is the only one that can contain it: ranges do not overlap.
         k = bisect_right(self._starts, a) - 1
         if k < 0 or b - self._starts[k] > len(self._views[k]):
             raise CorruptFrame(f"frame: bytes {a} to {b} were not fetched; fetch the ranges of all rows that are read")
@@ -96,7 +96,9 @@ class RangedColumn:
         return edges
 
     def pairs(self, rows: Sequence[int]) -> list[Range]:
-        """The stored rows of these samples, in their order; neighbours joined, for they are read and copied as one."""
+        """Return the stored rows of these samples, in their order. Adjacent ones are joined, to be read and copied as
+        one.
+        """
         edges = self._edges
         out: list[Range] = []
         for i in rows:
@@ -113,10 +115,17 @@ class RangedColumn:
         return self.prefixes.parents.tolist(), self.prefixes.shared.tolist(), self.lengths.tolist()
 
     def _with_ancestors(self, i: int) -> list[Range]:
-        """What a sample's ancestors store of it, then its own: the prefixes are shortened, so each step takes some."""
+        """Return what a sample's ancestors store of it, then its own part.
+
+        For example lengths [5, 5, 3], shared [0, 3, 2], parents [-1, 0, 0] and edges [0, 5, 7, 8]. Sample 1 owns rows 5
+        to 7 and has its first 3 tokens from sample 0: [(0, 3), (5, 7)]. The prefixes are shortened, so every step up
+        leaves tokens behind and the walk ends.
+        """
         parents, shared, lengths = self._tree
         own, end = [], lengths[i]
         while True:
+            # `first` is where token 0 of sample i would lie if its own rows began with it: 5 - 3 = 2 above, so token 3
+            # is at 2 + 3 = 5.
             first = self._edges[i] - shared[i]
             if end > shared[i]:
                 own.append((first + shared[i], first + end))
@@ -126,12 +135,14 @@ class RangedColumn:
 
     @property
     def is_raw(self) -> bool:
-        """Whether every sample has it per token, as plain bytes that are values as they are."""
+        """Whether every sample has it per token, as plain bytes that need no decoding."""
         plain = self.part.block.coding == RAW and self.part.dtype != np.bool_
         return plain and self.counts is None and not self.is_sparse and self.spec.rows is None
 
     def row_pieces(self, rows: Sequence[int], fetch: Fetch) -> list[list[Array]]:
-        """The pieces of each of these samples, as views of the fetched bytes; for a column that `is_raw`."""
+        """Return the pieces of each of these samples, as views of the fetched bytes. Only for a column that
+        `is_raw`.
+        """
         edges, out = self._edges, []
         for i in rows:
             pairs = [(edges[i], edges[i + 1])] if self.prefixes is None else self._with_ancestors(i)
@@ -139,13 +150,13 @@ class RangedColumn:
         return out
 
     def ranges(self, rows: Sequence[int]) -> list[Range]:
-        """The bytes of the frame that these samples need."""
+        """Return the bytes of the frame that these samples need."""
         pairs = self.pairs(rows)
         if self.counts is None:
             return [found for a, b in pairs for found in self.part.ranges(a, b)]
         if not pairs:
             return []
-        if self.items is None:  # where a sample's items lie follows from the counts of all before it
+        if self.items is None:  # the position of a sample's items depends on the counts of all samples before it
             return [(self.counts.at, self.counts.end), (self.part.at, self.part.end)]
         found = [one for a, b in pairs for one in self.counts.ranges(a, b)]
         return found + [one for a, b in self._item_pairs(self.items, rows) for one in self.part.ranges(a, b)]
@@ -159,7 +170,7 @@ class RangedColumn:
             np.concatenate(pieces, out=out)
 
     def read_lists(self, rows: Sequence[int], fetch: Fetch, trained: MaskRuns | None) -> Ragged:
-        """The lists of these samples, one per token that the column has."""
+        """Read the lists of these samples, one per token that the column has."""
         assert self.counts is not None
         pairs = self.pairs(rows)
         if not pairs and self.items is None:
@@ -170,7 +181,7 @@ class RangedColumn:
         offsets = offsets_of(counts)
         items = self._items_of_all(fetch) if self.items is None else self.items
         edges = offsets[offsets_of(self.lengths[rows])]
-        # Before anything of that size is made: the counts come from the body, and nothing has checked them.
+        # Check before allocating: the counts come from the body and were not verified yet.
         if not np.array_equal(np.diff(edges), np.diff(items)[rows]):
             raise CorruptFrame(f"{self.spec.name}: the items per sample are not those of the lists")
         values = _joined(self.part.read(fetch, self._item_pairs(items, rows)), self.part)
@@ -182,10 +193,10 @@ class RangedColumn:
         return [(a, b) for a, b in zip(starts, ends, strict=True) if b > a]
 
     def _items_of_all(self, fetch: Fetch) -> Offsets:
-        """Where each sample's items begin, in a frame that does not say: from the counts of all samples."""
+        """Compute where each sample's items begin from the counts of all samples, for a frame that does not say."""
         assert self.counts is not None
-        whole: list[Range] = [(0, self.counts.count)] if self.counts.count else []
-        counts = _joined(self.counts.read(fetch, whole), self.counts)
+        everything: list[Range] = [(0, self.counts.count)] if self.counts.count else []
+        counts = _joined(self.counts.read(fetch, everything), self.counts)
         if int(counts.sum(dtype=np.int64)) != self.spec.num_items:
             raise CorruptFrame(f"{self.spec.name}: the counts are not those of {self.spec.num_items} list items")
         return offsets_of(counts)[self.starts]
@@ -204,7 +215,7 @@ class RangedFrame:
     def __init__(self, front: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> None:
         self.front_size = front_size(front)
         self.size = frame_size(front)
-        """Bytes of the whole frame."""
+        """Bytes of the frame, front and body."""
         self.head, _ = parse_head(split(front, whole=False), limits)
         self.columns: dict[str, RangedColumn] = {}
         """The columns of the body."""
@@ -225,19 +236,21 @@ class RangedFrame:
         return len(self.head)
 
     def rows(self, rows: Sequence[int] | NDArray[np.integer]) -> list[int]:
-        """The rows as a list; CorruptFrame for one that the frame does not have."""
+        """Return the rows as a list. Raises CorruptFrame for a row that the frame does not have."""
         found: list[int] = np.asarray(rows, np.intp).tolist()
         if found and not 0 <= min(found) <= max(found) < len(self):
             raise CorruptFrame(f"frame: asked for sample {max(found)} of {len(self)}; the front is of another frame")
         return found
 
     def ranges(self, rows: Sequence[int] | NDArray[np.integer], *, gap: int = GAP) -> list[Range]:
-        """The bytes behind the front that these samples need, ranges joined that are at most `gap` apart."""
+        """Return the bytes after the front that these samples need. Ranges at most `gap` apart are joined."""
         chosen = self.rows(rows)
         return merged((one for column in self.columns.values() for one in column.ranges(chosen)), gap)
 
     def plan(self, rows: Sequence[int] | NDArray[np.integer], *, gap: int = GAP) -> list[Range]:
-        """The ranges to read: all behind the front in one where the frame is small or most of it is needed."""
+        """Return the ranges to read: the complete body as one range where the frame is small or most of it is
+        needed.
+        """
         found = self.ranges(rows, gap=gap)
         needed = sum(b - a for a, b in found)
         if needed and (self.size < SMALL_FRAME or needed >= self.size * WHOLE_FROM):
@@ -246,7 +259,9 @@ class RangedFrame:
 
 
 def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offsets, Prefixes | None]:
-    """Per sample the tokens that have the column, where each sample's own begin, and where others are found."""
+    """Return per sample the tokens that have the column, where each sample's own rows begin, and the prefixes if
+    shared.
+    """
     if spec.rows is not None:
         kinds = head.row_kinds[spec.name]
         lengths = np.where(kinds == 2, head.lengths, kinds.astype(np.int64))
@@ -262,7 +277,7 @@ def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offset
 
 
 def _trained_only(spec: ColumnBlock, block: Block, head: Head, *, after_mask: bool) -> Block:
-    """What holds the values on trained tokens."""
+    """Return the block that holds the values on trained tokens."""
     trained = int(head.loss_tokens.sum())
     if spec.rows is not None or spec.shares_prefixes or not after_mask:
         raise CorruptFrame(f"{spec.name}: values on trained tokens only, in a column that cannot have them")

@@ -1,6 +1,6 @@
-"""Bytes to samples, with nothing believed: every size is checked before it is used, every value after.
+"""Decode frames. Nothing is trusted: every size is checked before it is used, every value after it is read.
 
-The arrays of the samples are views of the frame where the coding allows.
+The samples' arrays are views of the frame where the coding allows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.codings import SPARSE, Reader, is_wide
 from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, check_floats, parse_head, ragged
 from penstock.frames.layout import PREFIX_SIZE, Buffer, ColumnBlock, check_body, split
-from penstock.frames.prefixes import restore
-from penstock.frames.stored import Stored
+from penstock.frames.prefixes import Stored, restore
 
 
 def decode(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Samples:
-    """The samples of a frame, bit for bit as they were encoded; raises `CorruptFrame` for anything else."""
+    """Return the samples of a frame, bit for bit as they were encoded. Raises `CorruptFrame` for anything else."""
     return describe(data, limits=limits)[1]
 
 
 def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Samples, Counter[str]]:
-    """A frame's head, its samples, and how many bytes each part of it takes."""
+    """Return a frame's head, its samples, and how many bytes each part of it takes."""
     sections = split(data)
     head, used = parse_head(sections, limits)
     check_body(sections)
@@ -55,10 +54,10 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
 def open_stored(
     data: Buffer, *, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Head, Samples, dict[str, Stored], dict[str, Stored]]:
-    """A frame that was checked when it arrived: its head, its small columns, and the others as they are stored, first
-    those with a value per token, then those with a value per trained token.
+    """Open a frame that was checked when it arrived. Returns its head, its small columns, and the other columns as
+    stored: first those with a value per token, then those with a value per trained token.
 
-    Checksums are verified again, for it lay on a disk since; values are not.
+    Checksums are verified again, because the frame was on a disk since. Values are not.
     """
     sections = split(data)
     head, _ = parse_head(sections, limits)
@@ -79,7 +78,7 @@ def open_stored(
 
 
 def _stays_stored(head: Head, column: Stored, name: str) -> bool:
-    """Whether rows are copied as they lie; wider ones are coded, so they are read and coded again."""
+    """Return whether rows are copied without decoding. Wider ones are coded, so they are decoded and coded again."""
     return head.table[name].trailing > 0 and not is_wide(column.values.dtype)
 
 
@@ -94,9 +93,9 @@ def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
 
 
 def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = True) -> dict[str, Stored]:
-    """The columns; those that have values on trained tokens only are left so unless `unfold`."""
+    """Read the columns. Without `unfold`, columns with values on trained tokens only are not expanded."""
     columns: dict[str, Stored] = {}
-    # The mask is read first in the file's own order, and before the columns that are sparse by it.
+    # The mask comes before the columns that are sparse by it, in the order of the file.
     trained: MaskRuns | None = None
     uses_mask = unfold or any(spec.counts is not None for spec in head.header.body_columns)
     for spec in head.header.body_columns:
@@ -111,7 +110,7 @@ def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = T
 
 
 def _read_sparse(spec: ColumnBlock, head: Head, reader: Reader) -> Stored:
-    """A column of which the frame has the values on trained tokens, as it has them."""
+    """Read a column that is stored with values on trained tokens only, without expanding it."""
     starts, parts = offsets_of(head.loss_tokens), spec.values.parts
     if spec.values.arg != starts[-1] or len(parts) != 1:
         raise CorruptFrame(f"{spec.name}: {spec.values.arg} values for {starts[-1]} trained tokens")
@@ -141,13 +140,13 @@ def _read_column(spec: ColumnBlock, head: Head, offsets: Offsets, reader: Reader
 
 
 def _check_items(spec: ColumnBlock, rows: Ragged) -> None:
-    """Raise where the header's items per sample are not those of the lists: a range reader relies on them."""
+    """Check the header's items per sample against the lists: a range reader relies on them."""
     if spec.items is not None and not np.array_equal(np.diff(rows.values.offsets[rows.offsets]), spec.items):
         raise CorruptFrame(f"{spec.name}: the items per sample in the header are not those of the lists")
 
 
 def _unfold(stored: Stored, offsets: Offsets) -> Ragged:
-    """The column with every token of every sample; `offsets` are those of the samples."""
+    """Expand a column to every token of every sample. `offsets` are those of the samples."""
     if stored.prefixes is None:
         return Ragged(stored.values, stored.starts)
     return Ragged(restore(stored.values, offsets, stored.prefixes), offsets)
@@ -167,7 +166,7 @@ def _read_values(
 
 
 def check_values(samples: Samples, loss_tokens: NDArray[np.int64]) -> None:
-    """Raise CorruptFrame unless samples that came as bytes are as valid as a `Sample`. `loss_tokens`: from the head."""
+    """Raise CorruptFrame unless decoded samples are as valid as a `Sample`. `loss_tokens` come from the head."""
     for name in ("token_ids", "loss_mask"):
         if name not in samples.columns or samples.columns[name].offsets[-1] != samples.num_tokens:
             raise CorruptFrame(f"frame: column {name} is missing or short")
@@ -220,7 +219,7 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
 
 
 def _check_kept(column: Ragged, samples: Samples) -> None:
-    """Every set of a sampling mask holds the token that was drawn from it."""
+    """Check that every set of a sampling mask contains the token that was drawn from it."""
     ids = samples["token_ids"].values
     if column.offsets[-1] != samples.num_tokens:
         ids = ids[np.repeat(column.lengths > 0, samples.lengths)]

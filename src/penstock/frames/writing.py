@@ -1,4 +1,4 @@
-"""Samples to bytes: find what is shared, write every column in its cheapest coding, put a header in front."""
+"""Encode samples as a frame: find shared prefixes, write every column in its cheapest coding, prepend a header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from penstock.arrays import TEXT_COLUMNS, Array, Column, MaskRuns, Pieced, Ragged, Sample, Samples, bit_view
 from penstock.errors import ConfigError
 from penstock.frames.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
-from penstock.frames.front import digest_of
+from penstock.frames.head import digest_of
 from penstock.frames.layout import (
     FIRST_COLUMNS,
     TEXTS,
@@ -26,14 +26,13 @@ from penstock.frames.layout import (
     assemble,
     pack_header,
 )
-from penstock.frames.prefixes import Prefixes, cut, find_prefixes, shares_values
-from penstock.frames.stored import Gathered
+from penstock.frames.prefixes import Gathered, Prefixes, cut, find_prefixes, shares_values
 
 
 def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
-    """One frame that holds the samples, bit for bit.
+    """Return one frame that holds the samples, bit for bit.
 
-    `fast` runs at memory speed and is meant for networks; `small` compresses as well and is meant for disks.
+    `fast` runs at memory speed and is meant for networks; `small` also compresses and is meant for disks.
 
     >>> import penstock as ps
     >>> frame = ps.encode([ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -1, -2])])
@@ -45,13 +44,13 @@ def encode(samples: Iterable[Sample], profile: Profile = "fast") -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FramePieces:
-    """A frame that was encoded but not joined. Large pieces are views of the samples' arrays."""
+    """An encoded frame that is not joined yet. Large pieces are views of the samples' arrays."""
 
     samples: Samples
     prefixes: Prefixes
-    """What the samples share, as the frame stores it."""
+    """The prefixes that the samples share, as the frame stores them."""
     pieces: list[Buffer]
-    """The buffers that make the frame, for `os.writev`; the first one is the front."""
+    """The buffers that form the frame, for `os.writev`. The first one is the front."""
 
     @property
     def front(self) -> bytes:
@@ -68,7 +67,7 @@ class FramePieces:
 
 
 def encode_group(samples: Iterable[Sample]) -> FramePieces:
-    """`encode`, in pieces, with what is known beside the bytes.
+    """Encode like `encode`, but return the pieces with the samples and prefixes they came from.
 
     >>> import penstock as ps
     >>> samples = [ps.Sample(id="a", token_ids=[1, 2, 3])]
@@ -92,13 +91,14 @@ def _pieces_of(samples: Iterable[Sample], profile: Profile) -> list[Buffer]:
 def frame_pieces(
     batch: Samples, prefixes: Prefixes, gathered: Mapping[str, Gathered], profile: Profile = "fast"
 ) -> list[Buffer]:
-    """A frame in pieces. Columns in `gathered` are taken from there, the others from the batch."""
+    """Build a frame in pieces. Columns in `gathered` are taken from there, the others from the batch."""
     head, body = Writer(profile, align=False), Writer(profile, align=True)
     lengths, loss_tokens = head.write(batch.lengths), head.write(batch.loss_tokens)
     policy_versions = head.write(batch.policy_versions)
     text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
     parents = shared = None
     if prefixes.any:
+        # Parents are written as a distance, a small number: sample 7 with parent 5 writes 2, and 0 means none.
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
         parents, shared = head.write(back), head.write(prefixes.shared)
     names = [name for name in batch.table if name in batch.columns or name in gathered]
@@ -127,12 +127,12 @@ def frame_pieces(
 
 
 def _texts(batch: Samples) -> list[str]:
-    """The text columns to write: those that every frame has, and those that a sample has."""
+    """Return the text columns to write: those that every frame has, and those that a sample has."""
     return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
 
 
 def _gathered(column: Column, found: Gathered, head: Writer, body: Writer) -> ColumnBlock:
-    """A column whose values lie in pieces; sparse ones and those with trailing dimensions go in as they lie."""
+    """Write a column from pieces. Sparse ones and those with trailing dimensions go in without a copy."""
     trailing, full = tuple(found.example.shape[1:]), bool(found.lengths.all())
     rows = None if full else head.write(_row_kinds(found.lengths, column))
     if found.is_sparse:
@@ -156,7 +156,7 @@ def _gathered(column: Column, found: Gathered, head: Writer, body: Writer) -> Co
 
 
 def _is_per_sample(name: str, batch: Samples) -> bool:
-    """At most one number per sample, in a column that may be given so."""
+    """Return whether a column that allows it has at most one number per sample."""
     return batch.table[name].per != "token" and int(batch.columns[name].lengths.max(initial=0)) <= 1
 
 
@@ -172,7 +172,9 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
-    """`_text` where all samples have the same, as nearly always: the same bytes, without an array for each number."""
+    """Do what `_text` does for the usual case that all samples have the same text: the same bytes, without an array per
+    number.
+    """
     encoded = values[0].encode()
     lengths = head.write_number(len(encoded))
     head.add(encoded)
@@ -182,7 +184,7 @@ def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
 
 def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: Writer) -> ColumnBlock:
     column, found = batch.table[name], batch.columns[name]
-    # By content, not identity, so that a batch gives the same bytes however its columns came to be.
+    # Compare content, not identity: a batch must encode to the same bytes however its columns were built.
     if found.offsets is not batch.offsets and not np.array_equal(found.offsets, batch.offsets):
         return _sparse_rows(name, batch, head, body)
     if isinstance(found, Pieced):
@@ -190,7 +192,7 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     values = found.values
     if column.ragged:
         return _lists(column, found, body, batch.trained)
-    # Only what the model saw follows from the tokens alone; masks and log-probabilities differ by branch.
+    # Only inputs of the model follow from the tokens alone. Masks and log-probabilities differ between branches.
     share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values
     trained = None if share else batch.trained
@@ -201,7 +203,7 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
 
 
 def _pieced(column: Column, found: Pieced, prefixes: Prefixes, body: Writer) -> ColumnBlock:
-    """Rows of one or two bytes a number, written as they lie: the bytes are those of `_column`."""
+    """Write rows of one or two bytes per number without joining them. The bytes equal those of `_column`."""
     rows = [found[i] for i in range(len(found))]
     share = prefixes.any and _shares_rows(rows, prefixes)
     skip = prefixes.shared.tolist() if share else [0] * len(rows)
@@ -210,7 +212,7 @@ def _pieced(column: Column, found: Pieced, prefixes: Prefixes, body: Writer) -> 
 
 
 def _shares_rows(rows: Sequence[Array], prefixes: Prefixes) -> bool:
-    """`shares_values` of rows that are not joined."""
+    """Do what `shares_values` does, for rows that are not joined."""
     bits = [bit_view(row) for row in rows]
     return all(
         np.array_equal(bits[i][:n], bits[parent][:n])
@@ -220,14 +222,16 @@ def _shares_rows(rows: Sequence[Array], prefixes: Prefixes) -> bool:
 
 
 def _follows_tokens(column: Column, values: Array, batch: Samples, prefixes: Prefixes) -> bool:
-    """Whether rows are the same wherever tokens are; where they are zero on all but trained tokens, that saves more."""
+    """Return whether rows repeat wherever tokens do. Rows that are zero on untrained tokens return False: the sparse
+    coding saves more.
+    """
     if not column.trailing or (is_wide(values.dtype) and batch.trained.has_off and batch.trained.is_zero_off(values)):
         return False
     return shares_values(values, batch.offsets, prefixes)
 
 
 def _lists(column: Column, found: Ragged, body: Writer, trained: MaskRuns | None = None) -> ColumnBlock:
-    """A column in which every token has a list."""
+    """Write a column in which every token has a list."""
     lists: Ragged = found.values
     counts, values = body.write_lists(lists, trained)
     items = tuple(np.diff(lists.offsets[found.offsets]).tolist())
@@ -243,7 +247,7 @@ def _lists(column: Column, found: Ragged, body: Writer, trained: MaskRuns | None
 
 
 def form_of(column: Column) -> Form | None:
-    """What the header says of a column that not every reader knows."""
+    """Return what the header says of a column that not every reader knows."""
     if column.name in FIRST_COLUMNS:
         return None
     _, per, _, _, fill, pad = column.described()
@@ -251,7 +255,7 @@ def form_of(column: Column) -> Form | None:
 
 
 def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> ColumnBlock:
-    """A column that not every sample has per token: say per sample what it has, then the values."""
+    """Write a column that not every sample has per token: what each sample has, then the values."""
     column, found = batch.table[name], batch.columns[name]
     rows = head.write(_row_kinds(found.lengths, column))
     values = found.values
@@ -263,7 +267,7 @@ def _sparse_rows(name: str, batch: Samples, head: Writer, section: Writer) -> Co
 
 
 def _row_kinds(lengths: NDArray[np.int64], column: Column) -> NDArray[np.uint32]:
-    """Per sample 0 absent, 1 one number, 2 per token."""
+    """Return per sample: 0 absent, 1 one number, 2 per token."""
     if column.per == "token":
         return np.where(lengths > 0, 2, 0).astype(np.uint32)
     return np.minimum(lengths, 2).astype(np.uint32)

@@ -13,12 +13,12 @@ from penstock.packing.forest import grow as grow
 from penstock.packing.forest import positions_of as positions_of
 from penstock.packing.micro_batch import MicroBatch as MicroBatch
 from penstock.packing.micro_batch import Segments as Segments
-from penstock.packing.packed_images import PackedImages as PackedImages
 from penstock.packing.planning import check_columns as check_columns
 from penstock.packing.planning import plan as plan
 from penstock.packing.rank_plan import Plan as Plan
 from penstock.packing.rank_plan import RankPlan as RankPlan
 from penstock.packing.settings import Modalities as Modalities
+from penstock.packing.settings import PackedImages as PackedImages
 from penstock.packing.settings import Packing as Packing
 from penstock.packing.step import RankStep as RankStep
 from penstock.packing.step import Step as Step

@@ -1,7 +1,7 @@
 """The accounts of a step: every token, sample and micro-batch, counted from the plan that is carried out.
 
-Nothing here is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers
-must add up; the tests run it on every plan they make.
+Nothing is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers must add
+up; the tests run it on every plan they make.
 
     input = packed + truncated + dropped          for tokens and for trained tokens
     computed = tokens - shared + padding + dummies         for each rank, and in total
@@ -26,7 +26,7 @@ from penstock.packing.settings import Packing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What one rank computes in a step, or all of them together."""
+    """What one rank computes in a step, or all ranks together."""
 
     tokens: int = 0
     """Of samples."""
@@ -38,13 +38,13 @@ class Counts:
     max_micro_batch_tokens: int = 0
     """Of the longest micro-batch, padding included."""
     padding_tokens: int = 0
-    """Behind the samples of micro-batches that have samples."""
+    """After the samples of micro-batches that have samples."""
     dummy_tokens: int = 0
     """In micro-batches that have none."""
     cost: float = 0.0
     """Of everything computed, in the unit of the cost."""
     shared_tokens: int = 0
-    """Of samples, and not computed again: a sample before them in the micro-batch has them."""
+    """Tokens of samples that are not computed again, because the sample before them in the micro-batch has them."""
 
     @property
     def computed_tokens(self) -> int:
@@ -52,7 +52,7 @@ class Counts:
 
 
 def add_counts(counts: Iterable[Counts]) -> Counts:
-    """Sums, and the maximum of the maxima."""
+    """Sum the counts; maxima are combined by maximum."""
     listed = list(counts)
     sums = {name: sum(getattr(c, name) for c in listed) for name in Counts.__slots__}
     sums["max_micro_batch_tokens"] = max((c.max_micro_batch_tokens for c in listed), default=0)
@@ -68,7 +68,7 @@ class Accounting:
     """The cap as configured."""
     total: Counts
     ranks: dict[int, Counts]
-    """By rank: all of them in a plan, its own one in what a rank receives."""
+    """By rank: all of them in a plan, only its own in what a rank receives."""
     input_samples: int
     input_tokens: int
     input_loss_tokens: int
@@ -82,22 +82,23 @@ class Accounting:
     over_cap: int
     """Samples beyond a cap, each alone in its micro-batch."""
     sample_cost: float
-    """Of the samples alone, without padding, dummies and overhead; with trees, what they share counted once."""
+    """Cost of the samples alone, without padding, dummies and overhead; with trees, shared tokens once."""
     step_cost: float
-    """Sum over rows of the costliest micro-batch: what the step takes."""
+    """Sum over rows of the costliest micro-batch: how long the step takes."""
     lower_bound: float
     """What no packing of these samples could go below."""
     bound_by_longest_sample: bool
-    """True when single samples keep the other ranks waiting, however packed."""
+    """True when single samples keep the other ranks waiting, however they are packed."""
     path_tokens: int
-    """Of the costliest micro-batch of every row, padding included: what the step's time is made of."""
+    """Tokens of the costliest micro-batch of every row, padding included: they determine the step's time."""
     path_squares: int
     """Sum of squared sample lengths in those micro-batches, without the squares of what samples share."""
     path_patches: int
     """Image patches in those micro-batches."""
     parted_tokens: int = 0
-    """With trees: tokens that samples of a group have in common, computed for each of them because they were routed to
-    other experts or stand for other images."""
+    """With trees: tokens with equal ids that are computed for each sample of a group, because their experts or images
+    differ.
+    """
 
     @property
     def efficiency(self) -> float:
@@ -107,7 +108,7 @@ class Accounting:
 
     @property
     def waste(self) -> float:
-        """Share of the ranks' time that goes into waiting, padding, dummies, overhead and tokens computed twice."""
+        """Share of the ranks' time spent on waiting, padding, dummies, overhead and tokens computed twice."""
         return 1 - self.sample_cost / (self.num_ranks * self.step_cost) if self.step_cost else 0.0
 
     @property
@@ -116,7 +117,7 @@ class Accounting:
         return 1 - self.sample_cost / (self.num_ranks * self.lower_bound) if self.lower_bound else 0.0
 
     def observed(self, seconds: float) -> Observation:
-        """What `Cost.fit` takes: the time a step took, and what was on its critical path."""
+        """Return the input of `Cost.fit`: the time a step took, and what was on its critical path."""
         return Observation(
             seconds=seconds,
             tokens=self.path_tokens,
@@ -126,12 +127,12 @@ class Accounting:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with the derived numbers, as plain values."""
+        """Return everything, with the derived numbers, as plain values."""
         derived = {name: getattr(self, name) for name in ("efficiency", "waste", "least_waste")}
         return {**asdict(self), **derived}
 
     def metrics(self, rank: int) -> dict[str, float]:
-        """The numbers a training loop logs on one rank, flat."""
+        """Return the numbers a training loop logs on one rank, flat."""
         own = self.ranks[rank]
         return {
             "local_tokens": own.tokens,
@@ -183,7 +184,7 @@ def account(
     bounds: Sequence[Bound],
     dropped: Mapping[int, str],
 ) -> Accounting:
-    """The accounts of a planned grid."""
+    """Compute the accounts of a planned grid."""
     lost = np.array(sorted(dropped), np.intp)
     packed = np.setdiff1d(np.arange(len(metadata)), lost)
     trained = metadata.kept_loss_tokens.tolist()

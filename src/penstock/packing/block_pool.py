@@ -1,4 +1,4 @@
-"""Memory for micro-batches that is used again once nobody holds a view of it."""
+"""Memory for micro-batches that is reused once no view of it is left."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE_BYTES = 32 << 20
-"""Blocks from this size on are kept. Smaller ones the C library gives out again by itself, and only as long as they are
-freed: it learns from them not to ask the kernel."""
+"""Blocks of at least this size are kept. The C library reuses smaller ones by itself, but only if they are freed: it
+learns from freed blocks not to ask the kernel.
+"""
 _MOST = 8
-"""Blocks that are kept; a step takes one, and one more for each column with trailing dimensions."""
+"""Blocks that are kept: a step takes one, and one more for each column with trailing dimensions."""
 _ALONE = 3
-"""References to a block that nobody uses: of the list, of the loop over it, and of the call that counts them."""
+"""Reference count of an unused block: the list, the loop over it, and the call that counts."""
 
 
 class BlockPool:
-    """Used by one thread.
+    """A pool of blocks for one thread.
 
-    New memory must be cleared by the kernel: for 400 MB of routed experts that takes longer than reading and copying
-    them. A view of a block (a column of a micro-batch, a tensor made of it) holds a reference to it, so a block without
-    references is free, whoever had it.
+    The kernel must clear new memory: for 400 MB of routed experts that takes longer than reading and copying them. A
+    view of a block (a column of a micro-batch, a tensor built from it) holds a reference to it, so a block without
+    references is free.
 
     >>> pool = BlockPool()
     >>> one = pool.take(50 << 20)
@@ -37,7 +38,7 @@ class BlockPool:
         self._blocks: list[NDArray[np.uint8]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """`size` bytes that nobody else has."""
+        """Return `size` bytes that are not in use."""
         if size < LARGE_BYTES:
             return np.empty(size, np.uint8)
         small = []
@@ -47,7 +48,7 @@ class BlockPool:
                     return block[:size]
                 small.append(id(block))
         self._blocks = [block for block in self._blocks if id(block) not in small]  # too small for today's steps
-        # A quarter more, so that steps that grow little by little do not each need new memory.
+        # Allocate a quarter more, so that slowly growing steps do not each need new memory.
         block = np.empty(size + size // 4, np.uint8)
         if len(self._blocks) < _MOST:
             self._blocks.append(block)

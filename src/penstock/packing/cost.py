@@ -1,14 +1,15 @@
-"""What a micro-batch costs: a fixed part, a part per token, a part per token squared, a part per image patch.
+"""The cost of a micro-batch: a fixed part, and parts per token, per token squared and per image patch.
 
     cost = overhead + per_token * tokens + per_token_squared * sum(n_i ** 2) + per_patch * patches
 
-With trees a token that samples share counts once, and of a sample that shares its first s of n tokens n ** 2 - s ** 2.
+With trees a token that samples share counts once, and a sample that shares its first s of n tokens adds n ** 2 - s **
+2.
 
-Attention is quadratic in the length of a sample, not of the micro-batch, so two micro-batches of equal tokens may
-differ much in cost. A wrong constant is cheap (planned with half or twice the right one, 1 to 7 % is lost);
-ignoring attention is not (4 to 41 %).
+Attention is quadratic in the length of a sample, not of the micro-batch, so two micro-batches with equal tokens may
+differ much in cost. A wrong constant costs little (1 to 7 % if planned with half or twice the right one). Ignoring
+attention costs 4 to 41 %.
 
-The unit does not matter to the planner. `Cost.fit` takes seconds and so gives a cost in seconds.
+The planner does not depend on the unit. `Cost.fit` takes seconds and so returns a cost in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from penstock.errors import ConfigError, InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Coefficients of the cost of a micro-batch; the defaults are a 7B dense model's ratio, 6 * hidden.
+    """Coefficients of the cost of a micro-batch. The defaults have the ratio of a dense 7B model, 6 * hidden.
 
     >>> cost = Cost(per_token=10.0, per_token_squared=1.0)
     >>> cost.of_samples(np.array([2, 3])).tolist()
@@ -50,11 +51,11 @@ class Cost:
 
     @staticmethod
     def from_model(*, hidden: int, layers: int, active_parameters: float | None = None) -> Cost:
-        """Floating point operations, forward and backward, of a transformer of this shape.
+        """Count the floating point operations, forward and backward, of a transformer of this shape.
 
-        Six per parameter and token, and twelve per layer, hidden unit and pair of tokens. Without
-        `active_parameters` (a mixture of experts has far fewer than parameters) a dense layer's
-        12 * hidden ** 2 is assumed, so that per_token / per_token_squared is 6 * hidden.
+        Six per parameter and token, and twelve per layer, hidden unit and pair of tokens. Without `active_parameters`
+        (a mixture of experts has far fewer than parameters) a dense layer's 12 * hidden ** 2 is assumed, so that
+        per_token / per_token_squared is 6 * hidden.
 
         >>> dense = Cost.from_model(hidden=4096, layers=32)
         >>> dense.per_token / dense.per_token_squared
@@ -65,7 +66,7 @@ class Cost:
 
     @staticmethod
     def fit(observations: Sequence[Observation]) -> Cost:
-        """The non-negative coefficients that explain the measured times best, in seconds.
+        """Fit the non-negative coefficients that explain the measured times best, in seconds.
 
         >>> seen = [Observation(seconds=1e-3 * n + 1e-6 * n * n, tokens=n, squares=n * n) for n in (100, 500, 900)]
         >>> round(Cost.fit(seen).per_token, 9), round(Cost.fit(seen).per_token_squared, 9)
@@ -84,7 +85,7 @@ class Cost:
         return Cost(overhead=overhead, per_token=per_token, per_token_squared=per_token_squared, per_patch=per_patch)
 
     def of_samples(self, lengths: NDArray[Any], patches: NDArray[Any] | int = 0) -> NDArray[np.float64]:
-        """What each sample adds to its micro-batch."""
+        """Return what each sample adds to its micro-batch."""
         n = np.asarray(lengths, np.float64)
         return self.per_token * n + self.per_token_squared * n * n + self.per_patch * np.asarray(patches, np.float64)
 
@@ -102,7 +103,7 @@ class Observation:
 
 
 def _non_negative_least_squares(table: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The exact answer by trying every set of columns: with four there are fifteen."""
+    """Solve exactly by trying every set of columns: with four there are fifteen."""
     scale = np.sqrt((table**2).sum(axis=0))
     used = [i for i in range(table.shape[1]) if scale[i] > 0]
     best, best_error = np.zeros(table.shape[1]), math.inf

@@ -1,8 +1,8 @@
 """The denominators of a step: what a loss is divided by, counted over all ranks and all micro-batches.
 
 A loss averaged per micro-batch or per rank changes with the packing. Summed and divided by these numbers it does not:
-any cap, any number of ranks and any order gives the same loss and the same gradient. A step without a trained
-token has zeros here; `per_loss_token` then is 0, so that a loss of 0 stays 0 instead of becoming NaN.
+any cap, any number of ranks and any order gives the same loss and the same gradient. In a step without trained tokens
+these are zero and `per_loss_token` is 0, so that a loss of 0 stays 0 instead of becoming NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Denominators:
     """Trained tokens."""
     samples: int = 0
     groups: int = 0
-    """Distinct groups; a sample without one counts as a group of its own."""
+    """Distinct groups; a sample without one counts as its own group."""
     rl_tokens: int = 0
     """Trained tokens with a weight in the policy-gradient term."""
     ce_tokens: int = 0
@@ -47,7 +47,7 @@ class Totals:
 
 
 def count_totals(metadata: SampleMetadata, packed: NDArray[np.intp]) -> Totals:
-    """The denominators of the packed samples."""
+    """Count the denominators of the packed samples."""
     step = _count(metadata, packed)
 
     def split(values: Sequence[str]) -> dict[str, Denominators]:

@@ -1,9 +1,13 @@
-"""Samples that share tokens, cut into pieces that are planned like samples.
+"""Cut samples that share tokens into pieces that are planned like samples.
 
-A family is a run of samples in depth-first order of which each shares something with the one before it. A piece of it
-is a run of its samples; it costs what its samples cost less what they share. Every cut computes what is shared across
-it once more, so a family is cut into few pieces of like cost, and where little is shared: between the rollouts of a
-prompt rather than between the branches of a rollout.
+A family is a run of samples in depth-first order in which each shares something with the one before it. A piece is a
+run of a family's samples. It costs what its samples cost, less what they share. Every cut computes what is shared
+across it once more. So a family is cut into few pieces of similar cost, and where little is shared: between the
+rollouts of a prompt rather than between the branches of a rollout.
+
+    samples     A1   A2   A3   B1   B2       tokens 10 each
+    shared       0    8    8    2    8       with the sample before
+    cut         (A1   A2   A3) (B1   B2)     14 + 12 = 26 tokens, uncut 24; cut after A2 instead: 32
 """
 
 from __future__ import annotations
@@ -22,26 +26,26 @@ from penstock.packing.bins import Bin, Caps, Items
 from penstock.packing.settings import Packing
 from penstock.packing.trees import Trees
 
-EARLY = 0.5
-"""How much of its even cost a piece may lack, when it is cut early because less is shared there."""
+EARLY_CUT = 0.5
+"""A piece may fall short of its even cost by this share if less is shared at the earlier cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families:
-    """The samples of a key, depth first, as families; all sums run over the whole key."""
+    """The samples of a key, depth first, as families. All sums run over the key."""
 
     ids: NDArray[np.intp]
     """[n] the samples."""
     starts: NDArray[np.int64]
     """[families + 1] where each family starts in `ids`."""
     costs: NDArray[np.float64]
-    """[families] of each as one piece."""
+    """[families] cost of each as one piece."""
     again: NDArray[np.float64]
     """[families] what the cheapest cut costs; 0 for a single sample."""
     alone: NDArray[np.float64]
-    """[n] what each sample costs by itself."""
+    """[n] cost of each sample by itself."""
     shared_cost: NDArray[np.float64]
-    """[n] what of that the sample before it has computed."""
+    """[n] the part of it that the sample before it has computed."""
     lengths: NDArray[np.int64]
     shared: NDArray[np.int64]
     patches: NDArray[np.int64]
@@ -49,7 +53,7 @@ class Families:
 
     @staticmethod
     def of(items: Items, ids: NDArray[np.intp], packing: Packing, trees: Trees) -> Families:
-        """Families of the samples of one key; a sample that is alone in its micro-batch shares nothing."""
+        """Return the families of the samples of one key. A sample that is alone in its micro-batch shares nothing."""
         alone = items.alone[ids] | items.beyond_caps(ids)
         bins, shared, shared_patches = trees.common([ids[~alone].tolist()])
         order = np.concatenate([np.array(bins[0], np.intp), ids[alone]])
@@ -68,7 +72,7 @@ class Families:
         )
 
     def loosened(self, cost: float) -> Families:
-        """The same without what is shared where that costs no more than this: families fall into smaller ones."""
+        """Ignore what is shared where that costs at most `cost`: families fall apart into smaller ones."""
         kept = self.shared_cost > cost
         shared_cost = np.where(kept, self.shared_cost, 0.0)
         return replace(
@@ -81,17 +85,19 @@ class Families:
 
     @property
     def cost(self) -> float:
-        """Of everything once."""
+        """Cost of everything, shared parts once."""
         return float(self.costs.sum())
 
     @property
     def tokens(self) -> int:
-        """Of everything once."""
+        """Tokens of everything, shared ones once."""
         return int((self.lengths - self.shared).sum())
 
 
 def _families(alone: NDArray[np.float64], shared_cost: NDArray[np.float64]) -> dict[str, Any]:
-    """Starts, costs and cheapest cuts: a family begins with each sample that shares nothing with the one before it."""
+    """Return starts, costs and cheapest cuts. A family begins with each sample that shares nothing with the one before
+    it.
+    """
     first = np.flatnonzero(shared_cost == 0)
     cheapest = np.minimum.reduceat(np.where(shared_cost > 0, shared_cost, np.inf), first)
     return {
@@ -102,12 +108,14 @@ def _families(alone: NDArray[np.float64], shared_cost: NDArray[np.float64]) -> d
 
 
 def piece_cost(families: Sequence[Families], pieces: float) -> float:
-    """The least cost that pieces may have, so that families come to no more than `pieces` of them."""
+    """Return the least cost per piece for which families come to at most `pieces` pieces, found by bisection."""
     costs, again = (np.concatenate([getattr(f, name) for f in families]) for name in ("costs", "again"))
     most = np.concatenate([np.diff(f.starts) for f in families])
     low, high = float(again.max()), float(costs.max())
     for _ in range(24):
         middle = (low + high) / 2
+        # n pieces of a family cost `costs + (n - 1) * again` in total, because each cut computes `again` once more.
+        # With at most `middle` per piece, n >= (costs - again) / (middle - again): (100 - 10) / (40 - 10) = 3.
         room = np.maximum(middle - again, 1e-9)
         if float(np.minimum(np.ceil((costs - again) / room), most).sum()) > pieces:
             low = middle
@@ -118,7 +126,7 @@ def piece_cost(families: Sequence[Families], pieces: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Families of one key, cut; planned as if each piece were a sample."""
+    """Families of one key, cut. Planned as if each piece were a sample."""
 
     members: list[Bin]
     """The samples of each."""
@@ -128,16 +136,16 @@ class Pieces:
 
 
 def cut_families(families: Families, most_cost: float, caps: Caps) -> Pieces:
-    """Families in pieces of about `most_cost` at most, none beyond the caps unless it is one sample."""
+    """Cut families into pieces of about `most_cost` at most. None is beyond the caps unless it is one sample."""
     cutter = _Cutter(families, caps)
     starts: list[int] = []
-    whole = _whole(families, most_cost, caps)
     edges = families.starts.tolist()
-    for k, is_whole in enumerate(whole.tolist()):
-        starts += [edges[k]] if is_whole else cutter.cut(edges[k], edges[k + 1], most_cost, float(families.again[k]))
+    for k, is_uncut in enumerate(_uncut(families, most_cost, caps).tolist()):
+        starts += [edges[k]] if is_uncut else cutter.cut(edges[k], edges[k + 1], most_cost, float(families.again[k]))
     first = np.array(starts, np.intp)
     shared, shared_patches = families.shared.copy(), families.shared_patches.copy()
     shared_cost = families.shared_cost.copy()
+    # The first sample of a piece has nothing before it to share with: it is computed in full.
     for column in (shared, shared_patches, shared_cost):
         column[first] = 0
     listed, ends = families.ids.tolist(), [*starts[1:], len(families.ids)]
@@ -150,34 +158,34 @@ def cut_families(families: Families, most_cost: float, caps: Caps) -> Pieces:
 
 
 class Chain:
-    """All families of a key, one after the other, to be cut into runs."""
+    """All families of a key end to end, to be cut into runs."""
 
     def __init__(self, families: Families, caps: Caps) -> None:
         self._cutter = _Cutter(families, caps)
         self._ids: list[int] = families.ids.tolist()
 
     def runs(self, most_cost: float, early: float) -> list[Bin]:
-        """As few runs as there can be, none of which costs more than this, unless it is one sample."""
+        """Return as few runs as possible, none costlier than `most_cost` unless it is one sample."""
         return [self._ids[a:b] for a, b in pairwise([*self._cutter.fill(most_cost, early), len(self._ids)])]
 
     def count(self, most_cost: float, early: float) -> int:
-        """How many runs that would be."""
+        """Return how many runs that would be."""
         return len(self._cutter.fill(most_cost, early))
 
 
-def _whole(families: Families, most_cost: float, caps: Caps) -> NDArray[np.bool_]:
-    """[families] those that need no cut."""
+def _uncut(families: Families, most_cost: float, caps: Caps) -> NDArray[np.bool_]:
+    """Return [families], which ones need no cut."""
     first = families.starts[:-1]
     tokens = np.add.reduceat(families.lengths - families.shared, first)
     patches = np.add.reduceat(families.patches - families.shared_patches, first)
     count = np.diff(families.starts)
     fits = (tokens <= caps.tokens) & (patches <= caps.patches) & (count <= caps.samples)
-    whole: NDArray[np.bool_] = (fits & (families.costs <= most_cost * (1 + 1e-9))) | (count == 1)
-    return whole
+    uncut: NDArray[np.bool_] = (fits & (families.costs <= most_cost * (1 + 1e-9))) | (count == 1)
+    return uncut
 
 
 class _Cutter:
-    """Cuts one family after the other; sums of what each sample adds to the one before it, as plain lists."""
+    """Cuts one family after the other. Works on running sums of what each sample adds, as plain lists for bisect."""
 
     def __init__(self, families: Families, caps: Caps) -> None:
         self._caps = caps
@@ -189,9 +197,11 @@ class _Cutter:
         self._patch_sums = offsets_of(families.patches - families.shared_patches).tolist()
 
     def cut(self, begin: int, end: int, most_cost: float, again: float) -> list[int]:
-        """Where the pieces of the family start."""
+        """Return where the pieces of the family start."""
         starts, at = [begin], begin
         while True:
+            # What is left of the family: its first sample in full, the others without what they share. Dividing
+            # it again after every cut corrects for pieces that came out larger or smaller than planned.
             rest = self._alone[at] + self._costs[end] - self._costs[at + 1]
             pieces = max(-(-(rest - again) // max(most_cost - again, 1e-9)), 1.0)
             even = (rest + (pieces - 1) * again) / pieces
@@ -200,14 +210,18 @@ class _Cutter:
             stop = min(stop, limit)
             if stop >= end:
                 return starts
-            at = self._back(at, stop, even, EARLY) if stop > at + 1 else stop
+            at = self._back(at, stop, even, EARLY_CUT) if stop > at + 1 else stop
             starts.append(at)
 
     def fill(self, most_cost: float, early: float) -> list[int]:
-        """Where runs of everything start, each as long as it may be, or a little less if less is shared there."""
+        """Return where runs of everything start, each as long as possible, or a little shorter if less is
+        shared there.
+        """
         sums, alone, end = self._costs, self._alone, len(self._alone)
         starts, at = [0], 0
         while True:
+            # A run from `at` to `stop` costs alone[at] + sums[stop] - sums[at + 1]. Solved for sums[stop], which bisect
+            # finds.
             wanted = most_cost - alone[at] + sums[at + 1]
             stop = min(max(bisect_right(sums, wanted, at + 1, end + 1) - 1, at + 1), self._limit(at, end))
             if stop >= end:
@@ -216,7 +230,7 @@ class _Cutter:
             starts.append(at)
 
     def _limit(self, at: int, end: int) -> int:
-        """Where a piece from `at` must end because of the caps; it has one sample at least."""
+        """Return where a piece from `at` must end because of the caps. It has at least one sample."""
         caps = self._caps
         tokens = caps.tokens - self._lengths[at] + self._tokens[at + 1]
         patches = caps.patches - self._patches[at] + self._patch_sums[at + 1]
@@ -225,7 +239,7 @@ class _Cutter:
         return max(min(by_tokens, by_patches, at + caps.samples), at + 1)
 
     def _nearest(self, at: int, end: int, cost: float) -> int:
-        """Where a piece from `at` ends that comes closest to this cost."""
+        """Return where a piece from `at` ends that comes closest to this cost."""
         sums = self._costs
         wanted = cost - self._alone[at] + sums[at + 1]
         stop = max(bisect_right(sums, wanted, at + 1, end + 1) - 1, at + 1)
@@ -233,9 +247,11 @@ class _Cutter:
         return stop + 1 if nearer else stop
 
     def _back(self, at: int, stop: int, even: float, early: float) -> int:
-        """Of the places to cut up to `stop`, and not too early, the one across which least is shared."""
+        """Return the cut up to `stop`, and not too early, across which least is shared."""
         first = max(self._nearest(at, stop, (1 - early) * even), at + 1)
         shared = self._shared[first : stop + 1]
+        # The last of equal minima, for the longest piece. shared 4 2 7 2 from place 10 to 13: reversed 2 7 2 4, index
+        # 0, so 13.
         return stop - shared[::-1].index(min(shared))
 
 

@@ -1,13 +1,19 @@
-"""Gather the arrays of a rank's micro-batches: one pass per column, every token copied once.
+"""Fill the arrays of a rank's micro-batches: one pass per column, every token copied once.
 
-All micro-batches of the rank plan are laid end to end; a column is one `np.concatenate` of views into the samples'
-columns, with constant views where a sample lacks it and where padding stands, and each micro-batch is a slice of the
-result. A gather index would cost more to build than all of the copying. One number per sample is repeated over the
-sample's tokens: an advantage stands on every token, and `loss_mask` alone decides what is trained.
+All micro-batches of the rank plan are laid end to end. A column is one `np.concatenate` of views into the samples'
+columns, with constant views for missing values and padding, and each micro-batch is a slice of the result. Building a
+gather index would cost more than all of the copying. One number per sample is repeated over the sample's tokens: an
+advantage is on every token, and `loss_mask` alone decides what is trained.
+
+Columns that are not one value per token (rows of a fixed shape, and lists) are filled per micro-batch. Every
+micro-batch of a step has them, in the step's shape, whether or not its samples do; only samples with and without routed
+experts are in separate micro-batches.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import (
+    APART,
     MODALITIES,
     MODE_WEIGHTS,
     NO_VERSION,
@@ -23,33 +30,87 @@ from penstock.arrays import (
     Cells,
     Column,
     ImageSpan,
+    Ragged,
     Samples,
+    copied,
+    joined,
     offsets_of,
     words_for,
 )
 from penstock.errors import InvalidInput
 from penstock.packing.block_pool import BlockPool
-from penstock.packing.fill_forest import fill_forest
-from penstock.packing.forest import Forest
+from penstock.packing.forest import Forest, fill_forest
 from penstock.packing.micro_batch import MicroBatch, Segments
 from penstock.packing.rank_plan import RankPlan
-from penstock.packing.row_layout import Layout
-from penstock.packing.shaped import in_order, lists_of, rows_of
 
 LONG_ENOUGH = 128
+"""Average tokens per segment from which one fill per segment is faster than `np.repeat`."""
 ALIGNMENT = 64
-# What a dummy borrows from a sample; everything else in it is padding.
+"""Columns start at multiples of this many bytes: a cache line."""
 BORROWED = ("token_ids", "mm_token_type_ids")
+"""What a dummy borrows from a sample; everything else in it is padding."""
+PADDING = -1
+"""The sample number of a padding segment."""
+
+
+class _Layout:
+    """Where everything lies when the micro-batches of a rank plan are laid end to end."""
+
+    def __init__(self, samples: Samples, rank_plan: RankPlan, take: Callable[[int], NDArray[np.uint8]]) -> None:
+        """`take` allocates memory of a given size."""
+        self.samples, self.rank_plan, self._take = samples, rank_plan, take
+        self._rows: dict[tuple[str, str, tuple[int, ...]], Array] = {}
+        self.tokens = offsets_of(rank_plan.laid).tolist()
+        """[micro_batches + 1] first token of each micro-batch."""
+        self.segments = [0]
+        """[micro_batches + 1] first segment of each micro-batch."""
+        rows: list[int] = []
+        lengths: list[int] = []
+        borrowed: list[int] = []
+        order, cuts, dummy = rank_plan.order.tolist(), rank_plan.cuts.tolist(), rank_plan.dummy.tolist()
+        for m, (a, b) in enumerate(pairwise(rank_plan.starts.tolist())):
+            if dummy[m]:
+                borrowed += range(len(rows), len(rows) + b - a)
+            rows += order[a:b]
+            lengths += cuts[a:b]
+            padding = self.tokens[m + 1] - self.tokens[m] - sum(cuts[a:b])
+            if padding:
+                rows.append(PADDING)
+                lengths.append(padding)
+            self.segments.append(len(rows))
+        self.lengths = lengths
+        """[segments] tokens of each."""
+        self.rows = np.array(rows, np.intp)
+        """[segments] the sample of each, or PADDING."""
+        self.is_sample = self.rows != PADDING
+        """[segments] False for padding."""
+        self.is_trained = self.is_sample.copy()
+        """[segments] False for padding and for what a dummy borrows."""
+        self.is_trained[borrowed] = False
+
+    def room(self, name: str, m: int, dtype: str, shape: tuple[int, ...]) -> Array:
+        """Return [tokens, *shape], where the rows of micro-batch m go, for a column with trailing dimensions."""
+        key = (name, dtype, shape)
+        if key not in self._rows:
+            size = self.tokens[-1] * math.prod(shape) * np.dtype(dtype).itemsize
+            self._rows[key] = self._take(size).view(dtype).reshape(self.tokens[-1], *shape)
+        return self._rows[key][self.tokens[m] : self.tokens[m + 1]]
+
+    def text(self, name: str) -> list[str]:
+        """Return [segments], each sample's text (id, group, ...); empty for padding."""
+        values = (*self.samples.text[name], "")  # PADDING is -1, which indexes the last entry
+        return [values[row] for row in self.rows.tolist()]
 
 
 def fill(
     samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None = None, pool: BlockPool | None = None
 ) -> list[MicroBatch]:
-    """The micro-batches of one rank, from all samples of the step or (`rank_plan.relative()`) from the rank's own.
+    """Return the micro-batches of one rank, from all samples of the step or (`rank_plan.relative()`) from the rank's
+    own.
 
-    `out` is memory to fill, at least `bytes_needed(rank_plan)`; what was filled into it before is overwritten. Without
-    it memory is taken from `pool`, or allocated, once for all columns: one large block is given huge pages, and
-    touching it for the first time then costs a tenth.
+    `out` is memory to fill, at least `bytes_needed(rank_plan)`; its old content is overwritten. Without it, memory
+    comes from `pool` or is allocated, once for all columns: a large block gets huge pages, which makes touching it for
+    the first time ten times cheaper.
     """
     if len(rank_plan.order) and int(rank_plan.order.max()) >= len(samples):
         raise InvalidInput(
@@ -77,7 +138,7 @@ def fill(
         out = take(needed)
     elif len(out) < needed:
         raise InvalidInput(f"out: {len(out)} bytes; this rank plan needs {needed}")
-    layout = Layout(samples, rank_plan, take)
+    layout = _Layout(samples, rank_plan, take)
     columns: dict[str, Array] = {}
     at = 0
     for name, dtype in _dtypes(rank_plan).items():
@@ -93,20 +154,22 @@ def fill(
 
 
 def bytes_needed(rank_plan: RankPlan) -> int:
-    """How much memory the columns of a rank plan take (routed experts and lists have their own)."""
+    """Return how much memory the columns of a rank plan take (routed experts and lists have their own)."""
     tokens = int(rank_plan.laid.sum())
     return sum(_aligned(tokens * dtype.itemsize) for dtype in _dtypes(rank_plan).values())
 
 
 def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
-    """The columns in order. Positions are int64, because that is what models index with: no copy on the way there."""
+    """Return the dtypes of the columns in order. Positions are int64, which models index with, so no copy is needed
+    later.
+    """
     table = rank_plan.table
     gathered = {name: table[name].numpy for name in rank_plan.columns if _is_flat(table[name])}
     return {**gathered, "position_ids": np.dtype(np.int64)}
 
 
 def _is_flat(column: Column) -> bool:
-    """Whether a column has one value per token, so that memory for it can be set aside."""
+    """Return whether a column has one value per token, so that its memory is known in advance."""
     return not column.trailing and not column.ragged
 
 
@@ -114,8 +177,8 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _gather(layout: Layout, column: Column, out: Array) -> None:
-    """One column of all micro-batches."""
+def _gather(layout: _Layout, column: Column, out: Array) -> None:
+    """Fill one column of all micro-batches."""
     constants = _constants(layout, column)
     ragged = layout.samples.columns.get(column.name)
     if ragged is None or len(ragged) == 0:
@@ -138,8 +201,8 @@ def _gather(layout: Layout, column: Column, out: Array) -> None:
     return None
 
 
-def _constants(layout: Layout, column: Column) -> Array:
-    """[segments] what stands in each segment that has nothing of its own in this column."""
+def _constants(layout: _Layout, column: Column) -> Array:
+    """Return [segments], the value in each segment that has none of its own in this column."""
     out = np.full(len(layout.rows), column.fill, column.numpy)
     if column.name in WEIGHTS:
         by_mode = {mode: weights[WEIGHTS.index(column.name)] for mode, weights in MODE_WEIGHTS.items()}
@@ -149,7 +212,7 @@ def _constants(layout: Layout, column: Column) -> Array:
 
 
 def _repeat(values: Array, lengths: list[int], out: Array) -> None:
-    """Each value as often as its length says."""
+    """Repeat each value over its segment."""
     if len(out) < LONG_ENOUGH * len(lengths):
         out[:] = np.repeat(values, lengths)
         return
@@ -160,14 +223,14 @@ def _repeat(values: Array, lengths: list[int], out: Array) -> None:
         at += n
 
 
-def _positions(layout: Layout, out: Array) -> None:
-    """Positions from 0 in every segment."""
+def _positions(layout: _Layout, out: Array) -> None:
+    """Fill positions from 0 in every segment."""
     longest = np.arange(max(layout.lengths), dtype=out.dtype)
     np.concatenate([longest[:n] for n in layout.lengths], out=out)
 
 
-def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch]:
-    """Cut the micro-batches out of the columns; everything in them is a slice of something made once."""
+def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatch]:
+    """Cut the micro-batches out of the columns. Everything in them is a slice of something built once."""
     rank_plan, samples = layout.rank_plan, layout.samples
     text = {name: layout.text(name) for name in ("id", "group", "prompt", "env", "mode", "rollout", "run")}
     lengths = np.array(layout.lengths, np.int64)
@@ -182,7 +245,7 @@ def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch
         held = int(layout.is_sample[a:b].sum())
         own = slice(a, a if is_dummy else a + held)
         parts = {name: values[layout.tokens[m] : layout.tokens[m + 1]] for name, values in columns.items()}
-        parts = in_order(rank_plan, parts, lists_of(layout, a, b), rows_of(layout, m, a, b, nodes=not is_forest[m]))
+        parts = _in_order(rank_plan, parts, _lists(layout, a, b), _shaped_rows(layout, m, a, b, nodes=not is_forest[m]))
         out.append(
             MicroBatch(
                 columns=parts,
@@ -209,8 +272,8 @@ def _micro_batches(layout: Layout, columns: dict[str, Array]) -> list[MicroBatch
     return out
 
 
-def _forest(layout: Layout, m: int, parts: dict[str, Cells]) -> Forest:
-    """The forest of a micro-batch whose samples share tokens: they are all of its segments."""
+def _forest(layout: _Layout, m: int, parts: dict[str, Cells]) -> Forest:
+    """Build the forest of a micro-batch whose samples share tokens. Its segments are exactly those samples."""
     rank_plan, own = layout.rank_plan, slice(layout.segments[m], layout.segments[m + 1])
     planned = slice(int(rank_plan.starts[m]), int(rank_plan.starts[m + 1]))
     return fill_forest(
@@ -227,7 +290,7 @@ def _forest(layout: Layout, m: int, parts: dict[str, Cells]) -> Forest:
 def _images(
     samples: Samples, rows: NDArray[np.intp], lengths: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> tuple[ImageSpan, ...]:
-    """The images of these samples that were not cut off, in the micro-batch's token space."""
+    """Return the images of these samples that were not cut off, with spans in the micro-batch's tokens."""
     if samples.images is None:
         return ()
     return tuple(
@@ -236,3 +299,84 @@ def _images(
         for span in samples.images[row]
         if span.end <= length
     )
+
+
+def _in_order(rank_plan: RankPlan, *parts: dict[str, Cells]) -> dict[str, Cells]:
+    """Return the columns of a micro-batch in table order, positions last."""
+    if not any(parts[1:]):
+        return parts[0]
+    every = {name: values for part in parts for name, values in part.items()}
+    return {name: every[name] for name in (*rank_plan.table, "position_ids") if name in every}
+
+
+def _lists(layout: _Layout, a: int, b: int) -> dict[str, Ragged]:
+    """Return the lists of segments a to b. Padding, dummies and samples without lists have empty ones."""
+    found: dict[str, Ragged] = {}
+    table = layout.rank_plan.table
+    for column in (table[name] for name in layout.rank_plan.columns if table[name].ragged):
+        given = layout.samples.columns.get(column.name)
+        pieces = []
+        for segment in range(a, b):
+            row, n = int(layout.rows[segment]), layout.lengths[segment]
+            own = given[row] if given is not None and layout.is_trained[segment] else ()
+            pieces.append(own[:n] if len(own) else Ragged.empty(n, column.numpy))
+        found[column.name] = joined(pieces) if len(pieces) > 1 else copied(pieces[0])
+    return found
+
+
+def _shaped_rows(layout: _Layout, m: int, a: int, b: int, *, nodes: bool) -> dict[str, Array]:
+    """Return the rows of micro-batch m, which has segments a to b. Without `nodes`, skip those that its forest
+    holds.
+    """
+    rank_plan = layout.rank_plan
+    table, found = rank_plan.table, {}
+    for column in (table[name] for name in rank_plan.columns if table[name].trailing):
+        if column.per_node and not nodes:
+            continue
+        given = layout.samples.columns.get(column.name)
+        own = layout.rows[a:b][layout.is_trained[a:b]]
+        has = np.zeros(0, np.bool_) if given is None else given.lengths[own] > 0
+        shape = rank_plan.shapes.get(column.name)
+        if column.name == APART and not rank_plan.dummy[m]:
+            if not has.any():
+                continue
+            if not has.all():
+                raise InvalidInput(
+                    f"samples: one has no {column.name} and others of its micro-batch have; plan them apart"
+                )
+        if shape is None and not has.any():
+            continue  # the plan comes from a version that did not record shapes
+        found[column.name] = _joined(layout, column, given if has.any() else None, shape, m)
+    return found
+
+
+def _joined(
+    layout: _Layout, column: Column, given: Ragged | None, shape: tuple[str, tuple[int, ...]] | None, m: int
+) -> Array:
+    """Join the rows of micro-batch m."""
+    dtype, sizes = shape or ("", ())
+    if given is not None:
+        seen = given.dtype.str, given.trailing
+        if shape is not None and seen != (dtype, tuple(sizes)) and column.name != APART:
+            raise InvalidInput(
+                f"samples: {column.name} is {seen}, the rank plan has {shape}; pass those it was planned for"
+            )
+        dtype, sizes = seen
+    views: list[Array] = []
+    for segment in range(layout.segments[m], layout.segments[m + 1]):
+        row, n = int(layout.rows[segment]), layout.lengths[segment]
+        trained = bool(layout.is_trained[segment])
+        if given is not None and trained and given.offsets[row + 1] > given.offsets[row]:
+            views += _first(given.pieces(row), n)
+        else:
+            views.append(np.full((n, *sizes), column.fill if trained and row != PADDING else column.pad, dtype))
+    return np.concatenate(views, out=layout.room(column.name, m, dtype, tuple(sizes)))
+
+
+def _first(pieces: Sequence[Array], n: int) -> Iterator[Array]:
+    """Yield the first `n` tokens of a row."""
+    for piece in pieces:
+        yield piece[:n]
+        n -= len(piece)
+        if n <= 0:
+            return

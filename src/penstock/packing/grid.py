@@ -1,8 +1,8 @@
 """The grid of a step: for every row the micro-batch of every rank.
 
-Within a row the costliest micro-batch goes to the rank with the least to do so far, which evens out the ranks' totals
-as well. A rank left without one gets a dummy: a row of padding for text, and for images the shortest prefix of a
-sample that still holds an image, so that the vision tower runs on every rank.
+Within a row the costliest micro-batch goes to the rank with the least work so far, which also evens out the ranks'
+totals. A rank left without one gets a dummy: a row of padding for text; for images the shortest prefix of a sample that
+still holds an image, so that the vision tower runs on every rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.packing.trees import Trees
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A micro-batch, planned."""
+    """A planned micro-batch."""
 
     samples: Bin
-    """In input order, or depth first where they share tokens; for a dummy at most the one it borrows from."""
+    """In input order, or depth first where they share tokens. A dummy has at most the one sample it borrows from."""
     tokens: int
     """Of those samples."""
     padded: int
@@ -34,9 +34,9 @@ class Placed:
     dummy: bool
     modality: int
     run: str = ""
-    """Of its samples; of a dummy that of its row."""
+    """Of its samples; a dummy has the run of its row."""
     shared: tuple[int, ...] = ()
-    """Of each sample what it has in common with the one before it; empty where nothing is shared."""
+    """For each sample the tokens it shares with the one before it; empty where nothing is shared."""
 
     @property
     def padding(self) -> int:
@@ -51,7 +51,7 @@ Grid: TypeAlias = list[list[Placed]]
 def planned(
     metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
 ) -> list[Placed]:
-    """The micro-batches of these bins."""
+    """Return the micro-batches of these bins."""
     if trees is not None:
         return _planned_trees(metadata, items, bins, packing, trees)
     ids = np.array([i for b in bins for i in b], np.intp)
@@ -71,7 +71,7 @@ def planned(
 def _planned_trees(
     metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
 ) -> list[Placed]:
-    """The same where samples may share tokens."""
+    """Do what `planned` does where samples may share tokens."""
     out = []
     bins, shared, patches = trees.common(bins)
     ends = offsets_of([len(b) for b in bins]).tolist()
@@ -81,6 +81,8 @@ def _planned_trees(
         if not shared[own].any():
             out.append(placed)
             continue
+        # Three samples of 5, 5 and 3 tokens that share 0, 3 and 2 compute 13 - 5 = 8. Padding is added to those 8, and
+        # its cost replaces that of the padding that `planned` added to 13.
         padded = packing.padded(placed.tokens - int(shared[own].sum()))
         padding = padded - placed.tokens + int(shared[own].sum())
         before = float(packing.cost.of_samples(np.array(placed.padding)))
@@ -90,10 +92,10 @@ def _planned_trees(
 
 
 def cheapest_dummy(metadata: SampleMetadata, ids: NDArray[np.intp], packing: Packing) -> Placed:
-    """The cheapest micro-batch with which a rank can take part in rows of these samples."""
+    """Return the cheapest micro-batch with which a rank can take part in rows of these samples."""
     overhead = packing.cost.overhead
     if metadata.modality[ids].min() == TEXT:
-        # A class of text, or one that declared that its rows do not need images on every rank.
+        # A text class, or one declared not to need images on every rank (`Modalities.together`).
         padded = packing.padded(0)
         cost = overhead + float(packing.cost.of_samples(np.array(padded)))
         return Placed(samples=[], tokens=0, padded=padded, cost=cost, dummy=True, modality=TEXT)
@@ -112,7 +114,10 @@ def cheapest_dummy(metadata: SampleMetadata, ids: NDArray[np.intp], packing: Pac
 
 
 def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Placed]:
-    """The row by rank; `loads` is what each rank has so far and is brought up to date."""
+    """Deal a row to the ranks. Updates `loads`, the cost that each rank has so far.
+
+    Loads 9 4 6 and a row of costs 5 3: rank 1 gets 5, rank 2 gets 3, rank 0 gets the dummy.
+    """
     by_load = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
     out = [replace(dummy, run=row[0].run)] * len(loads)
     for rank, micro_batch in zip(by_load, sorted(row, key=lambda p: -p.cost), strict=False):

@@ -1,12 +1,11 @@
-"""A micro-batch: the columns of one forward pass, where its samples lie in it, and nothing inferred.
+"""A micro-batch: the columns of one forward pass, and explicitly where its samples lie.
 
-token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding
-position_ids       0  1  2   0   0  1  0 1
-sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary
-sample_count       3                             the last segment is padding, not part of c
+token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding position_ids       0  1  2   0
+0  1  0 1 sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary sample_count
+3                             the last segment is padding, not part of c
 
-Where samples share tokens and trees are on, a micro-batch has a `forest`: what the model takes stands there, each
-shared token once, and padding with it. The columns are then those of the samples, end to end, without padding.
+Where samples share tokens and trees are on, a micro-batch has a `forest` with the model's inputs: each shared token
+once, and the padding. The columns are then those of the samples, end to end, without padding.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Segment:
     env: str
     mode: str
     rollout: str
-    """What is known of its rollout, as JSON; empty where nothing is."""
+    """Metrics, outcome and roles of its rollout as JSON; may be empty."""
     policy_version: int | None
     """None = not known."""
     source_offset: int
     """First token taken from the sample."""
     offset: int
-    """Where it stands in the micro-batch."""
+    """Where it begins in the micro-batch."""
     length: int
     """How many tokens were taken."""
 
@@ -64,7 +63,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Which sample each segment is; padding and dummies are not in here. One entry per sample."""
+    """The sample of each segment, one entry per sample. Padding and dummies are not included."""
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
@@ -73,13 +72,13 @@ class Segments:
     envs: tuple[str, ...]
     modes: tuple[str, ...]
     rollouts: tuple[str, ...]
-    """What is known of each rollout, as JSON; empty where nothing is."""
+    """Metrics, outcome and roles of each rollout as JSON; may be empty."""
     policy_versions: NDArray[np.int64]
     """-1 = not known."""
     source_offsets: NDArray[np.int64]
     """First token taken from the sample."""
     offsets: NDArray[np.int64]
-    """Where it stands in the micro-batch."""
+    """Where each begins in the micro-batch."""
     lengths: NDArray[np.int64]
     """How many tokens were taken."""
 
@@ -90,16 +89,16 @@ class Segments:
         """One `Segment` per sample, in the order of their tokens."""
         text = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
         numbers = (self.policy_versions, self.source_offsets, self.offsets, self.lengths)
-        for words, counts in zip(
+        for names, counts in zip(
             zip(*text, strict=True), zip(*(n.tolist() for n in numbers), strict=True), strict=True
         ):
             yield Segment(
-                id=words[0],
-                group=words[1],
-                prompt=words[2],
-                env=words[3],
-                mode=words[4],
-                rollout=words[5],
+                id=names[0],
+                group=names[1],
+                prompt=names[2],
+                env=names[3],
+                mode=names[4],
+                rollout=names[5],
                 policy_version=known(counts[0]),
                 source_offset=counts[1],
                 offset=counts[2],
@@ -114,7 +113,7 @@ class MicroBatch:
     columns: dict[str, Cells]
     """[T, ...] by name, in table order, position_ids last; a `Ragged` where tokens have lists. All have T tokens."""
     sequence_lengths: NDArray[np.int32]
-    """[segments] the only boundaries; padding is a segment of its own, the last."""
+    """[segments] the only boundaries. Padding is its own segment, the last one."""
     segments: Segments
     images: tuple[ImageSpan, ...]
     """Images in token order, their spans in the micro-batch's token space."""
@@ -125,8 +124,9 @@ class MicroBatch:
     is_dummy: bool
     """True when it only keeps the ranks in step: no sample, no loss."""
     forest: Forest | None = None
-    """How its samples share tokens; None where they share none, and where trees are off. With a forest,
-    routed_experts stands there only, and `batch["routed_experts"]` gathers it: for every sample it would be large."""
+    """How its samples share tokens; None where they share none, or where trees are off. With a forest, routed_experts
+    are only there, and `batch["routed_experts"]` gathers them: repeated for every sample they would be large.
+    """
 
     def __getitem__(self, name: str) -> Cells:
         if self.forest is not None and name not in self.columns and name in self.forest.columns:
@@ -144,7 +144,7 @@ class MicroBatch:
 
     @property
     def inputs(self) -> dict[str, Cells]:
-        """What the model takes, by name: of the forest each place once, or else of the columns."""
+        """The model's inputs by name: from the forest, each place once, or else from the columns."""
         if self.forest is not None:
             return self.forest.columns
         return {name: self.columns[name] for name in (*PER_NODE, "position_ids") if name in self.columns}
@@ -169,7 +169,7 @@ class MicroBatch:
         return int(self.segments.lengths.sum())
 
     def samples(self) -> Iterator[Sample]:
-        """The samples in it, as they are trained: cut to `seq_len`, every column with one value per token.
+        """Yield the samples as they are trained: cut to `seq_len`, every column with one value per token.
 
         Their arrays are views of the micro-batch's.
 
@@ -190,7 +190,7 @@ class MicroBatch:
             yield Sample.trusted(columns, text, segment.policy_version, tuple(spans), own)
 
     def sample_at(self, token: int) -> str:
-        """The id of the sample that a token of the row belongs to; empty for padding and dummies."""
+        """Return the id of the sample that a token of the row belongs to; empty for padding and dummies."""
         inside = (self.segments.offsets <= token) & (token < self.segments.offsets + self.segments.lengths)
         return self.segments.ids[int(inside.argmax())] if inside.any() else ""
 
@@ -205,14 +205,14 @@ class MicroBatch:
 
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
-        """[segments + 1] where segments start, as variable-length attention takes it."""
+        """[segments + 1] where segments start, for variable-length attention."""
         out = np.zeros(len(self.sequence_lengths) + 1, np.int32)
         np.cumsum(self.sequence_lengths, out=out[1:])
         return out
 
     @property
     def digest(self) -> str:
-        """xxh3-128 of all columns, boundaries and sample ids: equal digests, equal micro-batches."""
+        """xxh3-128 of all columns, boundaries and sample ids: equal digests mean equal micro-batches."""
         state = xxhash.xxh3_128()
         arrays: Mapping[str, Cells] = {
             **self.columns,

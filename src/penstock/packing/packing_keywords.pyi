@@ -5,8 +5,7 @@ from typing import Literal, Required, TypedDict
 
 from penstock.arrays.columns import Column
 from penstock.packing.cost import Cost
-from penstock.packing.packed_images import PackedImages
-from penstock.packing.settings import Modalities
+from penstock.packing.settings import Modalities, PackedImages
 
 class PackingKeywords(TypedDict, total=False):
     """The keyword arguments of `pack`. Made by scripts/make_settings.py."""

@@ -1,4 +1,4 @@
-"""Which sample goes into which micro-batch of which rank, from lengths and keys alone.
+"""Decide which sample goes into which micro-batch of which rank, from lengths and keys alone.
 
 Samples are sorted into classes of rows (one modality each) and, within a class, into keys (one run, with or without
 routed experts) that never share a micro-batch. Each class is packed into rows (`rows`), and each row is dealt to the
@@ -27,7 +27,7 @@ from penstock.packing.tree_rows import tree_rows
 from penstock.packing.trees import Trees
 
 UNPACKABLE = "unpackable"
-"""Reason of a sample that begins with an image longer than seq_len."""
+"""Drop reason of a sample that begins with an image longer than seq_len."""
 
 
 def plan(metadata: SampleMetadata, packing: Packing) -> Plan:
@@ -58,7 +58,7 @@ def plan(metadata: SampleMetadata, packing: Packing) -> Plan:
 
 
 def check_columns(metadata: SampleMetadata) -> None:
-    """Raise when samples that need a column lack it, and others of the step, of whatever mode, have it."""
+    """Raise when samples that need a column lack it, while others of the step, in any mode, have it."""
     for name, modes in ALL_OR_NONE.items():
         have = int(metadata.has[name].sum()) if name in metadata.has else 0
         missing = np.flatnonzero(metadata.lacking(name))
@@ -90,10 +90,10 @@ def _raise_over_cap(metadata: SampleMetadata, items: Items, packed: NDArray[np.i
 
 
 def _columns(metadata: SampleMetadata, packed: NDArray[np.intp]) -> tuple[str, ...]:
-    """Columns of every micro-batch: those that any sample of the step has.
+    """Return the columns of every micro-batch: those that any sample of the step has.
 
-    Of the step, not of the micro-batch: a training loop that asks whether a column is there must take the same
-    branch on every rank, or a collective in it hangs.
+    Of the step, not of the micro-batch: a training loop that tests for a column must take the same branch on every
+    rank, or a collective in it hangs.
     """
     present = {name for name, has in metadata.has.items() if has[packed].any()}
     if {metadata.mode[i] for i in packed.tolist()} - {"rl"}:
@@ -102,7 +102,7 @@ def _columns(metadata: SampleMetadata, packed: NDArray[np.intp]) -> tuple[str, .
 
 
 def _classes(metadata: SampleMetadata, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
-    """Samples by class of rows and, within it, by key; images before text, as the largest allocations."""
+    """Group samples by class of rows and, within it, by key. Images come first, as the largest allocations."""
     runs = sorted(set(metadata.run))
     number = {run: k for k, run in enumerate(runs)}
     run_of = np.zeros(len(metadata), np.int64) if len(runs) < 2 else np.array([number[run] for run in metadata.run])
@@ -110,6 +110,7 @@ def _classes(metadata: SampleMetadata, packed: NDArray[np.intp], packing: Packin
     routed = metadata.has.get(APART, np.zeros(len(metadata), np.bool_))
     row_keys = (class_of, run_of if packing.rows_by == "run" else np.zeros_like(run_of))
     keys = np.stack([*row_keys, run_of, routed], axis=1)[packed]
+    # lexsort sorts by its last key first, hence the reversal. Then every change of the key starts a new group.
     order = np.lexsort(keys.T[::-1])
     changes = np.flatnonzero((np.diff(keys[order], axis=0) != 0).any(axis=1)) + 1
     classes: dict[tuple[int, int], list[NDArray[np.intp]]] = {}

@@ -1,7 +1,7 @@
 """A plan, and each rank's part of it: which samples, in which order, cut where, in which micro-batch.
 
 A rank plan holds indices and lengths, no tokens: eight bytes per sample, ten per micro-batch. It can be filled from all
-samples of the step, or, after `relative`, from only those the rank received; the micro-batches are the same.
+samples of the step or, after `relative`, from only those the rank received; the micro-batches are the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from penstock.packing.denominators import Totals
 
 VERSION = 1
 MAX_BYTES = 4 << 30
-"""Of a column with trailing dimensions where no sample has it, unless a reader says otherwise."""
+"""Default bound on the bytes of a column with trailing dimensions where no sample has it."""
 MAX_TOKENS = 1 << 28
-"""Of all micro-batches of a rank plan, padding included, unless a reader says otherwise: as `encode.Limits` has it."""
+"""Default bound on the tokens of all micro-batches of a rank plan, padding included; the same as in `frames.Limits`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class RankPlan:
     shared: NDArray[np.int32]
     """[segments] how many first tokens it shares with the segment before it in its micro-batch: computed once."""
     shapes: dict[str, Shape]
-    """dtype and trailing dimensions of the columns that have some: what stands where no sample has them."""
+    """dtype and trailing dimensions of the columns that have some, for micro-batches whose samples lack them."""
     own: Own
-    """What is known of the columns that are not of the table."""
+    """Declarations of columns that are not in the table."""
     pad_id: int
     totals: Totals
     accounting: Accounting
@@ -78,15 +78,18 @@ class RankPlan:
 
     @property
     def table(self) -> Mapping[str, Column]:
-        """The columns along tokens that there may be, in order."""
+        """The possible columns along tokens, in order."""
         return table_with(self.own)
 
     def relative(self) -> RankPlan:
-        """The same rank plan for a rank that holds `samples.take(rank_plan.needs)` only."""
+        """Return the rank plan for a rank that holds only `samples.take(rank_plan.needs)`.
+
+        Order [7, 2, 7, 5] needs [2, 5, 7], so it becomes [2, 0, 2, 1].
+        """
         return replace(self, order=np.searchsorted(self.needs, self.order).astype(np.int32))
 
     def only(self, index: int) -> RankPlan:
-        """The rank plan with one micro-batch of it."""
+        """Return the rank plan with one micro-batch of it."""
         a, b = int(self.starts[index]), int(self.starts[index + 1])
         one = slice(index, index + 1)
         return replace(
@@ -102,7 +105,7 @@ class RankPlan:
         )
 
     def to_bytes(self) -> bytes:
-        """The rank plan as msgpack; `from_bytes` gives it back."""
+        """Encode as msgpack; `from_bytes` is the inverse."""
         own = replace(self.accounting, ranks={self.rank: self.accounting.ranks[self.rank]})
         return msgspec.msgpack.encode(
             _Wire(
@@ -127,8 +130,9 @@ class RankPlan:
 
     @staticmethod
     def from_bytes(data: bytes | memoryview, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> RankPlan:
-        """A rank plan from bytes; nothing larger than the bytes themselves is allocated, and `fill` will not make more
-        than `max_tokens` of it, nor more than `max_bytes` of a column where no sample has it."""
+        """Decode a rank plan. Allocates nothing larger than `data`. `fill` will build at most `max_tokens` from it, and
+        at most `max_bytes` of a column that no sample has.
+        """
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
             rank_plan = RankPlan(
@@ -182,11 +186,11 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     totals: Totals
     accounting: Accounting
     dummy_runs: tuple[str, ...] = ()
-    """Earlier writers did not say."""
+    """Missing in plans of earlier writers."""
     shapes: dict[str, Shape] = {}
-    """Earlier writers did not say."""
+    """Missing in plans of earlier writers."""
     own: dict[str, Description] = {}
-    """Earlier writers did not say."""
+    """Missing in plans of earlier writers."""
     shared: bytes = b""
     """Empty where nothing is shared."""
 
@@ -216,7 +220,9 @@ def _check(rank_plan: RankPlan, version: int) -> None:
 
 
 def _check_shared(rank_plan: RankPlan) -> None:
-    """A segment shares no more than it and the one before it have; the first of a micro-batch shares nothing."""
+    """Check that a segment shares at most what it and the one before it have; the first of a micro-batch shares
+    nothing.
+    """
     before = np.concatenate(([0], rank_plan.cuts[:-1]))[: len(rank_plan.cuts)]
     before[rank_plan.starts[:-1][np.diff(rank_plan.starts) > 0]] = 0
     shared, dummies = rank_plan.shared, np.repeat(rank_plan.dummy, np.diff(rank_plan.starts))
@@ -225,7 +231,7 @@ def _check_shared(rank_plan: RankPlan) -> None:
 
 
 def _check_metadata(rank_plan: RankPlan, max_tokens: int) -> None:
-    """What is not an array: columns that there are, a pad id that is a token, accounts of this rank, a bounded size."""
+    """Check what is not an array: known columns, a valid pad id, accounts of this rank, a bounded size."""
     names, tokens = rank_plan.columns, int(max(rank_plan.padded.sum(dtype=np.int64), rank_plan.laid.sum()))
     needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns
     if not needed <= set(names) <= rank_plan.table.keys() or len(set(names)) < len(names):
@@ -241,7 +247,7 @@ def _check_metadata(rank_plan: RankPlan, max_tokens: int) -> None:
 
 
 def _check_shapes(rank_plan: RankPlan, max_bytes: int) -> None:
-    """What stands where no sample has a column with trailing dimensions: of known dtypes, and no more than fits."""
+    """Check the shapes of columns with trailing dimensions: known dtypes, and at most the allowed bytes."""
     laid = np.maximum(rank_plan.laid, rank_plan.padded)
     dummies, tokens = (int(part.sum(dtype=np.int64)) for part in (rank_plan.padded[rank_plan.dummy], laid))
     for name, (dtype, sizes) in rank_plan.shapes.items():

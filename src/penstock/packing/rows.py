@@ -1,16 +1,20 @@
-"""From samples of one class to rows: one micro-batch per rank, of like cost, in hardly more rows than the caps need.
+"""Pack samples of one class into rows: one micro-batch per rank, of similar cost, in hardly more rows than the caps
+need.
 
-The step waits for the costliest micro-batch of every row, so what is minimized is the sum over rows of that maximum.
+A step waits for the costliest micro-batch of every row, so the planner minimizes the sum over rows of that maximum.
 
-1. How many bins does each key (samples that may share a micro-batch) need, hence how many rows? At least what the
-   lengths demand; when that leaves little room, what best fit decreasing needs.
-2. Bins left over in the last row go to the keys with the costliest average bin: splitting beats dummies.
-3. Rows get levels (`row_targets.level_rows`), and samples are spread over the bins towards them (`balance.spread`).
-4. A key whose caps are too tight for that keeps its best-fit bins, the costliest halved.
-5. Bins sorted by cost are cut into rows of R. For given bins no arrangement has a lower sum of maxima, because the
-   k-th costliest row cannot cost less than the ((k - 1) R + 1)-th costliest bin.
-6. Where bins hold many samples, exchanges inside a row even out what is left (`balance.polish_row`).
-7. If the rows still stand above their levels, the same with a few rows more; the cheaper plan is kept.
+1. Count the bins that each key needs (a key is a set of samples that may share a micro-batch), hence the rows: at least
+   what the lengths demand, and where that leaves little room, what best fit decreasing needs.
+2. Give spare bins of the last row to the keys with the costliest average bin: splitting is better than a dummy.
+3. Give each row a target cost (`row_targets.level_rows`), and spread the samples over the bins towards it
+   (`balance.spread`).
+4. A key whose caps are too tight for that keeps its best-fit bins, with the costliest halved.
+5. Sort the bins by cost and cut them into rows of R. For given bins no arrangement has a lower sum of maxima, because
+   the k-th costliest row cannot cost less than the ((k - 1) R + 1)-th costliest bin.
+6. Where bins hold many samples, even out each row by exchanges (`balance.polish_row`).
+7. If the rows are still above their targets, try the same with a few more rows and keep the cheaper plan.
+
+Bins of cost 9 7 4 3 on R = 2 ranks: rows (9 7) and (4 3) cost 9 + 4 = 13. Rows (9 3) and (7 4) would cost 16.
 """
 
 from __future__ import annotations
@@ -31,16 +35,16 @@ from penstock.packing.row_targets import forced_costs, least_bins, level_rows
 Row: TypeAlias = list[Bin]
 
 ROW_OVERHEAD = 0.02
-"""Share of an average row that one more row costs when no overhead is given: launches, a gather per layer."""
+"""Cost of one more row, as a share of an average row, if no overhead is configured: launches, a gather per layer."""
 
 TIGHT = 0.96
-"""Share of the rows' tokens in use from which one more row is worth trying."""
+"""Share of the rows' tokens in use above which one more row is worth trying."""
 
 ROOMY = 0.985
 """Share of the rows' tokens in use up to which samples can nearly always be spread."""
 
 GOOD_ENOUGH = 3e-3
-"""Share above the levels that ends the search where there are many rows."""
+"""Excess over the target costs, as a share, below which the search ends if there are many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +52,12 @@ class _Key:
     """Samples that may share a micro-batch."""
 
     alone: NDArray[np.intp]
-    """Those beyond a cap, and those that share with nothing: each has a bin of its own."""
+    """Samples beyond a cap, and those that share with nothing: each gets a bin of its own."""
     longest_first: NDArray[np.intp]
     """The others."""
     costliest_first: NDArray[np.intp]
     cost: float
-    """Of the others."""
+    """Total cost of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class _Problem:
     ranks: int
 
     def rows_for(self, bins: Sequence[int]) -> int:
-        """Rows that these many bins per key make, with those that stand alone."""
+        """Return the rows for these bins per key, plus the samples that are alone."""
         return -(-(sum(bins) + sum(len(key.alone) for key in self.keys)) // self.ranks)
 
 
@@ -75,16 +79,19 @@ class _Attempt:
     cost: float
     """Sum of the costliest bin of each row."""
     level: float
-    """What that sum would be if every row came to its level."""
+    """What that sum would be if every row reached its target."""
     fits: bool
     """Whether the caps left room to spread; if not, more rows are worth trying."""
 
 
 def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead: float) -> list[Row]:
-    """Rows of at most `ranks` bins, costliest row first, costliest bin first; every sample in exactly one bin."""
+    """Return rows of at most `ranks` bins, costliest row first, costliest bin first, with every sample in exactly one
+    bin.
+    """
     parts = [_key(items, ids) for ids in keys]
     problem = _Problem(items=items, keys=parts, key_of=_key_numbers(parts, len(items.lengths)), ranks=ranks)
     everything = np.concatenate(keys)
+    # How many rows the tokens would fill completely, and what a rank computes if work were divided evenly.
     row_tokens = int(items.length_array[everything].sum()) / (ranks * items.caps.tokens)
     even = float(items.cost_array[everything].sum()) / ranks
     roomy = _attempt_with_room(problem, row_tokens, even, overhead)
@@ -94,9 +101,10 @@ def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead
 
 
 def _attempt_with_room(problem: _Problem, full_rows: float, even: float, overhead: float) -> _Attempt | None:
-    """The fewest rows that lengths allow, if they leave room; with many rows, up to 2 % more to make that room.
+    """Try the fewest rows that lengths allow, if they leave room. With many rows, allow up to 2 % more to make that
+    room.
 
-    Spares asking best fit how few rows there can be, a third of the time, and attempts that are bound to fail.
+    This skips best fit, a third of the planning time, and attempts that are bound to fail.
     """
     least = [least_bins(problem.items, key.longest_first) for key in problem.keys]
     fewest = problem.rows_for(least)
@@ -110,11 +118,11 @@ def _attempt_with_room(problem: _Problem, full_rows: float, even: float, overhea
 
 
 def _best_of_several(problem: _Problem, fewest_bins: list[list[Bin]], even: float, overhead: float) -> _Attempt:
-    """The cheapest of a few numbers of rows, from the fewest that best fit finds."""
+    """Return the cheapest of a few numbers of rows, from the fewest that best fit finds."""
     least = [len(bins) for bins in fewest_bins]
     fewest = problem.rows_for(least)
     price = overhead or ROW_OVERHEAD * even / fewest
-    # The more samples, the longer another attempt takes, and the less there is to gain.
+    # With more samples another attempt takes longer and gains less.
     good_enough = max(1e-3, 5e-8 * len(problem.items.lengths))
     best = _attempt(problem, least, fewest, fewest_bins)
     assert best is not None
@@ -131,6 +139,7 @@ def _best_of_several(problem: _Problem, fewest_bins: list[list[Bin]], even: floa
 
 
 def _more_rows(fewest: int) -> list[int]:
+    """Return the row counts to try next: one more, 2.5 % more and 5 % more. For 100 rows: 101, 103, 105."""
     return sorted({fewest + 1, fewest + -(-fewest // 40), fewest + -(-fewest // 20)})
 
 
@@ -155,7 +164,7 @@ def _key_numbers(keys: Sequence[_Key], count: int) -> list[int]:
 def _attempt(
     problem: _Problem, least: Sequence[int], count: int, fewest_bins: Sequence[list[Bin]] | None
 ) -> _Attempt | None:
-    """`count` rows; a key that cannot be spread falls back to its fewest bins, or without those to None."""
+    """Build `count` rows. A key that cannot be spread falls back to its fewest bins, or to None if there are none."""
     items, keys, ranks = problem.items, problem.keys, problem.ranks
     numbers = _bin_counts(keys, least, count * ranks)
     targets, level = _targets(items, keys, numbers, ranks)
@@ -169,8 +178,9 @@ def _attempt(
             fits = False
             made = halve_costliest(items, fewest_bins[k], numbers[k])
         bins += [b for b in made if b]
-    # Where low targets left bins of the last row empty, splitting is still better than a dummy.
+    # Low targets may leave bins of the last row empty. Halving a costly bin is still better than a dummy.
     bins = _sorted(items, halve_costliest(items, bins, -(-len(bins) // ranks) * ranks))
+    # Polishing pays only where bins hold several samples to choose from (see `balance`).
     if len(bins) * ENOUGH_PER_BIN <= sum(len(key.longest_first) for key in keys):
         for at in range(0, len(bins), ranks):
             row = bins[at : at + ranks]
@@ -185,12 +195,15 @@ def _attempt(
 
 
 def _sorted(items: Items, bins: Sequence[Bin]) -> list[Bin]:
-    """Costliest first; of equals the one with the first sample."""
+    """Sort bins, costliest first. Equal ones sort by their first sample, so that the plan is deterministic."""
     return sorted(bins, key=lambda b: (-items.cost_of(b), min(b)))
 
 
 def _bin_counts(keys: Sequence[_Key], least: Sequence[int], total: int) -> list[int]:
-    """How many bins each key gets: what it needs, and of the spare ones those with the costliest average bin."""
+    """Return how many bins each key gets: what it needs, then spare bins one by one to the costliest average bin.
+
+    Keys of cost 12 in 2 bins and 10 in 1 bin, with one spare bin: averages are 6 and 10, so the second key gets it.
+    """
     counts = list(least)
     heap = [(-key.cost / counts[k], k) for k, key in enumerate(keys) if counts[k] < len(key.longest_first)]
     heapify(heap)
@@ -207,10 +220,11 @@ def _bin_counts(keys: Sequence[_Key], least: Sequence[int], total: int) -> list[
 
 
 def _targets(items: Items, keys: Sequence[_Key], counts: Sequence[int], ranks: int) -> tuple[list[list[float]], float]:
-    """The target cost of each bin of each key, and the sum of the rows' levels."""
+    """Return the target cost of each bin of each key, and the sum of the rows' targets."""
     forced = [forced_costs(items, key.longest_first, count) for key, count in zip(keys, counts, strict=True)]
     alone = items.cost_array[np.concatenate([key.alone for key in keys])]
     joined = np.concatenate([*forced, alone])
+    # Sorted by forced cost, every `ranks`-th bin opens a row, and its cost is what that row cannot avoid.
     order = np.argsort(-joined, kind="stable")
     levels = level_rows(joined[order][::ranks].tolist(), (sum(key.cost for key in keys) + float(alone.sum())) / ranks)
     targets = np.empty(len(joined))

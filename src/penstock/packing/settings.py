@@ -12,7 +12,6 @@ from penstock.config import check
 from penstock.errors import ConfigError
 from penstock.packing.bins import Caps
 from penstock.packing.cost import Cost
-from penstock.packing.packed_images import PackedImages
 
 UNLIMITED = 2**62
 
@@ -37,8 +36,57 @@ class Modalities:
             raise ConfigError(f"modalities.together: {self.together}; name {' and '.join(MODALITIES)}, or none of them")
 
     def class_of(self, modality: int) -> int:
-        """The first modality of those that share micro-batches with this one: the name of its class of rows."""
+        """Return the class of rows of a modality: the first of those that share micro-batches with it."""
         return TEXT if self.together else modality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedImages:
+    """What the trainer declares about its model, so that samples with images may share a micro-batch.
+
+    A model that infers sample boundaries from positions, or attends over the full row, trains one sample on its
+    neighbour's image without any error. So a sample with images is alone in its micro-batch unless everything that
+    could mix samples is declared safe. Every missing declaration is a separate reason.
+
+    >>> PackedImages(explicit_boundaries=True, varlen_attention=True).refusals
+    []
+    >>> PackedImages(explicit_boundaries=True).refusals
+    ['varlen_attention is not declared: attention over the whole row would mix samples']
+    """
+
+    explicit_boundaries: Annotated[
+        bool, Meta(description="the model takes sequence_lengths and restarts its rotary positions at each of them")
+    ] = False
+    varlen_attention: Annotated[bool, Meta(description="attention is computed per segment")] = False
+    context_parallel: Annotated[
+        int, Meta(ge=1, description="ranks that share one row; above 1 images would be split between them")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        check(self, "packed_images")
+
+    @property
+    def refusals(self) -> list[str]:
+        """Reasons why samples with images may not share a micro-batch; empty when they may."""
+        reasons = {
+            "explicit_boundaries is not declared: positions would run on across samples": not self.explicit_boundaries,
+            "varlen_attention is not declared: attention over the whole row would mix samples": (
+                not self.varlen_attention
+            ),
+            f"context_parallel is {self.context_parallel}: an image cannot be split between ranks": (
+                self.context_parallel != 1
+            ),
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
+    def require(self, what: str) -> None:
+        """Raise ConfigError with every reason unless samples with images may share a micro-batch. `what` names the
+        setting.
+        """
+        if self.refusals:
+            raise ConfigError(
+                f"{what}: {'; '.join(self.refusals)}; leave it out, or declare in packed_images what holds"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +158,7 @@ class Packing:
 
     @property
     def own(self) -> Own:
-        """The columns that were declared, by name."""
+        """The declared columns by name."""
         return declared(self.columns)
 
     @property
@@ -120,7 +168,7 @@ class Packing:
 
     @property
     def caps(self) -> Caps:
-        """What the samples of a micro-batch may come to, so that the padded micro-batch keeps the cap."""
+        """What the samples of a micro-batch may add up to, so that the padded micro-batch stays within the cap."""
         return Caps(
             tokens=self.cap // self.pad_to_multiple_of * self.pad_to_multiple_of,
             samples=self.max_samples or UNLIMITED,
@@ -128,6 +176,6 @@ class Packing:
         )
 
     def padded(self, tokens: int) -> int:
-        """The length of a micro-batch of this many tokens."""
+        """Return the length of a micro-batch of this many tokens, with padding."""
         multiple = self.pad_to_multiple_of
         return max(-(-tokens // multiple), 1) * multiple

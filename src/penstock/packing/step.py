@@ -1,7 +1,7 @@
-"""A step: what all ranks train between two optimizer updates, and `pack`, which makes one from samples.
+"""A step: what all ranks train between two optimizer updates; and `pack`, which builds one from samples.
 
-A step holds the samples and the plan. A rank's micro-batches are filled when they are asked for, so making a step
-for sixty-four ranks on one host copies nothing until each of them iterates.
+A step holds the samples and the plan. Micro-batches are filled on demand, so building a step for sixty-four ranks on
+one host copies nothing until a rank iterates.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class StepOfRank(ABC):
-    """One rank's micro-batches of a step, in order, with the denominators of the whole step.
+    """One rank's micro-batches of a step, in order, with the denominators over all ranks.
 
-    It is indexed and iterated like a sequence, and is none: a data loader would take a sequence apart into a list, and
-    the denominators would be lost.
+    It can be indexed and iterated like a sequence but is not one: a data loader would convert a sequence to a list and
+    lose the denominators.
     """
 
     def __init__(self, rank_plan: RankPlan) -> None:
@@ -46,12 +46,12 @@ class StepOfRank(ABC):
 
     @property
     def denominators(self) -> Denominators:
-        """Of the whole step, over all ranks."""
+        """Of the step, over all ranks."""
         return self.rank_plan.totals.step
 
     @property
     def loss_tokens(self) -> int:
-        """Trained tokens of the whole step, over all ranks: what a summed loss is divided by."""
+        """Trained tokens of the step, over all ranks: divide a summed loss by this."""
         return self.rank_plan.totals.step.loss_tokens
 
     @property
@@ -65,13 +65,13 @@ class StepOfRank(ABC):
     def __iter__(self) -> Iterator[MicroBatch]: ...
 
     def samples(self) -> Iterator[Sample]:
-        """The samples of this rank as they are trained: see `MicroBatch.samples`."""
+        """Yield the samples of this rank as they are trained: see `MicroBatch.samples`."""
         for batch in self:
             yield from batch.samples()
 
 
 class RankStep(StepOfRank):
-    """A rank's part of a step that was packed here; a micro-batch is filled when it is asked for."""
+    """A rank's part of a step that was packed here. Micro-batches are filled on demand."""
 
     def __init__(self, samples: Samples, rank_plan: RankPlan) -> None:
         super().__init__(rank_plan)
@@ -108,7 +108,7 @@ class Step:
 
     @property
     def loss_tokens(self) -> int:
-        """Trained tokens over all ranks: what a summed loss is divided by."""
+        """Trained tokens over all ranks: divide a summed loss by this."""
         return self.plan.totals.step.loss_tokens
 
     @property
@@ -127,16 +127,16 @@ class Step:
 
 
 def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> Step:
-    """Pack samples into micro-batches: per rank the same number, no cap broken, no sample lost, little waiting.
+    """Pack samples into micro-batches: the same number per rank, within all caps, no sample lost, little waiting.
 
-    `seq_len` cuts samples; `micro_batch_max_tokens` caps micro-batches, padding included, and is `seq_len` unless
-    given. With `long_rows=True` it may be larger: 1.5 to 2 times `seq_len` removes most of the waste of a heavy tail.
-    A sample longer than the cap is not cut again: it is alone in its micro-batch and counted (`over_cap="strict"`
-    raises instead). `max_samples` and `max_patches` cap a micro-batch in the same way.
+    `seq_len` cuts samples. `micro_batch_max_tokens` caps micro-batches, padding included; it defaults to `seq_len`.
+    With `long_rows=True` it may be larger: 1.5 to 2 times `seq_len` removes most of the waste of a heavy tail. A sample
+    longer than the cap is not cut again: it is alone in its micro-batch and counted (`over_cap="strict"` raises
+    instead). `max_samples` and `max_patches` cap a micro-batch in the same manner.
 
-    Never in one micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with images
-    (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch gives a
-    step without micro-batches. `columns` declares those that samples have beside the ones that Penstock knows.
+    These never share a micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with
+    images (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch
+    gives a step without micro-batches. `columns` declares columns that Penstock does not know.
 
     >>> from penstock import Sample
     >>> batch = [Sample(id=str(n), token_ids=range(1, n + 1), loss_mask=[0] + [1] * (n - 1)) for n in (5, 3, 2, 2)]
@@ -153,7 +153,7 @@ pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 
 
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
-    """`pack` with settings that were made, and checked, before."""
+    """Do what `pack` does, with settings that were built and checked before."""
     columns = Samples.of(samples).conformed(packing.own)
     metadata = SampleMetadata.of(columns, packing.seq_len)
     if packing.trees:

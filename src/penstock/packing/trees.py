@@ -1,12 +1,12 @@
-"""What a micro-batch of samples that share tokens holds and costs, for any choice of samples, from two arrays.
+"""Tokens and cost of a micro-batch whose samples share tokens, for any choice of samples.
 
 Samples in depth-first order share with the one before them what they share with their parent, and with any earlier one
-the minimum on the way (`SharedPrefixes`). So a micro-batch has, for its samples in that order,
+the minimum of the lengths between them (`SharedPrefixes`). So for its samples in that order a micro-batch has
 
     tokens = sum(n_i - s_i)        cost = sum(cost(n_i) - cost(s_i))
 
-where s_i is what sample i shares with the one before it in the micro-batch: attention over a path of n tokens is n
-squared, and the first s squared of that are computed already.
+where s_i is what sample i shares with the one before it in the micro-batch. Attention over a path of n tokens costs n
+squared, and the first s squared of that are already computed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from penstock.packing.settings import Packing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """The samples of a step, as what they share makes of them."""
+    """The samples of a step in depth-first order, with what neighbours share."""
 
     order: NDArray[np.intp]
     """[n] depth first."""
     rank: NDArray[np.intp]
-    """[n] of each sample its place in that order."""
+    """[n] the position of each sample in that order."""
     shared: NDArray[np.int64]
-    """[n + 1] in that order: what each has in common with the one before it, as kept."""
+    """[n + 1] in that order: tokens that each shares with the one before it, as kept. The last is 0, for reduceat."""
     patches: NDArray[np.int64]
-    """[n + 1] image patches of that."""
+    """[n + 1] image patches among those."""
     kept: NDArray[np.int64]
     """[n] tokens of each sample."""
     own_patches: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Trees:
 
     @staticmethod
     def of(metadata: SampleMetadata) -> Trees | None:
-        """None where nothing is shared."""
+        """Build from metadata; None where nothing is shared."""
         if metadata.shared is None or not metadata.shared.lengths.any():
             return None
         order = metadata.shared.depth_first()
@@ -58,8 +58,9 @@ class Trees:
         )
 
     def common(self, bins: Sequence[Bin]) -> tuple[list[Bin], NDArray[np.int64], NDArray[np.int64]]:
-        """The bins, each in depth-first order; and of all their samples, bin after bin, the tokens and patches each
-        has in common with the one before it in its bin."""
+        """Return the bins, each in depth-first order, and for all their samples, bin after bin, the tokens and patches
+        that each shares with the one before it in its bin.
+        """
         starts = offsets_of([len(b) for b in bins])
         ids = np.array([i for b in bins for i in b], np.intp)
         bin_of = np.repeat(np.arange(len(bins)), np.diff(starts))
@@ -67,7 +68,9 @@ class Trees:
         tokens, patches = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
         later = np.flatnonzero(np.diff(bin_of) == 0) + 1
         if len(later):
-            # reduceat over [a, b) pairs; every second result is of what lies between two pairs.
+            # Two samples of a bin share the minimum over all samples between them in depth-first order. With shared
+            # 0 5 2 7 for samples a b c d, the bin (a b d) has b: min(5) = 5, and d: min(2, 7) = 2. reduceat takes
+            # [begin, end) pairs flattened; every second result belongs to the gap between two pairs and is dropped.
             between = np.stack([self.rank[ids[later - 1]] + 1, self.rank[ids[later]] + 1], axis=1).reshape(-1)
             here, before = ids[later], ids[later - 1]
             found = np.minimum.reduceat(self.shared, between)[::2]
@@ -78,7 +81,7 @@ class Trees:
         return [listed[a:b] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)], tokens, patches
 
     def bound(self, items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, plain: Bound) -> Bound:
-        """What no packing goes below: every token once, evenly over the ranks, or the costliest sample alone."""
+        """Return what no packing goes below: every token once, evenly over the ranks, or the costliest sample alone."""
         bins, shared, patches = self.common([ids.tolist() for ids in keys])
         if not shared.any():
             return plain

@@ -13,8 +13,6 @@ from penstock.replay.limiters import MinSize as MinSize
 from penstock.replay.limiters import Queue as Queue
 from penstock.replay.limiters import SamplesPerInsert as SamplesPerInsert
 from penstock.replay.prioritized import Prioritized as Prioritized
-from penstock.replay.registry import LIMITERS as LIMITERS
-from penstock.replay.registry import SELECTORS as SELECTORS
 from penstock.replay.selector import Draw as Draw
 from penstock.replay.selector import Index as Index
 from penstock.replay.selector import Role as Role
@@ -22,6 +20,8 @@ from penstock.replay.selector import Selector as Selector
 from penstock.replay.slots import Key as Key
 from penstock.replay.table import Table as Table
 from penstock.replay.table_metrics import Reason as Reason
+from penstock.replay.table_settings import LIMITERS as LIMITERS
+from penstock.replay.table_settings import SELECTORS as SELECTORS
 from penstock.replay.table_settings import Replay as Replay
 from penstock.replay.table_settings import Settings as Settings
 from penstock.replay.uniform import Uniform as Uniform

@@ -1,4 +1,4 @@
-"""What sampling returns: items, who they are, and how likely it was to see them."""
+"""What sampling returns: items, their identity, and how likely they were to be drawn."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Batch:
     keys: NDArray[np.object_]
     """[n] the caller's keys, in the order drawn."""
     items: NDArray[np.object_]
-    """[n] the very objects that were inserted."""
+    """[n] the same objects that were inserted."""
     handles: NDArray[np.int64]
-    """[n] for `Table.update_handles`: unlike keys these never mean a later item."""
+    """[n] for `Table.update_handles`. Unlike keys these never refer to a later item."""
     rows: NDArray[np.int64]
     """[n, 4] the items' rows as they were before this use (columns of `penstock.replay.slots`); read-only."""
     arrivals: NDArray[np.int64]
-    """[n] the number of the insert that brought the item."""
+    """[n] the number of the insert that added the item."""
     probabilities: NDArray[np.float64]
-    """[n] probability with which a single draw picks the item; 1.0 where the sampler leaves nothing to chance."""
+    """[n] probability with which a single draw picks the item; 1.0 where the sampler is not random."""
     inclusion: NDArray[np.float64]
     """[n] how often the item is expected in such a batch: n * p, or without replacement its inclusion probability."""
     last_use: NDArray[np.bool_]
-    """[n] True where the item has left the table with this use."""
+    """[n] True where the item left the table with this use."""
     num_filled: int
     """How many were taken only because the sampler's preferred items did not suffice."""
     num_inserted: int
     """Inserts the table had seen."""
     policy_version: int
-    """The table's version at this moment."""
+    """The table's version at the time of the draw."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,9 +63,9 @@ class Batch:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """[n] importance weights, the largest of the batch 1.0."""
+        """[n] importance weights; the largest of the batch is 1.0."""
         return importance_weights(self.inclusion)
 
     def importance_weights(self, beta: float) -> NDArray[np.float64]:
-        """[n] weights ** beta, for a correction that is phased in."""
+        """Return [n] weights ** beta, to phase the correction in."""
         return importance_weights(self.inclusion, beta)

@@ -15,7 +15,7 @@ from penstock.replay.selector import Draw, Index, Role, certain
 
 @dataclass(frozen=True, slots=True)
 class MinPriority:
-    """Lowest priority first, the older of equals. The remover that keeps what is valuable."""
+    """Lowest priority first, the older of equals. As a remover it keeps what is valuable."""
 
     def build(self, capacity: int, role: Role) -> Index:  # noqa: ARG002
         return _HeapIndex(capacity, sign=1.0)
@@ -34,7 +34,7 @@ _Entry = tuple[float, int, int]
 
 
 class _HeapIndex:
-    """A heap with lazy deletion: an entry counts only while it is the current one of its slot."""
+    """A heap with lazy deletion: an entry is valid only while it is the current one of its slot."""
 
     def __init__(self, capacity: int, sign: float) -> None:
         self._sign = sign
@@ -60,7 +60,7 @@ class _HeapIndex:
             self._push((self._sign * priority, entry[1], slot))
 
     def draw(self, count: int, rng: np.random.Generator, *, replace: bool) -> Draw:  # noqa: ARG002
-        # An ordered choice repeats only when it has run out of items.
+        # A deterministic order repeats an item only after all others. Popped entries go back: a draw removes nothing.
         entries: list[_Entry] = []
         for _ in range(min(count, self._num_live)):
             self._drop_outdated()
@@ -78,6 +78,8 @@ class _HeapIndex:
         self._current[entry[2]] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * self._num_live + 64:
+            # Updates leave outdated entries behind. Rebuild when they outnumber the live ones, so the heap stays
+            # bounded. A sorted list is a valid heap.
             self._heap = sorted(live for live in self._current if live is not None)
 
     def _drop_outdated(self) -> None:

@@ -1,6 +1,6 @@
 """The table without its lock: what is held, what leaves and what is drawn, one call at a time.
 
-Nothing here waits. `Table` asks `may_insert` and `may_sample` first, and calls only what may go ahead.
+Nothing here waits. `Table` checks `may_insert` and `may_sample` first, and only then calls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Store:
         return self.removing is not None or self._fits(key, num_bytes, num_tokens)
 
     def is_stuck(self, key: Key) -> bool:
-        """Full by bytes or tokens, with too few items to sample: neither side could ever move again."""
+        """Return whether the table is full by bytes or tokens with too few items to sample: neither side could ever
+        proceed.
+        """
         held = len(self.slots) - (key in self.slots.slot_of)
         leaves_otherwise = self.removing is not None or self.settings.max_staleness is not None
         return held < self._limiter.min_size and not leaves_otherwise
@@ -59,7 +61,7 @@ class Store:
         return self._limiter.may_sample(count, self.counters.inserted, self.counters.sampled, held)
 
     def _fits(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
-        """Whether an item would fit as things are, in the place of the one it replaces."""
+        """Return whether an item would fit now, in place of the one it replaces."""
         slots = self.slots
         held, held_bytes, held_tokens = len(slots.slot_of), slots.num_bytes, slots.num_tokens
         replaced = slots.slot_of.get(key)
@@ -73,8 +75,9 @@ class Store:
         )
 
     def insert(self, key: Key, item: Any, priority: float, num_bytes: int, num_tokens: int, policy_version: int) -> int:
-        """Hold an item, after evicting what must go: no limit is exceeded for an instant, and the newcomer
-        is never its own victim."""
+        """Store an item after evicting what must go. No limit is exceeded even briefly, and the new item is never
+        evicted for itself.
+        """
         slots, removing, counters = self.slots, self.removing, self.counters
         if key in slots.slot_of:
             self.evict([slots.slot_of[key]], "replaced")
@@ -97,14 +100,14 @@ class Store:
         return self.take(self.sampling.draw(count, self.rng, replace=replace), replace=replace)
 
     def take(self, draw: Draw, *, replace: bool) -> Batch:
-        """Count a use of what was drawn."""
-        # All is copied before the last uses are evicted and their slots given away.
+        """Count one use of the drawn items and return them."""
+        # Copy everything first: counting the last uses evicts items and frees their slots.
         slots = self.slots
         pairs, handles, rows = slots.gather(draw.slots)
         rows.setflags(write=False)
         self.counters.note_batch(rows, self.policy_version, draw.num_filled)
         return Batch(
-            keys=pairs[:, 0].copy(),  # whoever keeps only the keys must not keep the items
+            keys=pairs[:, 0].copy(),  # a view would keep the items alive as long as the keys
             items=pairs[:, 1],
             handles=handles,
             rows=rows,
@@ -118,11 +121,11 @@ class Store:
         )
 
     def _count_uses(self, draw: Draw, rows: NDArray[np.int64], *, replace: bool) -> NDArray[np.bool_]:
-        """Count one use of each slot and let go of those that have had their last; which ones."""
+        """Count one use of each slot and evict those that had their last. Returns which ones."""
         times = self.slots.rows[:, TIMES]
         limit = self.settings.max_times_sampled
         if replace:
-            np.add.at(times, draw.slots, 1)
+            np.add.at(times, draw.slots, 1)  # counts a slot drawn twice twice, which `times[slots] += 1` would not
         else:
             times[draw.slots] = rows[:, TIMES] + 1
         if limit is None:
@@ -141,7 +144,7 @@ class Store:
                 self.removing.update(slots, priorities)
 
     def advance(self, policy_version: int) -> int:
-        """Take over the trainer's version and evict what is now too stale; how many that was."""
+        """Set the trainer's version and evict what is now too stale. Returns how many."""
         self.policy_version = policy_version
         if self.settings.max_staleness is None:
             return 0
@@ -151,7 +154,7 @@ class Store:
         return self.evict(stale.tolist(), "stale")
 
     def evict(self, slots: Sequence[int], reason: Reason) -> int:
-        """Let go of slots in use; how many. Whoever asked to be told is told when the books are in order."""
+        """Evict slots in use and return how many. `on_evict` is called after all counters are updated."""
         dropped = [self.slots.drop(slot) for slot in slots]
         self.sampling.remove(slots)
         if self.removing is not None:
@@ -165,7 +168,7 @@ class Store:
         return len(slots)
 
     def _evict_one(self, removing: Index, slot: int) -> None:
-        """What `evict` does, for the one victim that makes room: the hot path of a full table."""
+        """Do what `evict` does, for the one victim that makes room: the hot path of a full table."""
         key, times = self.slots.drop(slot)
         gone = (slot,)
         self.sampling.remove(gone)
@@ -177,7 +180,7 @@ class Store:
             self._on_evict(key, "overflow")
 
     def occupancy(self) -> str:
-        """How full, in words, for messages."""
+        """Describe how full the table is, for messages."""
         slots, settings = self.slots, self.settings
         parts = [f"{len(slots)} of {settings.capacity} items"]
         if settings.capacity_bytes is not None:

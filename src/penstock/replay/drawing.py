@@ -1,9 +1,9 @@
-"""Draw items one at a time: for whoever learns from each item whether the batch is full.
+"""Draw items one at a time, for a caller that learns from each item whether the batch is full.
 
-`Table.sample(n)` needs to know `n`. A batch of a thousand tokens does not: how many items fill it depends on which ones
-the sampler picks. A `Drawing` picks distinct items in the sampler's order until its owner has enough, and then takes
-them as one batch, or puts everything back as it was. Picking again from the same state gives the same items, so a
-restart that knows how many were taken finds the same ones.
+`Table.sample(n)` needs to know `n`. For a batch of a thousand tokens it is unknown: how many items fill it depends on
+which ones the sampler picks. A `Drawing` picks distinct items in the sampler's order until the caller has enough. The
+caller then takes them as one batch, or undoes everything. Picking again from the same state returns the same items, so
+a restart that knows how many were taken finds the same ones.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Drawing:
         return len(self._picked)
 
     def pick(self) -> Key | None:
-        """Pick one more item and return its key; None when none is left, or the limiter allows no more."""
+        """Pick one more item and return its key, or None when none is left or the limiter allows no further item."""
         count, store = len(self._picked) + 1, self._store
         if count > self._held:
             return None
         most = store.settings.limiter.max_batch
         if most is not None and count > most:
             raise InvalidInput(
-                f"a batch of {count} items or more with {store.settings.limiter}; such a batch never comes together"
+                f"a batch of {count} items or more with {store.settings.limiter}; such a batch can never be filled"
             )
         if not store.settings.limiter.may_sample(count, store.counters.inserted, store.counters.sampled, self._held):
             return None
@@ -53,17 +53,17 @@ class Drawing:
         return key
 
     def _next(self) -> tuple[int, bool]:
-        """The next slot in the sampler's order that is not picked yet."""
+        """Return the next slot in the sampler's order that is not picked yet."""
         while self._pending:
             found = self._pending.pop(0)
             if found[0] not in self._picked:
                 return found
-        # One at a time, so that a cursor moves no further than what is taken.
+        # One at a time, so that a cursor (Fifo) moves only past what is taken.
         first = self._draw(1)[0]
         if first[0] not in self._picked:
             return first
-        # A sampler without a cursor draws the same item again, by chance or always. A longer draw has items that are
-        # not picked yet; those that are not needed change nothing, for such a sampler remembers no draw.
+        # A sampler without a cursor may draw the same item again, by chance or always. A longer draw contains items not
+        # picked yet. Drawing too many does no harm, because such a sampler does not remember draws.
         drawn = self._draw(min(2 * len(self._picked) + 2, self._held))
         self._pending = [found for found in drawn if found[0] not in self._picked]
         return self._pending.pop(0)
@@ -74,7 +74,7 @@ class Drawing:
         return [(slot, i >= inside) for i, slot in enumerate(draw.slots.tolist())]
 
     def take(self) -> list[tuple[Key, Any]]:
-        """Take what was picked, as one batch: its keys and items."""
+        """Take the picked items as one batch. Returns keys and items."""
         if not self._picked:
             return []
         slots = np.fromiter(self._picked, np.int64, len(self._picked))
@@ -84,7 +84,7 @@ class Drawing:
         return list(zip(found.keys.tolist(), found.items.tolist(), strict=True))
 
     def undo(self) -> None:
-        """Put everything back as it was."""
+        """Restore the state from before the drawing."""
         assert self._before is not None
         store, (state, index) = self._store, self._before
         store.rng.bit_generator.state = state

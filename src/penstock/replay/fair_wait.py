@@ -1,7 +1,7 @@
-"""A line of threads waiting for their turn at something a lock protects: first come, first served.
+"""A queue of threads that wait for something a lock protects: first come, first served.
 
-A plain condition variable wakes a thread that may find its turn taken by one that never waited. Here who
-arrives while others wait goes to the end of the line, so nobody starves.
+A plain condition variable wakes a thread that may find its turn taken by one that never waited. Here a thread that
+arrives while others wait goes to the end of the queue, so no thread starves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from penstock.errors import Closed, WaitTimeout
 
 
-class Line:
+class WaitQueue:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self.turns: deque[threading.Condition] = deque()
-        """One per waiting thread, the head of the line first."""
+        """One per waiting thread, the head of the queue first."""
         self.waited_s = 0.0
 
     def wait(
@@ -29,7 +29,7 @@ class Line:
         timeout: float | None,
         what: Callable[[], str],
     ) -> None:
-        """Return once this thread is at the head of the line and `ready`; call with the lock held."""
+        """Return once this thread is at the head of the queue and `ready`. Call with the lock held."""
         started = time.monotonic()
         turn = threading.Condition(self._lock)
         self.turns.append(turn)
@@ -47,9 +47,9 @@ class Line:
             self.wake()
 
     def wake(self) -> None:
-        """Let the head of the line look again; call with the lock held, after any change.
+        """Let the head of the queue check again. Call with the lock held, after any change.
 
-        Whoever leaves the line wakes the next, so waking the head reaches everyone who may go.
+        A thread that leaves the queue wakes the next, so waking the head reaches every thread that may proceed.
         """
         if self.turns:
             self.turns[0].notify()

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.replay.linked_order import SlotOrder
 from penstock.replay.selector import Draw, Index, Role, certain
 
 
@@ -17,9 +16,8 @@ from penstock.replay.selector import Draw, Index, Role, certain
 class Fifo:
     """Oldest first.
 
-    As a sampler it advances: a cursor moves along the items in order of arrival and starts over at the
-    oldest only when it has passed the newest, so no item waits while others repeat. As a remover it gives
-    up the oldest item.
+    As a sampler it advances: a cursor moves along the items in order of arrival and starts over at the oldest only when
+    it has passed the newest, so no item waits while others repeat. As a remover it removes the oldest item.
 
     >>> from penstock.replay import Table
     >>> table = Table(capacity=3, sampler=Fifo(), remover=Fifo(), max_times_sampled=None)
@@ -35,7 +33,7 @@ class Fifo:
 
 @dataclass(frozen=True, slots=True)
 class Lifo:
-    """Newest first. With `max_times_sampled=1` a stack; as a remover it gives up the newest item held."""
+    """Newest first. With `max_times_sampled=1` a stack. As a remover it removes the newest item held."""
 
     def build(self, capacity: int, role: Role) -> Index:  # noqa: ARG002
         return _LifoIndex(capacity)
@@ -44,7 +42,7 @@ class Lifo:
 class _FifoIndex:
     def __init__(self, capacity: int) -> None:
         self._order = SlotOrder(capacity)
-        self._next = self._order.end  # `end`: everything was drawn in this pass, a newcomer comes next
+        self._next = self._order.end  # `end`: everything was drawn in this pass, so a new item comes next
 
     def insert(self, slot: int, priority: float, version: int) -> None:  # noqa: ARG002
         self._order.append(slot)
@@ -115,3 +113,45 @@ class _LifoIndex:
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         self._order.extend(state["order"])
+
+
+class SlotOrder:
+    """Slots in order of arrival: append, take out anywhere and step to a neighbour, each in constant time.
+
+    A doubly linked list threaded through two lists of slots. Position `end` is the sentinel: the slot after it is the
+    oldest, the slot before it the newest. Slots 0 and 2 in a table of capacity 3 (so end = 3): after[3] = 0, after[0] =
+    2, after[2] = 3. Nothing is deleted lazily, so there is never garbage to skip.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.end = capacity
+        # Lists, not arrays: one element is read or written in half the time of array.array.
+        self.after = [capacity] * (capacity + 1)
+        self.before = [capacity] * (capacity + 1)
+
+    def append(self, slot: int) -> None:
+        end, after, before = self.end, self.after, self.before
+        newest = before[end]
+        after[newest] = slot
+        before[slot] = newest
+        after[slot] = end
+        before[end] = slot
+
+    def take_out(self, slot: int) -> None:
+        older, newer = self.before[slot], self.after[slot]
+        self.after[older] = newer
+        self.before[newer] = older
+
+    def to_array(self) -> NDArray[np.int64]:
+        """Return all slots, oldest first."""
+        found = []
+        after, slot = self.after, self.after[self.end]
+        while slot != self.end:
+            found.append(slot)
+            slot = after[slot]
+        return np.array(found, dtype=np.int64)
+
+    def extend(self, slots: NDArray[np.int64]) -> None:
+        """Fill an empty order with slots, oldest first."""
+        for slot in slots.tolist():
+            self.append(slot)

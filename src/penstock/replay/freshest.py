@@ -18,11 +18,11 @@ from penstock.replay.selector import Draw, Index, Role, joined
 
 @dataclass(frozen=True, slots=True)
 class Freshest:
-    """Uniform over the items of the newest policy versions.
+    """Draws uniformly from the items of the newest policy versions.
 
-    The window holds the newest version in the table and `window` versions before it. A batch larger than
-    the window takes all of it and goes on to older versions, newest first; those items are counted as
-    filled. As a remover it gives up an item of the oldest version.
+    The window holds the newest version in the table and `window` versions before it. A batch larger than the window
+    takes all of it and continues with older versions, newest first; those items are counted as filled. As a remover it
+    removes an item of the oldest version.
 
     >>> from penstock.replay import Table
     >>> table = Table(capacity=4, sampler=Freshest())
@@ -42,7 +42,7 @@ class Freshest:
 
 
 class _VersionIndex:
-    """One bucket of slots per version, each without gaps, so drawing from a version is a lookup."""
+    """One bucket of slots per version, each without gaps, so that drawing from a version is a lookup."""
 
     def __init__(self, capacity: int, window: int) -> None:
         self._window = window
@@ -94,7 +94,7 @@ class _VersionIndex:
     def _draw_from(
         self, versions: Sequence[int], size: int, count: int, rng: np.random.Generator, *, replace: bool
     ) -> Draw:
-        """Uniform over the buckets of `versions` laid end to end, `size` slots in all."""
+        """Draw uniformly from the buckets of `versions` laid end to end, `size` slots in total."""
         places = rng.integers(0, size, count) if replace else rng.choice(size, count, replace=False)
         slots = np.empty(count, dtype=np.int64)
         start = 0

@@ -1,14 +1,14 @@
-"""Importance weights: what undoes the preference a sampler had, so that estimates stay unbiased.
+"""Importance weights: they undo a sampler's preference, so that estimates stay unbiased.
 
-A batch drawn with preference over-represents some items. Dividing each item's contribution by how often the
-item was to be expected in the batch (its inclusion) removes that. With replacement the expectation is
-n * p. Without replacement it is not: dividing by n * p is wrong by 50 % in a small example
-(tests/replay/test_statistics.py), because an item that fills a batch cannot be drawn again.
+A batch drawn with preference over-represents some items. Dividing each item's contribution by how often it is expected
+in the batch (its inclusion) corrects for that. With replacement the expectation is n * p. Without replacement it is
+not: dividing by n * p is wrong by 50 % in a small example (tests/replay/test_statistics.py), because an item that is in
+the batch cannot be drawn again.
 
-Drawing one by one without replacement is the same as giving every item an exponential clock of rate w and
-taking the n clocks that ring first. Given the time t at which the next, (n + 1)-th, clock rings, each drawn
-item was included with probability 1 - exp(-w t), and sum(f / inclusion) is exactly unbiased (Cohen and
-Kaplan 2007, rank conditioning). So it costs one random number per batch, and no approximation.
+Drawing one by one without replacement is the same as giving every item an exponential clock of rate w and taking the n
+clocks that ring first. Given the time t at which the next, (n + 1)-th, clock rings, each drawn item was included with
+probability 1 - exp(-w t), and sum(f / inclusion) is exactly unbiased (Cohen and Kaplan 2007, rank conditioning). This
+costs one random number per batch and needs no approximation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput
 
 
 def inclusion_before(time: float, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Probability that a clock of each rate rings before `time` (infinite: every clock has)."""
+    """Return the probability that a clock of each rate rings before `time` (infinite: every clock has)."""
     if time == np.inf:
         return np.ones(len(weights))
     inclusion: NDArray[np.float64] = -np.expm1(weights * -time)
@@ -28,10 +28,10 @@ def inclusion_before(time: float, weights: NDArray[np.float64]) -> NDArray[np.fl
 
 
 def importance_weights(inclusion: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
-    """(1 / inclusion) ** beta, divided by the largest of the batch, so that weights only scale down.
+    """Return (1 / inclusion) ** beta, divided by the largest of the batch, so that weights only scale down.
 
-    Divided by the batch's largest, not the table's: one rare item anywhere in the table would otherwise
-    shrink every weight of every batch.
+    Divided by the batch's largest, not the table's: one rare item anywhere in the table would otherwise shrink every
+    weight of every batch.
 
     >>> importance_weights(np.array([0.5, 0.25]))
     array([0.5, 1. ])

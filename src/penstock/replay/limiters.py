@@ -1,8 +1,15 @@
-"""Limiters hold back inserts and samples so that generation and training keep pace.
+"""Limiters hold back inserts or samples so that generation and training keep pace.
 
-A limiter is a frozen rule over three numbers the table counts: items inserted, items sampled, items held.
-It owns no state, so there is nothing of it to save or to get out of step. `check` refuses, when the table is
-built, settings under which both sides would end up waiting for each other.
+A limiter is a frozen rule over three numbers that the table counts: items inserted, items sampled, items held. It has
+no state, so nothing has to be saved or can get out of step. When the table is built, `check` rejects settings under
+which both sides would end up waiting for each other.
+
+`SamplesPerInsert` compares the balance `inserted * ratio - sampled` with two bounds around `ratio * min_size`. With
+ratio 2, min_size 4 and error_buffer 4 the bounds are 8 - 4 = 4 and 8 + 4 = 12:
+
+    inserted 4, sampled 0    balance 8     an insert (10) and a sample of 4 (4) may proceed
+    inserted 6, sampled 0    balance 12    inserts wait (14 > 12) until something is sampled
+    inserted 6, sampled 8    balance 4     samples wait (3 < 4) until something is inserted
 """
 
 from __future__ import annotations
@@ -16,12 +23,12 @@ from penstock.config import check
 from penstock.errors import ConfigError
 
 _ROUNDING = 1e-6
-"""Bounds are compared with this slack, so that a ratio such as 0.1 cannot lock both sides by rounding."""
+"""Slack in comparisons with the bounds, so that a ratio such as 0.1 cannot block both sides by rounding."""
 
 
 @runtime_checkable
 class Limiter(Protocol):
-    """When an insert or a sample may go ahead."""
+    """When an insert or a sample may proceed."""
 
     @property
     def min_size(self) -> int:
@@ -29,24 +36,24 @@ class Limiter(Protocol):
 
     @property
     def max_batch(self) -> int | None:
-        """The largest batch this rule can ever let pass; None: any."""
+        """The largest batch that this rule can ever allow; None: any."""
 
     def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:
-        """Raise ConfigError for a table in which this rule would stop both sides.
+        """Raise ConfigError for a table in which this rule would block both sides.
 
         `evicts`: a full table makes room by itself (it has a remover).
         """
 
     def may_insert(self, inserted: int, sampled: int, held: int) -> bool:
-        """Whether one more item may come in."""
+        """Return whether one more item may be inserted."""
 
     def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:
-        """Whether `count` items may be sampled in one batch."""
+        """Return whether `count` items may be sampled in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
-    """Sampling waits until so many items are held; inserts never wait for sampling."""
+    """Sampling waits until `min_size` items are held. Inserts never wait for sampling."""
 
     min_size: Annotated[int, Meta(ge=1, description="items that must be held before anything is sampled")] = 1
 
@@ -69,7 +76,7 @@ class MinSize:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """At most `size` items wait; an insert beyond that waits until one has left."""
+    """At most `size` items wait. A further insert waits until one has left."""
 
     size: Annotated[int, Meta(ge=1, description="items that may wait")]
 
@@ -102,11 +109,11 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class SamplesPerInsert:
-    """Each item is sampled `ratio` times on average; whichever side runs ahead waits.
+    """Each item is sampled `ratio` times on average; the side that runs ahead waits.
 
-    The balance is `inserted * ratio - sampled`. It may stray from `ratio * min_size` by `error_buffer` either
-    way: above, inserts wait; below, samples wait. While fewer than `min_size` items are held inserts always
-    pass, for nothing else can help.
+    The balance is `inserted * ratio - sampled`. It may deviate from `ratio * min_size` by `error_buffer` in both
+    directions: above, inserts wait; below, samples wait. While fewer than `min_size` items are held inserts always
+    pass, because nothing else could end the wait.
 
     >>> rule = SamplesPerInsert(ratio=2.0, min_size=4, error_buffer=4.0, batch_size=4)
     >>> rule.may_insert(inserted=6, sampled=0, held=6)   # 7 * 2 - 0 = 14, over 8 + 4
@@ -122,8 +129,8 @@ class SamplesPerInsert:
 
     def __post_init__(self) -> None:
         check(self, "SamplesPerInsert")
-        # A whole batch and one insert must fit between the bounds, or there is a balance at which neither
-        # does: with ratio 1, buffer 1 and batch 4 the balance stops at 2.
+        # A batch and one insert must fit between the bounds, or there is a balance at which neither may proceed:
+        # with ratio 1, min_size 4, buffer 1 and batch 4 the bounds are 3 and 5, and at balance 5 both would wait.
         needed = max(1.0, self.ratio, (self.batch_size + self.ratio) / 2)
         if self.error_buffer < needed:
             raise ConfigError(
@@ -140,7 +147,7 @@ class SamplesPerInsert:
         if self.batch_size > capacity:
             raise ConfigError(
                 f"SamplesPerInsert: batch_size {self.batch_size} with capacity {capacity}; such a "
-                "batch never comes together"
+                "batch can never be filled"
             )
         if self.min_size < self.batch_size:
             raise ConfigError(

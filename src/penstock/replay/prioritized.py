@@ -20,13 +20,15 @@ Floats = NDArray[np.float64]
 Slots = NDArray[np.int64]
 
 _SMALLEST = 1e-280
-"""A positive priority keeps a positive weight, whatever the exponent does to it."""
+"""A positive priority keeps at least this weight, whatever the exponent does to it."""
 
 _MAX_PROPOSALS = 6.0
-"""Proposals per draw up to which proposing beats the tree (measured at a million items, batches of 64 and 512)."""
+"""Proposals per draw up to which proposing is faster than the tree (measured at a million items, batches of 64 and
+512).
+"""
 
 _LOWER_EVERY = 1024
-"""Draws between two looks at every leaf for the largest weight; half a microsecond per draw at a million."""
+"""Draws between two full scans for the largest weight: half a microsecond per draw at a million items."""
 
 _ROUNDS = 3
 """Rounds of drawing and dropping repeats before the drawn weights are set to zero for the rest."""
@@ -34,11 +36,11 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Prioritized:
-    """Each item in proportion to priority ** exponent: 0 is uniform, 1 proportional.
+    """Draws each item in proportion to priority ** exponent: 0 is uniform, 1 proportional.
 
-    Items of priority zero are never drawn while others are left; when a batch needs more than that, the
-    rest of it is filled uniformly from them and counted. As a remover it draws in proportion to
-    priority ** -exponent: what is worth least goes first. `MinPriority()` removes without chance.
+    Items of priority zero are never drawn while others are left. If a batch needs more, the rest of it is filled
+    uniformly from them and counted. As a remover it draws in proportion to priority ** -exponent: the least valuable go
+    first. `MinPriority()` removes without chance.
 
     >>> from penstock.replay import Table, Uniform
     >>> table = Table(capacity=2, sampler=Prioritized(0.6), remover=Uniform(), max_times_sampled=None)
@@ -58,7 +60,7 @@ class Prioritized:
 
 
 class _Liking:
-    """priority ** exponent, zero for priority zero and only then (zero to the power zero is one)."""
+    """priority ** exponent, but always 0 for priority 0 (although 0 ** 0 is 1), and only then."""
 
     def __init__(self, exponent: float) -> None:
         self._exponent = exponent
@@ -78,7 +80,7 @@ class _Liking:
 
 
 class _Disliking:
-    """priority ** -exponent; priority zero outweighs everything, so it goes first."""
+    """priority ** -exponent. Priority zero outweighs everything, so it goes first."""
 
     def __init__(self, exponent: float) -> None:
         self._exponent = exponent
@@ -145,11 +147,13 @@ class _TreeIndex:
         return draw if missing == 0 else joined([draw, self._draw_zeros(missing, rng, replace=False)])
 
     def _stream(self, count: int, total: float, rng: np.random.Generator) -> tuple[Slots, Floats]:
-        """Independent draws and their weights, all of them positive.
+        """Return independent draws and their weights, all positive.
 
-        Where weights are alike, slots are proposed uniformly and accepted with probability weight / ceiling:
-        the same law, in a fraction of the time. Where few slots hold most weight, the tree finds them.
+        Where weights are similar, slots are proposed uniformly and accepted with probability weight / ceiling: the same
+        distribution, in a fraction of the time. Where few slots hold most of the weight, the tree finds them.
         """
+        # The expected number of proposals per accepted draw. A full table of 1,000 equal weights 0.5: 0.5 * 1,000 / 500
+        # = 1, every proposal hits. One weight of 100 among ones: about 91, so the tree is faster.
         proposals = self._tree.ceiling * self._capacity / total
         if proposals <= _MAX_PROPOSALS:
             return self._propose(count, proposals, rng)
@@ -157,7 +161,7 @@ class _TreeIndex:
         targets *= total
         slots = self._tree.find(targets)
         weights = self._tree.weights.take(slots)
-        while np.count_nonzero(weights) < count:  # rounding put a draw on a zero beside it: one in about 2**50
+        while np.count_nonzero(weights) < count:  # rounding hit a neighbour of weight zero: one draw in about 2**50
             missed = np.flatnonzero(weights == 0.0)
             slots[missed] = self._tree.find(rng.random(len(missed)) * total)
             weights = self._tree.weights.take(slots)
@@ -169,7 +173,7 @@ class _TreeIndex:
         while missing > 0:
             length = int(1.1 * missing * proposals) + 16
             uniforms = rng.random(2 * length)
-            # As even as the 53 bits of a uniform allow, like a draw by the tree; rng.integers takes twice as long.
+            # As uniform as the 53 bits of a float allow, like a draw by the tree. rng.integers takes twice as long.
             tried = (uniforms[:length] * self._capacity).astype(np.int64)
             weights = self._tree.weights.take(tried)
             chances = uniforms[length:] * self._tree.ceiling
@@ -181,11 +185,12 @@ class _TreeIndex:
         return np.concatenate([slots for slots, _ in found]), np.concatenate([weights for _, weights in found])
 
     def _distinct(self, count: int, total: float, rng: np.random.Generator) -> tuple[Slots, Floats, float]:
-        """Up to `count` distinct draws, their weights, and the time at which the next item would have come.
+        """Return up to `count` distinct draws, their weights, and the time at which the next item would have come.
 
-        Drawing one by one without replacement equals an independent stream whose repeats are dropped. As a
-        stream of rate `total`, its m-th element arrives at Gamma(m) / total: the clock of `weights.py`.
+        Drawing one by one without replacement equals an independent stream whose repeats are dropped. As a stream of
+        rate `total`, its m-th element arrives at Gamma(m) / total: the clock of `importance.py`.
         """
+        # A few more than needed, to replace repeats: 530 draws for a batch of 512.
         length = count + (count >> 5) + 3
         slots, weights = self._stream(length, total, rng)
         for attempt in range(_ROUNDS):
@@ -202,7 +207,9 @@ class _TreeIndex:
     def _exhaust(
         self, slots: Slots, weights: Floats, count: int, time: float, rng: np.random.Generator
     ) -> tuple[Slots, Floats, float]:
-        """Continue `_distinct` where few items hold most weight: what was drawn is set to zero meanwhile."""
+        """Continue `_distinct` where few items hold most weight: drawn weights are set to zero meanwhile, then
+        restored.
+        """
         zeroed = 0
         try:
             while True:
@@ -225,13 +232,16 @@ class _TreeIndex:
             self._tree.set_many(slots, weights)
 
     def _first_occurrences(self, slots: Slots) -> Slots:
-        """Positions at which a slot appears for the first time, in order; no sort (np.unique takes 3x)."""
+        """Return the positions at which a slot appears for the first time, in order. Without a sort (np.unique takes
+        3x).
+        """
         order = np.arange(len(slots))
-        self._first_seen[slots[::-1]] = order[::-1]  # of repeated indices the last assignment stays
+        # Slots 7 4 7: assigned backwards, _first_seen[7] is first 2, then 0. Position 2 is not 0, so it is a repeat.
+        self._first_seen[slots[::-1]] = order[::-1]
         return np.flatnonzero(self._first_seen.take(slots) == order)
 
     def _draw_zeros(self, count: int, rng: np.random.Generator, *, replace: bool) -> Draw:
-        """Uniform over the slots of weight zero, for lack of better ones."""
+        """Draw uniformly from the slots of weight zero, because no others are left."""
         size = self._zeros.size
         slots = self._zeros.draw(count, rng, replace=replace)
         return Draw(slots, np.full(count, 1.0 / size), np.full(count, count / size), num_filled=count)

@@ -1,8 +1,8 @@
 """A selector chooses items: to sample them, or to remove them to make room.
 
-`Selector` is the recipe a user passes to a table, a small frozen record such as `Fifo()` or
-`Prioritized(0.6)`. A table builds one `Index` from it per role; the index holds the state and sees slots,
-never items. One recipe may therefore serve any number of tables, as sampler and as remover at once.
+`Selector` is the recipe a user passes to a table, a small frozen record such as `Fifo()` or `Prioritized(0.6)`. A table
+builds one `Index` from it per role. The index holds the state and sees slots, never items. So one recipe may serve any
+number of tables, as sampler and as remover at once.
 
 To write your own, implement these two protocols and run `penstock.testing.selectors.check_selector` on it.
 """
@@ -20,38 +20,40 @@ Role = Literal["sample", "remove"]
 
 
 class Draw(NamedTuple):
-    """The slots one call drew, and how likely that was."""
+    """The slots that one call drew, and how likely that was."""
 
     slots: NDArray[np.int64]
     """[n] in the order drawn."""
     probabilities: NDArray[np.float64]
     """[n] probability with which a single draw picks the slot; 1.0 where the choice is not random."""
     inclusion: NDArray[np.float64]
-    """[n] how often the slot is expected in such a batch; its reciprocal makes estimates unbiased."""
+    """[n] how often the slot is expected in such a batch. Dividing by it makes estimates unbiased."""
     num_filled: int = 0
-    """How many of them lie outside the selector's own preference (zero priority, outside the window)."""
+    """How many of them are outside the selector's own preference (zero priority, outside the window)."""
 
 
 class Index(Protocol):
     """The live slots of one table, ordered for one role. The table's lock protects every call."""
 
     def insert(self, slot: int, priority: float, version: int) -> None:
-        """Take in a slot that is not live."""
+        """Add a slot that is not live."""
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Forget live slots; they may come back later as other items."""
+        """Forget live slots. They may return later with other items."""
 
     def update(self, slots: NDArray[np.int64], priorities: NDArray[np.float64]) -> None:
-        """Give live slots new priorities; where a slot appears twice the last one counts."""
+        """Give live slots new priorities. Where a slot appears twice the last one counts."""
 
     def draw(self, count: int, rng: np.random.Generator, *, replace: bool) -> Draw:
-        """Exactly `count` live slots, distinct unless `replace`; the table asks for no more than there are."""
+        """Return exactly `count` live slots, distinct unless `replace`. The table never asks for more than
+        there are.
+        """
 
     def victim(self, rng: np.random.Generator) -> int:
-        """The live slot to give up first."""
+        """Return the live slot to remove first."""
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Everything needed to continue identically, as arrays that share nothing with the index."""
+        """Return everything needed to continue identically, as arrays that share nothing with the index."""
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from `state`; called once, on a fresh index of the same capacity."""
@@ -62,17 +64,17 @@ class Selector(Protocol):
     """A recipe for an index."""
 
     def build(self, capacity: int, role: Role) -> Index:
-        """A fresh index over slots 0 .. capacity - 1."""
+        """Build an empty index over slots 0 .. capacity - 1."""
 
 
 def certain(slots: Sequence[int]) -> Draw:
-    """A draw in which nothing was random."""
+    """Return a draw in which nothing was random."""
     ones = np.ones(len(slots))
     return Draw(np.array(slots, dtype=np.int64), ones, ones)
 
 
 def joined(draws: Sequence[Draw]) -> Draw:
-    """Draws made one after the other, as one."""
+    """Combine consecutive draws into one."""
     return Draw(
         np.concatenate([draw.slots for draw in draws]),
         np.concatenate([draw.probabilities for draw in draws]),

@@ -1,13 +1,17 @@
-"""Weights over slots, drawn from in proportion, as a binary tree of float64 sums.
+"""Weights over slots, drawn in proportion, as a binary tree of float64 sums.
 
-Leaf `i` holds the weight of slot `i`; each inner node holds the sum of its two children and is always
-recomputed from them, never adjusted by a difference. The tree is therefore a pure function of its leaves:
-nothing drifts, and restoring the leaves restores every later draw bit for bit.
+    total            6
+    inner        1       5
+    leaves     1   0   2   3      target 3.5: 3.5 >= 1, so right with 2.5 left; 2.5 >= 2, so right: slot 3
 
-Two measures keep numpy's cost per call low. The upper levels are not walked: the nodes of one level
-(`TOP` of them) are searched at once in their cumulative sum, which is made when first needed and kept until
-something is written; only the log2(capacity / TOP) levels below are descended, all draws abreast. And writes
-are deferred: they set leaves and note the slot; the next draw carries all noted slots upward in one pass.
+Leaf `i` holds the weight of slot `i`. Each inner node holds the sum of its two children and is always recomputed from
+them, never adjusted by a difference. So the tree depends only on its leaves: rounding errors do not accumulate, and
+restoring the leaves reproduces every later draw bit for bit.
+
+Two measures keep the number of numpy calls low. The upper levels are not walked: the nodes of one level (`TOP` of them)
+are searched at once in their cumulative sum, which is computed on demand and kept until a write. Only the log2(capacity
+/ TOP) levels below are descended, for all draws together. And writes are deferred: they set leaves and note the slot,
+and the next draw updates the sums above all noted slots in one pass.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOP = 4096
-"""Measured at a million leaves: 1024 costs 10 % when only drawing, 16384 costs 40 % when writes alternate
-with searches."""
+"""Measured at a million leaves: 1024 costs 10 % when only drawing, 16384 costs 40 % when writes alternate with
+searches.
+"""
 
 MAX_PENDING = 32_768
-"""Deferred writes are carried upward at this many at the latest, which bounds the next draw's delay (1 ms)."""
+"""Sums are updated after this many deferred writes at the latest, which bounds the next draw's delay (1 ms)."""
 
 
 class SumTree:
@@ -37,13 +42,13 @@ class SumTree:
         self.weights = self._levels[-1]
         """[>= capacity] the leaves; written through `set`, `clear` and `set_many` only."""
         self._leaves = self.weights.data.cast("B").cast("d")  # for single writes, which take longer through numpy
-        self._noted = array("q")  # leaves written one by one and not yet in the sums above, some of them twice
-        self._pending: list[NDArray[np.int64]] = []  # the same of leaves written many at once
+        self._noted = array("q")  # leaves written one by one and not yet in the sums above; may repeat
+        self._pending: list[NDArray[np.int64]] = []  # the same for leaves written many at once
         self._num_pending = 0
-        self._total: float | None = None  # of the top level; None: not made since it changed
+        self._total: float | None = None  # of the top level; None: not computed since it changed
         self._bounds: NDArray[np.float64] | None = None  # its cumulative sums, from 0.0; None likewise
         self.ceiling = 0.0
-        """No weight is above this. Raised by every write at once, so it never depends on when sums are made."""
+        """No weight is above this. Every write raises it at once, so it never depends on when sums are computed."""
 
     def set(self, slot: int, weight: float) -> None:
         self._leaves[slot] = weight
@@ -60,7 +65,7 @@ class SumTree:
             self._noted.append(slot)
 
     def set_many(self, slots: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
-        """Set leaves; where a slot appears twice the last weight counts, as numpy assigns in order."""
+        """Set leaves. Where a slot appears twice the last weight counts, because numpy assigns in order."""
         if len(slots) == 0:
             return
         self.weights[slots] = weights
@@ -71,7 +76,7 @@ class SumTree:
             self._carry_up()
 
     def total(self) -> float:
-        """The sum of all weights; exactly 0.0 if and only if every weight is."""
+        """Return the sum of all weights; exactly 0.0 if and only if every weight is."""
         if self._noted or self._pending:
             self._carry_up()
         if self._total is None:
@@ -79,21 +84,22 @@ class SumTree:
         return self._total
 
     def lower_ceiling(self) -> None:
-        """Make the ceiling the largest weight again; reads every leaf."""
+        """Set the ceiling to the largest weight again. Reads every leaf."""
         self.total()
         self.ceiling = float(self.weights.max())
 
     def find(self, targets: NDArray[np.float64]) -> NDArray[np.int64]:
-        """For each target in [0, total()) the slot whose stretch of the cumulative weights contains it.
+        """Return for each target in [0, total()) the slot whose interval of the cumulative weights contains it.
 
-        Weights [1, 0, 2] put slot 0 on [0, 1) and slot 2 on [1, 3). A target within rounding of a boundary
-        may land on a slot of weight zero beside it; the caller draws again.
+        Weights [1, 0, 2] put slot 0 on [0, 1) and slot 2 on [1, 3). A target within rounding of a boundary may land on
+        a slot of weight zero beside it; the caller draws again.
         """
         assert not self._noted and not self._pending, "total() comes first"
-        if self._bounds is None:  # made only here: it takes 20 us, and draws by proposal do without
+        if self._bounds is None:  # computed only here: it takes 20 us, and draws by proposal do not need it
             self._bounds = np.concatenate(((0.0,), np.cumsum(self._levels[0])))
-            self._bounds[-1] = np.inf  # `total` may be above this sum, as the two are rounded differently
+            self._bounds[-1] = np.inf  # `total` may be above this sum, because the two round differently
         at = self._bounds[1:].searchsorted(targets, side="right")
+        # Bounds 0 1 6 for a top level of 1 and 5: target 3.5 falls into node 1, and 3.5 - 1 = 2.5 is left inside it.
         rest = targets - self._bounds.take(at)
         for level in self._levels[1:]:
             at += at  # to the left child; adding takes half the time of shifting by a scalar
@@ -111,7 +117,7 @@ class SumTree:
         self._pending.clear()
         self._num_pending = 0
         for parents, children in zip(self._levels[-2::-1], self._levels[:0:-1], strict=True):
-            if len(parents) <= 8 * len(at):  # a contiguous level is cheaper than so many scattered nodes
+            if len(parents) <= 8 * len(at):  # recomputing a contiguous level is cheaper than many scattered nodes
                 np.add(children[::2], children[1::2], out=parents)
                 continue
             at >>= 1

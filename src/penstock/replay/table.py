@@ -1,10 +1,10 @@
-"""A replay table: items held between generation and training, chosen, replaced and metered by composition.
+"""A replay table: items held between generation and training, composed of a sampler, a remover and a limiter.
 
-    Table = sampler (what is trained on next) + remover (what makes room) + limiter (who waits)
+    Table = sampler (what is trained on next) + remover (what makes room) + limiter (which side waits)
 
-A queue, uniform replay and prioritized replay are three choices of these parts, not three classes. Items are
-opaque and held by reference; what the table knows of one is its key, priority, size and policy version. One
-lock protects everything; one seeded generator decides everything left to chance.
+A queue, uniform replay and prioritized replay are three choices of these parts, not three classes. Items are opaque and
+held by reference; the table knows an item's key, priority, size and policy version. One lock protects everything; one
+seeded generator makes every random choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.replay import table_checkpoint
 from penstock.replay.batch import Batch
 from penstock.replay.core import OnEvict, Store
 from penstock.replay.drawing import Drawing
-from penstock.replay.fair_wait import Line
+from penstock.replay.fair_wait import WaitQueue
 from penstock.replay.limiters import Limiter
 from penstock.replay.selector import Selector
 from penstock.replay.slots import VERSION, Key
@@ -41,7 +41,7 @@ _MAX_PRIORITY_BITS = np.float64(MAX_PRIORITY).view(np.uint64)
 
 
 class Table:
-    """Items between those who generate and those who train.
+    """Holds items between generation and training.
 
     The default is a queue: each item is sampled once, in order, and inserts wait while the table is full.
 
@@ -60,13 +60,14 @@ class Table:
     """
 
     def __init__(self, *, on_evict: OnEvict | None = None, **settings: Unpack[TableKeywords]) -> None:
-        """The settings are those of `Settings`. `on_evict(key, reason)` is told of every item that leaves; it
-        runs under the table's lock, so it must be quick and must not call the table."""
+        """Settings are those of `Settings`. `on_evict(key, reason)` is called for every item that leaves. It runs under
+        the table's lock, so it must be quick and must not call the table.
+        """
         self._set_up(_store(build(Settings, settings, "Table"), on_evict))
 
     @classmethod
     def from_settings(cls, settings: Replay, *, on_evict: OnEvict | None = None) -> Table:
-        """A table of settings that are a record already."""
+        """Build a table from a settings record."""
         table = cls.__new__(cls)
         values = {field.name: getattr(settings, field.name) for field in fields(settings)}
         table._set_up(_store(Settings(**values), on_evict))
@@ -77,8 +78,8 @@ class Table:
         self._slots = store.slots
         self._closed = False
         self._lock = threading.Lock()
-        self._inserters = Line(self._lock)
-        self._samplers = Line(self._lock)
+        self._inserters = WaitQueue(self._lock)
+        self._samplers = WaitQueue(self._lock)
 
     @property
     def settings(self) -> Settings:
@@ -97,10 +98,10 @@ class Table:
         policy_version: int = 0,
         timeout: float | None = None,
     ) -> int | None:
-        """Hold an item and return its handle; None if it is already too stale ever to be sampled.
+        """Store an item and return its handle, or None if it is already too stale ever to be sampled.
 
-        Waits while the limiter holds inserts back, or the table is full and has no remover; raises
-        WaitTimeout after `timeout` seconds (0 tries once). A key already held is replaced.
+        Waits while the limiter holds inserts back, or while the table is full and has no remover. Raises WaitTimeout
+        after `timeout` seconds (0 tries once). An item with the same key is replaced.
         """
         if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
@@ -110,6 +111,7 @@ class Table:
             raise InvalidInput(f"insert: key {key!r} is a {type(key).__name__}; give a str or an int")
         store = self._store
         with self._lock:
+            # Threads that already wait go first, even if there is room now: otherwise newcomers could starve them.
             if self._closed or self._inserters.turns or not store.may_insert(key, num_bytes, num_tokens):
                 self._wait_to_insert(key, num_bytes, num_tokens, policy_version, timeout)
             if policy_version < store.oldest_version:
@@ -121,10 +123,10 @@ class Table:
             return handle
 
     def sample(self, n: int, *, replace: bool = False, timeout: float | None = None) -> Batch:
-        """Exactly `n` items, distinct unless `replace`; never fewer.
+        """Return exactly `n` items, distinct unless `replace`; never fewer.
 
-        Waits until the limiter allows the whole batch and enough items are held; raises WaitTimeout after
-        `timeout` seconds (0 tries once), having taken nothing.
+        Waits until the limiter allows the batch and enough items are held. Raises WaitTimeout after `timeout` seconds
+        (0 tries once), with nothing taken.
         """
         self._check_count(n, replace=replace)
         store = self._store
@@ -136,14 +138,15 @@ class Table:
             return batch
 
     def drawing(self, *, undoable: bool) -> Drawing:
-        """Draw items one at a time; no other thread may use the table before that is taken or undone.
+        """Draw items one at a time. No other thread may use the table until the drawing is taken or undone.
 
-        What may be undone costs a copy of the sampler's state."""
+        `undoable` costs a copy of the sampler's state.
+        """
         return Drawing(self._store, self._inserters.wake, undoable=undoable)
 
     @property
     def may_sample_all(self) -> bool:
-        """Whether everything that is held may be sampled now, in one batch."""
+        """Whether everything held may be sampled now, in one batch."""
         most = self.settings.limiter.max_batch
         return (most is None or most >= len(self)) and self.may_sample(len(self))
 
@@ -162,8 +165,8 @@ class Table:
         most = settings.limiter.max_batch
         if n < 1 or (n > settings.capacity and not replace) or (most is not None and n > most):
             raise InvalidInput(
-                f"sample: {n} items with capacity {settings.capacity} and {settings.limiter}; such a batch never "
-                "comes together"
+                f"sample: {n} items with capacity {settings.capacity} and {settings.limiter}; such a batch can "
+                "never be filled"
             )
         if replace and settings.max_times_sampled is not None:
             raise InvalidInput(
@@ -207,7 +210,7 @@ class Table:
     # -- changing what is held -----------------------------------------------------------------------------
 
     def update_priorities(self, priorities: Mapping[Key, float]) -> int:
-        """Give items new priorities by key; how many were applied. Keys no longer held are counted as stale."""
+        """Set priorities by key and return how many were applied. Keys no longer held are counted as stale."""
         for key, priority in priorities.items():
             if not _is_priority(priority):
                 _refuse_priority(f"update_priorities: {key!r} has priority", priority)
@@ -220,7 +223,7 @@ class Table:
         return len(held)
 
     def update_handles(self, handles: NDArray[np.int64], priorities: ArrayLike) -> int:
-        """The same for aligned arrays, with `Batch.handles`: faster, and exact even where a key came again.
+        """Set priorities for aligned arrays of `Batch.handles`: faster, and exact even if a key was inserted again.
 
         Where a handle appears twice, as it may in a batch with replacement, its last priority counts.
         """
@@ -229,8 +232,8 @@ class Table:
             raise InvalidInput(
                 f"update_handles: priorities {values.shape} for handles {handles.shape}; give one per handle"
             )
-        # As unsigned bits, floats from 0 to MAX_PRIORITY come first, then larger ones, infinity, NaN and all
-        # negatives: one comparison finds that something may be wrong, the exact test says what.
+        # Viewed as unsigned bits, floats from 0 to MAX_PRIORITY come first, then larger ones, infinity, NaN and all
+        # negatives. One maximum rules out all errors; only if it fails does the exact test run (-0.0 is valid).
         if len(values) and np.maximum.reduce(values.view(np.uint64)) > _MAX_PRIORITY_BITS:
             bad = np.flatnonzero(~((values >= 0.0) & (values <= MAX_PRIORITY)))
             if len(bad):
@@ -243,7 +246,7 @@ class Table:
         return len(slots)
 
     def advance(self, policy_version: int) -> int:
-        """Tell the table the trainer's version. Items now too stale are evicted; returns how many."""
+        """Set the trainer's version. Evicts items that are now too stale and returns how many."""
         with self._lock:
             now = self._store.policy_version
             if policy_version < now:
@@ -253,7 +256,7 @@ class Table:
         return num_stale
 
     def remove(self, keys: Iterable[Key]) -> int:
-        """Let go of items by key; how many were held."""
+        """Remove items by key and return how many were held."""
         with self._lock:
             slot_of = self._slots.slot_of
             slots = [slot_of[key] for key in dict.fromkeys(keys) if key in slot_of]
@@ -262,7 +265,7 @@ class Table:
         return len(slots)
 
     def clear(self) -> int:
-        """Let go of everything; how many items that was. Counters, version and generator stay as they are."""
+        """Remove everything and return how many items that was. Counters, version and generator stay."""
         with self._lock:
             slots = self._slots.live().tolist()
             self._store.evict(slots, "cleared")
@@ -270,7 +273,7 @@ class Table:
         return len(slots)
 
     def close(self) -> None:
-        """Wake everyone who waits, with `Closed`; inserts and samples raise it from now on."""
+        """Wake every waiting thread with `Closed`. Inserts and samples raise it from now on."""
         with self._lock:
             self._closed = True
             self._inserters.wake()
@@ -285,9 +288,9 @@ class Table:
         return key in self._slots.slot_of
 
     def may_insert(self, *, ahead: int = 0) -> bool:
-        """Whether one more insert would pass without waiting, after `ahead` others that are still to come.
+        """Return whether one more insert would pass without waiting, after `ahead` others that are still to come.
 
-        Of the limits it looks at the limiter and the number of items, not at bytes and tokens.
+        Checks the limiter and the number of items, not bytes and tokens.
         """
         with self._lock:
             store, settings = self._store, self._store.settings
@@ -299,25 +302,25 @@ class Table:
             return settings.limiter.may_insert(store.counters.inserted + ahead, store.counters.sampled, held)
 
     def may_sample(self, n: int) -> bool:
-        """Whether a sample of `n` distinct items would pass without waiting."""
+        """Return whether a sample of `n` distinct items would pass without waiting."""
         with self._lock:
             return self._store.may_sample(n, replace=False)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that is held; None if nothing is."""
+        """The oldest policy version held; None if the table is empty."""
         with self._lock:
             live = self._slots.live()
             return int(self._slots.rows[live, VERSION].min()) if len(live) else None
 
     def keys(self) -> list[Key]:
-        """The keys held, oldest item first."""
+        """Return the keys held, oldest item first."""
         with self._lock:
             keys: list[Key] = self._slots.keys[self._slots.live()].tolist()
         return keys
 
     def metrics(self) -> dict[str, float]:
-        """All counts of one moment: `gen/` what arrived, `buffer/` what is held, `train/` what was sampled."""
+        """Return all counts of one moment: `gen/` what arrived, `buffer/` what is held, `train/` what was sampled."""
         with self._lock:
             store = self._store
             found = report(store.counters, store.slots, store.policy_version)
@@ -332,15 +335,15 @@ class Table:
     def checkpoint(self, path: str | PathLike[str], *, dump: Dump | None = None) -> None:
         """Write everything to a file, so that `restore` continues as if nothing had happened.
 
-        Items must be bytes-like, or `dump` turns each into bytes. The lock is held only while references and
-        numbers are copied; items must therefore not be changed in place once they are in a table.
+        Items must be bytes-like, or `dump` converts each to bytes. The lock is held only while references and numbers
+        are copied, so items must not be changed in place once they are in a table.
         """
         with self._lock:
             snapshot = table_checkpoint.take(self._store)
         table_checkpoint.write(path, snapshot, dump)
 
     def to_bytes(self, *, dump: Dump | None = None) -> bytes:
-        """The same as bytes, for callers who keep them elsewhere."""
+        """Return the checkpoint as bytes, to be stored elsewhere."""
         with self._lock:
             snapshot = table_checkpoint.take(self._store)
         return table_checkpoint.to_bytes(snapshot, dump)
@@ -356,10 +359,10 @@ class Table:
         limiter: Limiter | None = None,
         on_evict: OnEvict | None = None,
     ) -> Table:
-        """The table a checkpoint was taken of, from its file or its bytes: items, priorities, generator, counters.
+        """Rebuild a table from a checkpoint's file or bytes: items, priorities, generator, counters.
 
-        Without `load`, items are read-only views into the memory-mapped file. Parts of your own must be
-        passed again; those of Penstock are rebuilt from the file.
+        Without `load`, items are read-only views into the memory-mapped file. Parts of your own must be passed again;
+        those of Penstock are rebuilt from the file.
         """
         table = cls.__new__(cls)
         parts = {"sampler": sampler, "remover": remover, "limiter": limiter}
@@ -389,6 +392,6 @@ def _store(settings: Settings, on_evict: OnEvict | None) -> Store:
         return Store(settings, on_evict)
     except MemoryError:
         raise ConfigError(
-            f"capacity: {settings.capacity}: this machine has no memory for so many; lower it, or bound the table by "
+            f"capacity: {settings.capacity}: not enough memory on this machine; lower it, or bound the table by "
             "capacity_bytes"
         ) from None

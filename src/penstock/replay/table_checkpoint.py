@@ -1,11 +1,11 @@
-"""A table on disk: one file, written whole or not at all, checked byte for byte when it is read.
+"""A table on disk: one file, written atomically, with every byte verified when it is read.
 
     magic | section | section | ... | footer | footer's offset, length, checksum | magic
 
-Sections are the raw bytes of arrays, and of all items end to end. The footer (msgpack) lists each section's
-offset, length, dtype, shape and checksum, and carries settings, counters and generator state. Nothing is
-padded, so every byte of the file is under a checksum. The file is written beside its final name, synced, and
-renamed; items are read back as views into the memory-mapped file. No pickle: reading runs no code but ours.
+Sections are the raw bytes of arrays, and of all items end to end. The footer (msgpack) lists each section's offset,
+length, dtype, shape and checksum, and carries settings, counters and generator state. Nothing is padded, so a checksum
+covers every byte of the file. The file is written beside its final name, synced, and renamed. Items are read back as
+views into the memory-mapped file. No pickle: reading runs no code but ours.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from numpy.typing import NDArray
 from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
 from penstock.replay.core import OnEvict, Store
-from penstock.replay.registry import LIMITERS, SELECTORS
 from penstock.replay.slots import FREE, WIDTH, Key
-from penstock.replay.table_settings import Settings
+from penstock.replay.table_settings import LIMITERS, SELECTORS, Settings
 
 MAGIC = b"PSTABLE1"
 FORMAT = 1
 _TAIL = struct.Struct("<QQQ8s")
 
 Dump = Callable[[Any], bytes | bytearray | memoryview]
-"""An item to its bytes."""
+"""Converts an item to bytes."""
 Load = Callable[[memoryview], Any]
-"""Bytes back to the item; they are a view into the file, valid as long as anyone holds it."""
+"""Converts bytes back to the item. The bytes are a view into the file, valid as long as it is referenced."""
 
 _PARTS = {part.__name__: part for part in (*SELECTORS.values(), *LIMITERS.values())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All of a table at one moment, sharing only the items themselves with it."""
+    """A table's state at one moment. It shares only the items themselves with the table."""
 
     settings: Settings
     counters: dict[str, int]
@@ -80,7 +79,7 @@ class Footer(msgspec.Struct, frozen=True):
 
 
 def take(store: Store) -> Snapshot:
-    """Copy a store's state; call with the table's lock held."""
+    """Copy a store's state. Call with the table's lock held."""
     slots = store.slots
     held = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
     arrays = {"rows": slots.table(), "free": np.array(slots.free, dtype=np.int64)}
@@ -108,7 +107,7 @@ def write(path: str | PathLike[str], snapshot: Snapshot, dump: Dump | None) -> N
 
 
 def to_bytes(snapshot: Snapshot, dump: Dump | None) -> bytes:
-    """What `write` writes, for callers who keep it elsewhere."""
+    """Return what `write` writes, to be stored elsewhere."""
     file = io.BytesIO()
     _write(file, snapshot, dump)
     return file.getvalue()
@@ -167,7 +166,7 @@ def _bytes_of(key: Key, data: Any) -> memoryview:
 
 
 def _plain_settings(settings: Settings) -> dict[str, Any]:
-    """Numbers as they are; a part as its name and fields."""
+    """Return settings as plain values: numbers unchanged, a part as its name and fields."""
     plain: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -180,7 +179,7 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _plain_rng(state: Mapping[str, Any]) -> dict[str, bytes | int]:
-    """PCG64's two numbers have 128 bits, more than msgpack's integers."""
+    """Convert PCG64's state: its two numbers have 128 bits, more than msgpack's integers."""
     inner = state["state"]
     return {
         "state": int(inner["state"]).to_bytes(16, "little"),
@@ -194,7 +193,7 @@ def _plain_rng(state: Mapping[str, Any]) -> dict[str, bytes | int]:
 
 
 def read(path: str | PathLike[str], parts: Mapping[str, Any], load: Load | None, on_evict: OnEvict | None) -> Store:
-    """The store a file was written from; raises CorruptFile rather than return anything else."""
+    """Rebuild the store that a file was written from. Raises CorruptFile if anything differs."""
     try:
         with Path(path).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -204,7 +203,7 @@ def read(path: str | PathLike[str], parts: Mapping[str, Any], load: Load | None,
 
 
 def from_bytes(data: bytes, parts: Mapping[str, Any], load: Load | None, on_evict: OnEvict | None) -> Store:
-    """The store that `to_bytes` was called on."""
+    """Rebuild the store that `to_bytes` was called on."""
     return _parse("bytes of a table", memoryview(data), parts, load, on_evict)
 
 

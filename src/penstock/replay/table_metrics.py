@@ -1,7 +1,7 @@
-"""What a table counts, in three namespaces that never mix: what arrived, what is held, what was trained on.
+"""What a table counts, in three separate namespaces: what arrived, what is held, what was trained on.
 
-`gen/` speaks of inserts only, `train/` of samples only, so that an item replayed five times counts once as
-generated and five times as trained. Everything in one report is taken at one moment, under the lock.
+`gen/` counts inserts only and `train/` samples only, so an item replayed five times counts once as generated and five
+times as trained. All numbers of one report are read at one moment, under the lock.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from penstock.arrays import bounded_sum
 from penstock.replay.slots import FREE, TIMES, TOKENS, VERSION, Slots
 
 Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]
-"""Why an item left: made room, had its last use, grew too old, its key came again, by `remove`, by `clear`."""
+"""Why an item left: to make room, after its last use, too old, its key was inserted again, by `remove`, by `clear`."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 _FOLD_AFTER = 8192
-"""Items noted before their statistics are added up in one pass: 4 us per batch of 512 instead of 19 us one by one.
-No more than this, so that they are still in the cache."""
+"""Items noted before their statistics are summed in one pass: 4 us per batch of 512 instead of 19 us one by one. Not
+higher, so that they are still in the cache.
+"""
 
 
 class Counters:
@@ -63,7 +64,7 @@ class Counters:
             self.fold()
 
     def fold(self) -> None:
-        """Add up the batches noted since the last time."""
+        """Sum the batches noted since the last time."""
         if not self._noted:
             return
         rows = np.concatenate([rows for rows, _ in self._noted])
@@ -71,7 +72,7 @@ class Counters:
         self._noted.clear()
         self._num_noted = 0
         staleness = np.maximum(now - rows[:, VERSION], 0)
-        # As floats: 1,024 times the highest version is beyond 64 bits. Exact up to 2**53.
+        # Sum as floats: 1,024 times the highest version (2**53) does not fit in 64 bits. Exact up to 2**53.
         self.staleness_sum = bounded_sum(self.staleness_sum + int(staleness.sum(dtype=np.float64)))
         self.staleness_max = max(self.staleness_max, int(staleness.max()))
         self.sampled_tokens += int(rows[:, TOKENS].sum())
@@ -91,7 +92,7 @@ class Counters:
 
 
 def report(counters: Counters, slots: Slots, policy_version: int) -> dict[str, float]:
-    """One number per name. Times are added by the table, which does the waiting."""
+    """Return one number per name. The table adds the waiting times."""
     counters.fold()
     live = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
     rows = slots.rows[live]

@@ -1,4 +1,4 @@
-"""Everything that defines a table, declared and checked once."""
+"""The settings of a table, declared and checked once, and the parts it may be composed of."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from penstock.config import check
+from penstock.config import Kinds, check
 from penstock.errors import ConfigError
-from penstock.replay.fifo_lifo import Fifo
-from penstock.replay.limiters import Limiter, MinSize
-from penstock.replay.registry import LIMITERS, SELECTORS
+from penstock.replay.by_priority import MaxPriority, MinPriority
+from penstock.replay.fifo_lifo import Fifo, Lifo
+from penstock.replay.freshest import Freshest
+from penstock.replay.limiters import Limiter, MinSize, Queue, SamplesPerInsert
+from penstock.replay.prioritized import Prioritized
 from penstock.replay.selector import Selector
+from penstock.replay.uniform import Uniform
+
+SELECTORS = Kinds(
+    fifo=Fifo,
+    lifo=Lifo,
+    uniform=Uniform,
+    freshest=Freshest,
+    prioritized=Prioritized,
+    min_priority=MinPriority,
+    max_priority=MaxPriority,
+)
+"""Samplers and removers by the names that files, flags and checkpoints use."""
+LIMITERS = Kinds(min_size=MinSize, queue=Queue, samples_per_insert=SamplesPerInsert)
+"""Limiters by name."""
 
 MAX_CAPACITY = 1 << 27
-"""Room for every item is made at once: beyond this it is a mistake, and no machine has it."""
+"""Memory for every item's slot is allocated at once. More than this is a mistake that no machine could hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +79,7 @@ class Replay:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a table is composed of."""
+        """The parts that the table is composed of."""
         return {"sampler": self.sampler, "remover": self.remover, "limiter": self.limiter}
 
 

@@ -15,16 +15,17 @@ from penstock.replay.selector import Draw, Index, Role
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every item with the same probability, for sampling and for removal."""
+    """Draws every item with the same probability, for sampling and for removal."""
 
     def build(self, capacity: int, role: Role) -> Index:  # noqa: ARG002
         return _UniformIndex(capacity)
 
 
 class SlotSet:
-    """A set of slots laid out without gaps, so that a uniform draw is one lookup.
+    """A set of slots stored without gaps, so that a uniform draw is one lookup.
 
-    The slot that leaves is overwritten by the last one: the layout depends on history, hence it is state.
+    The last slot takes the place of one that leaves: removing 3 from [5, 3, 8, 6] gives [5, 6, 8]. So the layout
+    depends on history and must be saved with the state.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -50,7 +51,7 @@ class SlotSet:
         self._place[slot] = -1
 
     def members(self) -> NDArray[np.int64]:
-        """A view: copy it before the set changes."""
+        """Return a view. Copy it before the set changes."""
         return self._view[: self.size]
 
     def extend(self, slots: NDArray[np.int64]) -> None:

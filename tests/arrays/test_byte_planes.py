@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.arrays.byte_planes import join_bytes, split_bytes
+from penstock.arrays.bits import join_bytes, split_bytes
 from penstock.testing import reference
 
 

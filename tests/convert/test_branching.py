@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.capture import Trajectory, Turn, from_steps
-from penstock.convert import fork_causes, make_group
+from penstock.convert import branch_causes, make_group
 
 PROMPT, SAID, TOOL = [1, 2, 3], list(range(100, 120)), [5, 6]
 
@@ -29,7 +29,7 @@ def step(prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any
 def causes(*prompts: list[int]) -> dict[str, int]:
     """Of a first answer, and of one more step with each of these prompts."""
     steps = [step(PROMPT, SAID), *(step(prompt, [200 + i]) for i, prompt in enumerate(prompts))]
-    return dict(fork_causes(from_steps(steps)))
+    return dict(branch_causes(from_steps(steps)))
 
 
 def test_a_conversation_that_goes_on_does_not_fork() -> None:
@@ -69,16 +69,16 @@ def test_a_group_counts_the_forks_of_all_its_rollouts() -> None:
     plain_one = from_steps([step(PROMPT, SAID)], reward=0.0)
     forked = from_steps([step(PROMPT, SAID), step([*PROMPT, 300, *SAID[2:], *TOOL], [4]), step([9], [4])], reward=1.0)
     group = make_group([plain_one, forked, forked], id="p")
-    assert group.forks == {"retokenized": 2, "unrelated": 2}
+    assert group.branches == {"retokenized": 2, "unrelated": 2}
     assert len(group) == 1 + 3 + 3
 
 
 def test_graphs_given_as_they_are_have_causes_too() -> None:
     said = Turn([3, 4], logprobs=[-1.0, -1.0])
     twice = Trajectory(turns=[Turn([1, 2]), said, said], parents=[-1, 0, 0])
-    assert dict(fork_causes(twice)) == {"resampled": 1}
+    assert dict(branch_causes(twice)) == {"resampled": 1}
     empty = Trajectory(turns=[Turn([1, 2]), Turn([], sampled=True), said], parents=[-1, 0, 0])
-    assert dict(fork_causes(empty)) == {"resampled": 1}
+    assert dict(branch_causes(empty)) == {"resampled": 1}
 
 
 def test_many_forks_of_a_long_history_cost_what_their_tokens_cost() -> None:
@@ -87,7 +87,7 @@ def test_many_forks_of_a_long_history_cost_what_their_tokens_cost() -> None:
     for i in range(400):
         steps.append(step(history, [1000 + i, 2000 + i, 7]))
         history = [*history, 3000 + i, 7, *range(50)]
-    assert dict(fork_causes(from_steps(steps))) == {"retokenized": 399}
+    assert dict(branch_causes(from_steps(steps))) == {"retokenized": 399}
 
 
 # ------------------------------------------------------------------ routing with missing rows
@@ -121,7 +121,7 @@ def test_a_producer_is_told_of_retokenized_forks_and_lost_routing(caplog: pytest
         with plane.group("17", id="17#0") as group:  # known already: counted once
             group.add(from_steps(forked, reward=1.0))
             group.add(gap)
-        assert plane.counts.forks == {"retokenized": 5} and plane.counts.unrouted == 5
+        assert plane.counts.branches == {"retokenized": 5} and plane.counts.unrouted == 5
     said = [record.getMessage() for record in caplog.records]
     assert [text for text in said if "came back as other tokens, 4 times so far" in text]
     assert len([text for text in said if "rows were missing" in text]) == 3
