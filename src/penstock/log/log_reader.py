@@ -12,7 +12,7 @@ from typing import Any
 from penstock.log.decision_records import Record, read_record
 from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
 
-TABLES = ("meta", "groups", "metadata", "records", "discards", "snapshots", "steps", "segments", "frees")
+TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps", "segments", "frees")
 
 
 class LogReader(ABC):

@@ -74,6 +74,6 @@ def create_tables() -> str:
         made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
     made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
     # Metadata, plans and snapshots are packed already: compressing them again costs more than it saves.
-    for table, column in (("metadata", "metadata"), ("records", "data"), ("snapshots", "data"), ("steps", "manifest")):
+    for table, column in (("facts", "facts"), ("records", "data"), ("snapshots", "data"), ("steps", "manifest")):
         made.append(f"ALTER TABLE {table} ALTER {column} SET STORAGE EXTERNAL;")
     return "\n".join(made)
