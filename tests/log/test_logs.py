@@ -18,7 +18,7 @@ from tests.support.postgres_server import PostgresServer
 
 class TestSqlite(LogSuite):
     opener = (
-        "from pathlib import Path\nfrom penstock.log import SqliteLog\nfrom penstock.log.volume import take_over\n"
+        "from pathlib import Path\nfrom penstock.log import SqliteLog\nfrom penstock.log import take_over\n"
         "take_over(Path(sys.argv[1]), 0)\nlog = SqliteLog(sys.argv[1])"
     )
 

@@ -192,7 +192,7 @@ SECRET = "hunter2-geheim"
 )
 def test_a_password_in_the_address_is_refused_and_never_shown(address: str, tmp_path: Path) -> None:
     assert SECRET not in redacted(address)
-    with pytest.raises(ConfigError, match=r"a password in it.*PGPASSWORD.*PGPASSFILE.*service file") as caught:
+    with pytest.raises(ConfigError, match=r"contains a password.*PGPASSWORD.*PGPASSFILE.*service file") as caught:
         ps.open(tmp_path, **SMALL, log=address)
     assert SECRET not in f"{caught.value!r}"
     command = [sys.executable, "-m", "penstock", "serve", str(tmp_path), "--ranks", "1", "--seq-len", "64"]

@@ -223,7 +223,7 @@ def test_what_can_be_read_of_a_damaged_log_counts(tmp_path: Path, capsys: pytest
     assert [train_one(engine), train_one(engine)] == [["a"], ["b"]]
     close(engine)
     with sqlite3.connect(folder / "log.sqlite") as log:
-        (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'metadata'").fetchone()
+        (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'facts'").fetchone()
     log.close()
     with (folder / "log.sqlite").open("r+b") as file:
         file.seek((page - 1) * 16384)
