@@ -137,7 +137,7 @@ def test_a_password_in_the_address_of_the_log_is_refused_and_not_shown(cluster: 
     with pytest.raises(ConfigError, match=r"contains a password") as caught:
         ps.open("ray://secret", ranks=1, seq_len=16, groups_per_step=1, log="postgresql://me:hush@db/runs")
     assert "hush" not in str(caught.value)
-    assert calls.find(actor_of("secret"), anew=True) is None
+    assert calls.find(actor_of("secret"), refresh=True) is None
 
 
 def _waiting(name: str) -> str:
