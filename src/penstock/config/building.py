@@ -1,4 +1,4 @@
-"""A record from tables: unknown keys, missing keys and wrong values are errors with their path and their origin."""
+"""Builds a record from tables. Unknown keys, missing keys and wrong values raise errors with their path and origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "settings") -> T:
-    """The record that tables describe.
+    """Build a record from nested tables.
 
     >>> from penstock.protocol.timeouts import Timeouts
     >>> build(Timeouts, {"peer_s": 5}).peer_s
@@ -29,7 +29,7 @@ def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "setting
 
 
 def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
-    """What is wrong with a name that nobody knows."""
+    """Return the error text for an unknown name, with the closest known one."""
     if name in REMOVED and what in ("key", "setting"):
         return f"removed; {REMOVED[name]}"
     names = list(known)
@@ -38,7 +38,7 @@ def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
 
 
 def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str, defaults: Mapping[str, Any]) -> Any:
-    """One record from a table; what neither the table nor `defaults` has takes the declared default."""
+    """Build one record from a table. Keys in neither the table nor `defaults` take the declared default."""
     settings = {setting.name: setting for setting in settings_of(kind)}
     for name in tables:
         if name not in settings:
@@ -74,14 +74,16 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
     assert setting.record is not None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
+    # A table given in part is filled up from the setting's own default: timeouts = {peer_s = 5} keeps the others. A
+    # `unit` is not: target = {tokens = 4096} must not keep the default's `groups`.
     merged = isinstance(setting.default, setting.record) and not setting.extra.get("unit")
-    whole = setting.default if merged else None
-    defaults = {} if whole is None else {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
+    base = setting.default if merged else None
+    defaults = {} if base is None else {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     return _record(setting.record, value, given, path, defaults)
 
 
 def _part(setting: Setting, kinds: Kinds, value: Any, given: Given, path: str) -> Any:
-    """One of several classes, from its name or from a table with its name as `kind`."""
+    """Build one of several classes, from its name or from a table with its name as `kind`."""
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
         raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")

@@ -109,7 +109,7 @@ class PlaneActor:
     # -------------------------------------------------------------- the thread of the server process
 
     def _supervise(self) -> None:
-        """Keep a server process running. It must be started by this thread: the kernel kills it when this thread ends."""
+        """Keep a server process running. This thread must start it: the kernel kills it when the thread ends."""
         failures = 0
         while not self._stopping.is_set():
             try:
