@@ -17,13 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.frames import encode
 from penstock.log import FORMAT, Advance, Discard, GroupRow, Log, LogReader, SegmentRow, State, reading
-from penstock.packing import Packing
-from penstock.plane import PlaneSettings, Target
-from penstock.protocol import Staged
-from tests.support.engines import DirectEngine
-from tests.support.groups import named_group
 
 _TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
 _WRITE = """
@@ -253,7 +247,7 @@ class LogSuite:
         with pytest.raises(CorruptFile, match=f"format {number}; this version reads format {FORMAT}"):
             self.open(tmp_path)
 
-    # -------------------------------------------------------------- readers, and the engine
+    # -------------------------------------------------------------- readers
 
     def test_a_reader_sees_one_moment_beside_the_plane(self, tmp_path: Path) -> None:
         log = self.open(tmp_path)
@@ -266,30 +260,6 @@ class LogSuite:
             assert _view(reader) == ([1, 2], str(log.commits), log.run_id)
             assert reader.all_meta()["format"] == str(FORMAT)
         log.close()
-
-    def test_an_engine_goes_on_where_it_was(self, tmp_path: Path) -> None:
-        packing = Packing(ranks=2, seq_len=64)
-        settings = PlaneSettings(packing=packing, target=Target(groups=2), storage=str(tmp_path / "storage"))
-        engine = DirectEngine(settings, self.open(tmp_path))
-        for name in "abcdef":
-            assert engine.put(name, name, encode(named_group(name))) is None
-        assert all(outcome.error is None for outcome in engine.flush())
-        for step in (1, 2):
-            assert isinstance(engine.plan_step(step), Staged)
-        engine.received(1)
-        engine.commit(1, 5)
-        ledger = engine.ledger.as_dict()
-        planned = engine.planned(2)
-        engine.log.close()  # as after a kill: nothing is tidied up
-        again = DirectEngine(settings, self.open(tmp_path))
-        assert (again.next_step, again.last_step, again.policy_version) == (2, 2, 5)
-        assert again.ledger.as_dict() == ledger
-        assert again.planned(2) == planned
-        repeated = again.put("x", "a", encode(named_group("a")))
-        assert repeated is not None
-        assert repeated.duplicate
-        again.close()
-        again.log.close()
 
 
 def _view(reader: LogReader) -> tuple[list[int], str, str]:

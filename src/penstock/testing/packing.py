@@ -17,7 +17,7 @@ except ImportError as error:
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.packing import Cost, PackedImages, Packing
-from penstock.testing.own import OWN_COLUMNS, values_of
+from penstock.testing.strategies import OWN_COLUMNS, values_of
 
 
 @st.composite

@@ -27,8 +27,7 @@ except ImportError as error:
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from penstock.arrays import MODES, TOKEN_COLUMNS, Array, Cells, Column, ImageSpan, Ragged, Sample
-from penstock.testing.own import OWN_COLUMNS, values_of
+from penstock.arrays import MODES, TOKEN_COLUMNS, Array, Cells, Column, ImageSpan, Ragged, Sample, offsets_of
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
@@ -37,6 +36,21 @@ _FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.k
 _OTHERS = ("routed_experts", "images", "weight_versions", "sampling_mask", "teacher_topk", "own")
 ROLLOUTS: list[str | dict[str, Any]] = ["", "", {"metrics": {"format": 0.5, "數": None}}, {"seconds": 1.5}]
 _OPTIONAL = (*_FLOATS, *_FLOATS, *_OTHERS)  # floats twice as often
+OWN_COLUMNS = (
+    Column("token_halves", dtype="float16", fill=0.5, pad=-1.0),
+    Column("token_longs", dtype="int64", fill=-1),
+    Column("token_flags", dtype="bool", fill=True, pad=False),
+    Column("token_bytes", dtype="int8"),
+    Column("sample_doubles", dtype="float64", per="sample", fill=math.nan),
+    Column("sample_words", dtype="uint64", per="sample", fill=2**64 - 1),
+    Column("either_shorts", dtype="uint16", per="either", fill=7),
+    Column("row_singles", dtype="float32", trailing=1),
+    Column("row_longs", dtype="uint32", trailing=2, fill=3),
+    Column("row_bytes", dtype="uint8", trailing=2),
+    Column("list_shorts", dtype="int16", ragged=True),
+    Column("list_doubles", dtype="float64", ragged=True),
+)
+"""What tests declare. Rows have the shapes [2] and [2, 3]."""
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
@@ -151,9 +165,31 @@ def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[s
     return {"teacher_topk_ids": ids * rows, "teacher_topk_logprobs": np.where(rows, logprobs, np.float32(0))}
 
 
+def values_of(rng: Generator, column: Column, count: int) -> Cells:
+    """Values for a sample of `count` tokens; among them the extremes of the dtype, and NaN."""
+    if column.ragged:
+        lengths = rng.integers(0, 4, count) * (rng.random(count) < 0.7)
+        return Ragged(_numbers(rng, column, (int(lengths.sum()),)), offsets_of(lengths))
+    if column.per == "sample" or (column.per == "either" and rng.random() < 0.5):
+        return _numbers(rng, column, ())
+    values = _numbers(rng, column, (count, *(2, 3)[: column.trailing]))
+    if count > 2 and rng.random() < 0.3:
+        values[rng.integers(count) :] = values[-1]
+    return values
+
+
+def _numbers(rng: Generator, column: Column, shape: tuple[int, ...]) -> Array:
+    dtype = column.numpy
+    if dtype.kind == "b":
+        return np.asarray(rng.random(shape) < 0.5)
+    info: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    pool = [0, 1, 2, info.min, info.max] + ([math.nan, -0.0, 0.25, -math.inf] if dtype.kind == "f" else [])
+    return np.asarray(np.array(pool, dtype)[rng.integers(0, len(pool), shape)])
+
+
 @st.composite
 def own_columns(draw: st.DrawFn, count: int) -> dict[Column, Cells]:
-    """Some of the columns that `penstock.testing.own` declares."""
+    """Some of `OWN_COLUMNS`."""
     rng, chosen = draw(generators()), draw(st.sets(st.sampled_from(OWN_COLUMNS), min_size=1))
     return {column: values_of(rng, column, count) for column in OWN_COLUMNS if column in chosen}
 
