@@ -1,14 +1,14 @@
-"""Hypothesis strategies for samples: everything that is allowed, and most of what is unlikely.
+"""Hypothesis strategies for samples: everything that is allowed, including most of what is unlikely.
 
-They draw one-token samples, prefixes shared between samples, NaNs of any payload, negative zeros, ids up to
-2**32 - 1, columns that are absent, given once or given per token, routed experts and images. Use them to test
-what you build on Penstock:
+They draw one-token samples, prefixes shared between samples, NaNs of any payload, negative zeros, ids up to 2**32 - 1,
+columns that are absent, given once or given per token, routed experts and images. Use them to test what you build on
+Penstock:
 
     @given(batches())
     def test_my_exporter_keeps_every_token(samples): ...
 
-Which columns there are and what they are like is drawn; the values along the tokens are filled from a drawn
-seed, because drawing each of them would be slow and shrink badly. Needs the `hypothesis` package.
+Columns and their properties are drawn. The values along the tokens come from a drawn seed, because drawing each of them
+would be slow and shrink badly. Needs the `hypothesis` package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OWN_COLUMNS = (
     Column("list_shorts", dtype="int16", ragged=True),
     Column("list_doubles", dtype="float64", ragged=True),
 )
-"""What tests declare. Rows have the shapes [2] and [2, 3]."""
+"""Columns of a run's own, one of every shape and of many dtypes. Rows have the shapes [2] and [2, 3]."""
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
@@ -59,7 +59,7 @@ def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
 
 
 def lengths(most: int = 80) -> st.SearchStrategy[int]:
-    """Token counts, short ones first; 1 often, and around 32, where prefixes begin to be shared."""
+    """Token counts, short ones first; often 1, and around 32, the length from which prefixes are shared."""
     return st.one_of(st.just(1), st.integers(1, 5), st.integers(30, 36), st.integers(1, most))
 
 
@@ -94,9 +94,9 @@ def loss_masks(draw: st.DrawFn, count: int) -> NDArray[np.bool_]:
 
 @st.composite
 def floats(draw: st.DrawFn, name: str, mask: NDArray[np.bool_]) -> Array:
-    """Values that the column allows for tokens with this mask: one number where it may be one, or [T].
+    """Values that the column allows for tokens with this mask: [T], or one number if the column may have one.
 
-    Few distinct values, or all the same; where NaN is allowed also any NaN, and always negative zeros.
+    Few distinct values, or all the same; negative zeros, and any NaN where the column allows it.
     """
     column, rng = TOKEN_COLUMNS[name], draw(generators())
     form = draw(st.sampled_from(["once", "constant", "mixed", "mixed", "zero where untrained"]))
@@ -142,7 +142,7 @@ def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int] = (2, 3))
 
 @st.composite
 def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bool_]) -> Ragged:
-    """For each token, or each trained one, nothing, its own id alone, or up to a few dozen with its own among them."""
+    """A set of ids for each token, or for each trained one: empty, its own id alone, or its own among a few dozen."""
     rng, most = draw(generators()), draw(st.sampled_from([0, 1, 4, 40]))
     top = draw(st.sampled_from(_LARGEST_IDS))
     sizes = rng.integers(0, most, len(ids), endpoint=True) * (mask if draw(st.booleans()) else 1)
@@ -157,7 +157,7 @@ def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bo
 
 @st.composite
 def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[str, Array]:
-    """A teacher's k ids and log-probabilities: rows for all tokens, or zeros where nothing is trained."""
+    """A teacher's k ids and log-probabilities: rows for all tokens, or zeros for tokens that are not trained."""
     rng, top = draw(generators()), draw(st.sampled_from(_LARGEST_IDS))
     rows = mask[:, None] if draw(st.booleans()) else np.ones((len(mask), 1), np.bool_)
     ids = rng.integers(0, top, (len(mask), k), np.uint32, endpoint=True)
@@ -166,7 +166,7 @@ def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[s
 
 
 def values_of(rng: Generator, column: Column, count: int) -> Cells:
-    """Values for a sample of `count` tokens; among them the extremes of the dtype, and NaN."""
+    """Make values for a sample of `count` tokens, among them the extremes of the dtype, and NaN."""
     if column.ragged:
         lengths = rng.integers(0, 4, count) * (rng.random(count) < 0.7)
         return Ragged(_numbers(rng, column, (int(lengths.sum()),)), offsets_of(lengths))
@@ -196,7 +196,7 @@ def own_columns(draw: st.DrawFn, count: int) -> dict[Column, Cells]:
 
 @st.composite
 def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[np.uint8]]:
-    """Images that fit into `count` tokens, apart and in order, and the token types that go with them."""
+    """Images that fit into `count` tokens, in order and without overlap, and the matching token types."""
     rng = draw(generators())
     spans: list[ImageSpan] = []
     types = np.zeros(count, np.uint8)
@@ -213,7 +213,7 @@ def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[n
 
 @st.composite
 def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str | None = None) -> Sample:
-    """One valid sample; its tokens begin with `prefix` where one is given."""
+    """One valid sample. Its tokens begin with `prefix` if one is given."""
     start = np.zeros(0, np.uint32) if prefix is None else prefix
     ids = np.concatenate([start, draw(token_ids(draw(lengths())))])
     mask = draw(loss_masks(len(ids)))
@@ -250,7 +250,7 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
 
 @st.composite
 def batches(draw: st.DrawFn, most: int = 5) -> list[Sample]:
-    """From no sample to `most`, with distinct ids; some begin as an earlier one does."""
+    """Zero to `most` samples with distinct ids. Some share a prefix with an earlier one."""
     made: list[Sample] = []
     for i in range(draw(st.integers(0, most))):
         prefix = None
