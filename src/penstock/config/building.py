@@ -43,20 +43,20 @@ def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str,
     for name in tables:
         if name not in settings:
             at = _join(path, name)
-            raise ConfigError(f"{given.who(at)}: {given.name(at)}: {unknown(name, settings)}")
+            raise ConfigError(f"{given.origin(at)}: {given.name(at)}: {unknown(name, settings)}")
     values = dict(defaults)
     for name, setting in settings.items():
         if name in tables:
             values[name] = _value(setting, tables[name], given, _join(path, name))
         elif setting.required and name not in values:
             at = given.name(_join(path, name))
-            raise ConfigError(f"{given.who(path)}: {at}: missing; {setting.meaning or 'give it'}")
+            raise ConfigError(f"{given.origin(path)}: {at}: missing; {setting.meaning or 'give it'}")
     try:
         return kind(**values)
     except ConfigError as error:
-        who = given.who(path) if path else given.where
+        origin = given.origin(path) if path else given.where
         table = f"{given.name(path)}: " if given.name(path) else ""
-        raise ConfigError(f"{who}: {table}{str(error).removeprefix(table)}") from None
+        raise ConfigError(f"{origin}: {table}{str(error).removeprefix(table)}") from None
 
 
 def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
@@ -64,7 +64,7 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
         try:
             return setting.convert(value, given.name(path))
         except ConfigError as error:
-            raise ConfigError(f"{given.who(path)}: {error}") from None
+            raise ConfigError(f"{given.origin(path)}: {error}") from None
     if setting.optional and (value is None or value == NONE):
         return None
     if not isinstance(value, type) and isinstance(value, setting.type):
@@ -73,7 +73,7 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
         return _part(setting, setting.kinds, value, given, path)
     assert setting.record is not None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
+        raise ConfigError(f"{given.origin(path)}: {setting.error(value, given.name(path))}")
     # A table given in part is filled up from the setting's own default: timeouts = {peer_s = 5} keeps the others. A
     # `unit` is not: target = {tokens = 4096} must not keep the default's `groups`.
     merged = isinstance(setting.default, setting.record) and not setting.extra.get("unit")
@@ -86,10 +86,10 @@ def _part(setting: Setting, kinds: Kinds, value: Any, given: Given, path: str) -
     """Build one of several classes, from its name or from a table with its name as `kind`."""
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
+        raise ConfigError(f"{given.origin(path)}: {setting.error(value, given.name(path))}")
     kind = table["kind"]
     if kind not in kinds:
-        raise ConfigError(f"{given.who(path)}: {given.name(path)}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
+        raise ConfigError(f"{given.origin(path)}: {given.name(path)}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
     return _record(kinds[kind], {name: v for name, v in table.items() if name != "kind"}, given, path, {})
 
 

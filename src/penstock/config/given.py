@@ -71,7 +71,7 @@ class Given:
         table, dot, last = path.rpartition(".")
         return f"{self.name(table)}.{last}".lstrip(".") if dot else path
 
-    def who(self, path: str) -> str:
+    def origin(self, path: str) -> str:
         """Return the origin of the value at a path, or of the table at it.
 
         With a file that has [timeouts] and `--set timeouts.peer_s=5`: "timeouts.peer_s" is from the command line, the

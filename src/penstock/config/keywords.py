@@ -1,4 +1,4 @@
-"""Settings as keyword arguments: each setting of a table marked `flat` is an argument, any other table is one argument."""
+"""Settings as keyword arguments: one per setting in tables marked `flat`, one per table for the others."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> Given:
     """Turn keyword arguments into tables for `build`. Errors still use the arguments' names."""
     known = {keyword.name: keyword for keyword in keywords_of(kind)}
     names = {keyword.path: keyword.name for keyword in known.values()}
+    # A flat table has no name of its own among keywords: errors say "seq_len", not "packing.seq_len".
     names |= {setting.name: "" for setting in settings_of(kind) if setting.extra.get("flat")}
     tables: dict[str, Any] = {}
     for name, value in arguments.items():

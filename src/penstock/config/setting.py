@@ -159,6 +159,7 @@ def _setting(field: dataclasses.Field[Any], hint: Any) -> Setting:
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         optional = len(options) < len(typing.get_args(hint))
         hint = options[0] if len(options) == 1 else hint
+    # Evaluated once: defaults are frozen records or plain values, so sharing one is safe.
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return Setting(
         name=field.name,
@@ -187,7 +188,7 @@ def _plain(setting: Setting, value: Any) -> Any:
         return os.fspath(value)
     if typing.get_origin(setting.type) is tuple and isinstance(value, str):
         return (value,)  # one item needs no list
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before numbers: a bool is an Integral, and `seq_len = true` must be an error
         return value
     if setting.type is int and isinstance(value, numbers.Integral):
         return int(value)

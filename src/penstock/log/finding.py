@@ -40,7 +40,7 @@ def reading(folder: str | Path) -> Iterator[LogReader]:
         with reading_sqlite(Path(folder) / LOG) as log:
             yield log
         return
-    from penstock.log.postgres_reader import reading_postgres
+    from penstock.log.postgres_reader import reading_postgres  # psycopg is an extra
 
     with reading_postgres(url) as found:
         yield found

@@ -124,6 +124,7 @@ class LogReader(ABC):
     @property
     def last_op(self) -> int:
         """Number of the last decision in the log."""
+        # Snapshots too: the decisions before one may be gone from the other tables.
         tables = ("groups", "records", "steps", "snapshots")
         found = (self.first(f"SELECT MAX(op) FROM {name}") for name in tables)  # noqa: S608 - our own names
         return max((row[0] or 0) if row is not None else 0 for row in found)

@@ -77,7 +77,7 @@ class PostgresLink:
 
     def run(self, job: Callable[[Connection], _T], *, is_repeated: bool = True) -> _T:
         """Run a job and return its result. Repeats it if the connection is lost, until the deadline: then LogAway."""
-        if self._failure is not None:
+        if self._failure is not None:  # a new error each time: raising one object twice would grow its traceback
             raise type(self._failure)(str(self._failure))
         task = _Task(job, time.monotonic() + self._deadline_s, is_repeated=is_repeated)
         self._tasks.put(task)
@@ -87,6 +87,7 @@ class PostgresLink:
             if now - task.began > (self._attempt_s if is_repeated else self._deadline_s):
                 task.began = now
                 self._cut()
+            # The thread itself gives up at the deadline. If even that does not happen, it hangs inside libpq.
             if now > task.deadline + self._attempt_s + 1.0:
                 task.given_up.set()
                 task.error = LogAway(f"{self._where}: no answer for {self._deadline_s:g} s (timeouts.log_s)")

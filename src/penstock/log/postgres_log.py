@@ -110,6 +110,7 @@ class PostgresLog(Log):
         if not self._is_mine:
             return
         found = self._owner(connection)
+        # One more than we know: the transaction whose answer was lost with the old connection.
         self._check_owner(found, {self._commits, self._commits + 1})
         self._end_session(connection, found)
         self._sign(connection, self.epoch, 0)
@@ -132,6 +133,8 @@ class PostgresLog(Log):
     def _take_over(self, connection: Connection, *, take_over: bool) -> None:
         """Begin a new epoch. From now on earlier planes can write nothing."""
         self._make_tables(connection)
+        # The advisory lock only says that a plane is at work. What fences is the epoch: sessions die late and poolers
+        # lose locks, but no commit passes `begin_commit` with an old epoch.
         is_free = self._try_lock(connection)
         found = self._owner(connection)
         if not is_free and not take_over:
@@ -145,6 +148,7 @@ class PostgresLog(Log):
             held = 0 if row is None else int(row[0])
             self._guard(run_id=self.run_id, epoch=epoch, commits=commits, held=held, is_new=found is None)
         if found is None:
+            # Two planes may create the run at the same time. The key allows one row, so one of them inserts nothing.
             query = "INSERT INTO run VALUES (true, %s, %s, %s, 1, 1, 0, now(), '') ON CONFLICT DO NOTHING"
             if not connection.execute(query, (self._run, FORMAT, self.run_id)).rowcount:
                 raise Conflict(f"{self.where}: another plane created it at the same moment; start this one again")
@@ -161,6 +165,8 @@ class PostgresLog(Log):
     def _make_tables(self, connection: Connection) -> None:
         if not table_names(connection, self._schema):
             with connection.transaction():
+                # ~key: another lock than the plane's own, which is held for long. Look again once we have it: another
+                # plane may have created the tables while we waited.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (~self._key,))
                 if not table_names(connection, self._schema):
                     made = sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema))
@@ -237,6 +243,7 @@ class PostgresLog(Log):
         try:
             self._link.run(lambda connection: self._commit(connection, writes))
         finally:
+            # What was looked up may have changed, also when the outcome of the commit is unknown.
             self._known, self._discarded = {}, {}
         self._commits += 1
         self.on_commit(time.perf_counter() - started)
@@ -317,6 +324,7 @@ class PostgresLog(Log):
         return ""
 
     def _ordered(self, query: str, key: str, after: int) -> Iterator[tuple[Any, ...]]:
+        # Page by page: reading a long run again must not hold all rows, nor keep a transaction open for minutes.
         while page := self.rows(f"{query} WHERE {key} > ? ORDER BY {key} LIMIT ?", (after, _PAGE)):
             yield from page
             after = page[-1][0]

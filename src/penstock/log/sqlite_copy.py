@@ -33,7 +33,7 @@ def _copy_tables(log: LogReader, target: Path) -> None:
         made.execute("BEGIN")
         for table in TABLES:
             columns = [row[1] for row in made.execute(f"PRAGMA table_info({table})")]
-            if table == "meta":
+            if table == "meta":  # in PostgreSQL run id, epoch and commits are in a table of their own
                 rows = iter([(name, _typed(value)) for name, value in log.all_meta().items()])
             else:
                 rows = iter(log.rows(f"SELECT {', '.join(columns)} FROM {table}"))  # noqa: S608 - our own names

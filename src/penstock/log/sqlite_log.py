@@ -81,7 +81,7 @@ class SqliteLog(Log):
         try:
             try:
                 self._open()
-            except DiskFull:
+            except DiskFull:  # opening writes an epoch: on a full volume that needs the reserve
                 if not self.disk.release():
                     raise
                 self._open()
@@ -173,12 +173,14 @@ class SqliteLog(Log):
                 self._db.execute("BEGIN IMMEDIATE")
                 self._written_bytes = 0
                 try:
+                    # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before
+                    # our commit.
                     self.check_epoch()
                     yield
                     self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
                     started = time.perf_counter()
                     self._db.execute("COMMIT")
-                    self._committed()
+                    self._committed()  # after the commit: the witness may be behind the log, never ahead
                     self.on_commit(time.perf_counter() - started)
                     if self._checkpointer is not None:
                         self._checkpointer.note(self._written_bytes)

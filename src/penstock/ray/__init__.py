@@ -6,6 +6,6 @@ exists only in Ray's object store. Ray is imported when an address begins with r
 """
 
 from penstock.ray.local_cluster import LocalCluster
-from penstock.ray.opening import connect_ray, end_ray, open_given, open_ray
+from penstock.ray.ray_plane import connect_ray, end_ray, open_given, open_ray
 
 __all__ = ["LocalCluster", "connect_ray", "end_ray", "open_given", "open_ray"]

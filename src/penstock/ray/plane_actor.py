@@ -100,7 +100,7 @@ class PlaneActor:
 
     def stop(self) -> None:
         """Shut down cleanly: messages that have arrived are answered first."""
-        self._stopping.set()
+        self._stopping.set()  # first, or the supervisor would restart the process we are ending
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -122,6 +122,7 @@ class PlaneActor:
                 was_ready, self._error = False, [type(error).__name__, str(error)]
             if self._error is not None:
                 return
+            # A process that listened and died is restarted at once; one that never gets that far, every 5 s.
             failures = 0 if was_ready else min(failures + 1, len(_AGAIN_S) - 1)
             self._stopping.wait(_AGAIN_S[failures])
 

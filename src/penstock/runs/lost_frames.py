@@ -119,6 +119,7 @@ def _sort(
     if frame.group in known:
         same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
     elif frame.group in contents:
+        # By the digest of samples, not of bytes: a client that repeats a put may have encoded it differently.
         same, where = contents[frame.group] == frame.content, "found before with other samples"
     else:
         contents[frame.group] = frame.content

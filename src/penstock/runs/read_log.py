@@ -155,6 +155,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
             totals["held_bytes"] += size
         if state == State.HELD:
             totals["held_groups"] += count
+    # Rows that lag behind the commit: move their samples to where the plane counts them already.
     for state, samples, size in _trained_since(log, next_step):
         ledger.add(state, "", -samples)
         ledger.add(State.COMMITTED, "", samples)

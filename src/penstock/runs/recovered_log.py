@@ -263,6 +263,7 @@ def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, memb
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         size=parse_location(location).size,
+        # A tenant that the log does not know has no table: its groups go to the common one.
         run=metadata.run if metadata.run in members else "",
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
@@ -301,6 +302,7 @@ def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
 def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
     folder, storage = plan.run.folder, plan.run.storage
     aside = _copy_aside(folder, storage)
+    # The marker first: from here on the old log is behind it, and no plane can go on with it by mistake.
     _set_marker(plan, done)
     _carry_over(folder, is_sound=plan.log is not None)
     # In this order: if we are killed in between, a plane refuses the new log with the old witness, and the recovery can

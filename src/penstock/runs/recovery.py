@@ -60,18 +60,18 @@ class Plan:
         return bool(self.found.lost or self.problems or self.register)
 
     @property
-    def told(self) -> LogView:
+    def best_known(self) -> LogView:
         """The best source for steps, versions and tenants: the log, or what could be read of a damaged one."""
         return self.log or self.run.salvaged or LogView()
 
     @property
     def next_step(self) -> int:
-        return self.told.next_step
+        return self.best_known.next_step
 
     @property
     def newest_version(self) -> int:
         """The newest policy version in the log or in a group."""
-        return max([self.told.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
+        return max([self.best_known.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
 
 
 @contextmanager
@@ -94,6 +94,7 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
     log = run.usable
     _check_belongs(run, log)
     view = log or LogView()
+    # Groups that a damaged log says were trained count as known: putting them back would train them twice.
     known = {g.id: g.digest for g in view.groups.values()} | dict.fromkeys(_ended(run.salvaged))
     found = survey(sources_of(run.storage, view), known, progress)
     if log is None and not found.frames_in:

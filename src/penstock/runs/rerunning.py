@@ -189,8 +189,9 @@ class _Life:
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
+        # A put counts again what it shortens, and reports take effect with a decision of their own.
         if isinstance(record, (Shorten, Report)):
-            return  # a put counts again what it shortens; reports take effect with a decision of their own
+            return
         self.engine.recorder.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:

@@ -147,6 +147,8 @@ class RunCopy:
     def round(self) -> Copied:
         """Bring the copy up to date."""
         found = Copied(self.run_id)
+        # A plane frees a frame only after its log forgot it. So if a frame is gone, a newer log does not need it, and
+        # starting again with that log makes progress.
         for _ in range(_ROUNDS):
             needed = self._copy_log()
             if self._copy_frames(needed, found):
@@ -212,6 +214,7 @@ class RunCopy:
         segments = {one.at.segment for one in needed.values()}
         dropped = sorted(name for name in self._there if _is_left(name, needed, segments))
         marker = self._sign(needed, dropped)
+        # All frames of the new log are on disk by now. Renaming switches the copy to it in one step.
         (self.target / _NEW_LOG).replace(self.target / LOG)
         sync(self.target)
         witness = Witness(self.target)

@@ -79,6 +79,7 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: 
             f"{storage.url}: belongs to {whose}, and this log is of run {run_id[:12]}; use the storage of this run; "
             "nothing was deleted"
         )
+    # `>=` for the epoch, which must be new; `>` for commits, since a log may be exactly where the marker is.
     if found.epoch >= epoch or found.commits > commits:
         raise Conflict(
             f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.commits}, and this log "
@@ -116,7 +117,7 @@ class Custody:
                 f"epoch {mine.epoch} of run {mine.run_id[:12]} and deletes nothing"
             )
         new = msgspec.structs.replace(mine, commits=max(commits, mine.commits))
-        if found == new:
+        if found == new:  # nothing was committed since: the marker covers this batch already
             return
         # Compare and swap: between our read and this write another plane may have started.
         if not self._storage.set_marker(new.to_bytes(), old):

@@ -85,6 +85,7 @@ class FolderStorage:
                 file = os.open(self.path(segment), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except FileExistsError:
                 raise Conflict(f"{self.path(segment)}: exists; two writers have one name") from None
+            # Sync the folder as well: after a power cut the file's data would be on disk and its name not.
             try:
                 sync(self._segments)
             except BaseException:
@@ -128,6 +129,7 @@ class FolderStorage:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            # A missing file in a folder that is there is gone. Without the folder the storage may just not be mounted.
             if error.errno in _MISSING and self._segments.is_dir():
                 raise Gone(f"{path}: {error.strerror}") from None
             raise Away(f"{path}: {error.strerror}; is the storage mounted here?") from None
@@ -168,6 +170,7 @@ class FolderStorage:
                 for entry in entries:
                     if is_segment_name(entry.name):
                         with suppress(FileNotFoundError):
+                            # Blocks, not the size: punched holes take no room.
                             found[entry.name] = entry.stat(follow_symlinks=False).st_blocks * 512
         except OSError as error:
             raise Away(f"{self._segments}: {error.strerror}") from None
@@ -240,7 +243,7 @@ class FolderSegment:
                     locations.append(f"{self.name}:{self.end}:{size}")
                     self.end += size
                 os.fdatasync(self._file)
-                self._check_name()
+                self._check_name()  # after the sync, before any location is returned
         except DiskFull:  # free what was written: no location refers to it, and steps need the room
             _punch(self._path, Location(self.name, start, os.fstat(self._file).st_size - start))
             raise

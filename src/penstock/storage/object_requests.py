@@ -242,6 +242,7 @@ async def persist(
         end = min(end, deadline)
     pause = _FIRST_PAUSE_S
     while True:
+        # At least a second, also past the deadline: the first attempt should have a chance.
         left = max(end - time.monotonic(), 1.0)
         try:
             return await asyncio.wait_for(act(), min(_ATTEMPT_S + longer, left))

@@ -350,6 +350,7 @@ class ObjectStorage:
         found = await self._marker()
         if (None if found is None else found[0]) != old:
             return False
+        # Conditional on the version we compared: the store rejects the write if another plane wrote in between.
         mode: Any = "create" if found is None else version_of(found[1])
         attempts = 0
 

@@ -42,6 +42,7 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
 
     Raises DamagedFrame, which names the group, or Away if the storage does not answer.
     """
+    # By location: ranks of one step often need different samples of the same group.
     picks = {pick.location: pick for request in requests for pick in request}
     opened: dict[str, OpenFrame] = {}
     for pick, frame in zip(picks.values(), read_each(storage, picks), strict=True):

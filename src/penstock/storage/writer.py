@@ -43,7 +43,7 @@ class Writer:
         try:
             return segment.append(frames, deadline)
         except BaseException:
-            self.finish()
+            self.finish()  # never write to it again, see above; the next write opens a new segment
             raise
 
     def _segment(self) -> SegmentFile:

@@ -124,7 +124,7 @@ def token_logprobs(
     start = 0
     for length in sequence_lengths:
         for i in range(start, start + length):
-            if i == start:
+            if i == start:  # a first token has no prediction: count it as uniform
                 out.append((-math.log(len(logits[0])), math.log(len(logits[0]))))
                 continue
             ids = kept[i] if kept and kept[i] else range(len(logits[0]))

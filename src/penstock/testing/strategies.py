@@ -128,6 +128,7 @@ def _pool(column: Column, drawn: float) -> NDArray[np.float32]:
 
 
 def _range(column: Column) -> tuple[float, float]:
+    # Columns bounded above (log-probabilities) have 0 as their largest value, positive ones 0 as their exclusive least.
     top = float(np.finfo(np.float32).max)
     return (0.0 if column.above == 0.0 else -top), (0.0 if math.isfinite(column.at_most) else top)
 

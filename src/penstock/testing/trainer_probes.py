@@ -103,6 +103,7 @@ class Trial:
         basis = np.stack([self.alone(sample).gradient for sample in samples])
         if not np.isfinite(trained.gradient).all():
             return Mixture(weights=np.full(len(samples), np.nan), rest=math.nan)
+        # Normal equations: a [samples, samples] matrix. One of [parameters, samples] is too large for real models.
         found = np.linalg.lstsq(basis @ basis.T, basis @ trained.gradient, rcond=1e-9)
         weights: NDArray[np.float64] = found[0].astype(np.float64)
         left = float(np.linalg.norm(trained.gradient - weights @ basis))

@@ -67,7 +67,7 @@ def read(section: Section, block: list[Any], dtype: str, count: int, mask: list[
         return [next(kept) if on else 0 for on in mask]
     planes = [section.plane(stored, count) for stored in sizes]
     values = [sum(plane[i] << (8 * k) for k, plane in enumerate(planes)) for i in range(count)]
-    if dtype == "<f4":
+    if dtype == "<f4":  # the sign was rotated to the lowest bit
         return [(v >> 1) | ((v & 1) << 31) for v in values]
     return integers(b"".join(v.to_bytes(SIZES[dtype], "little") for v in values), dtype)
 

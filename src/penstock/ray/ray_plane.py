@@ -170,6 +170,7 @@ def _create_or_check(name: str, address: str, given: Given, node: str | None) ->
 def _start(name: str, address: str, settings: ClusterSettings, node: str | None) -> None:
     text = template(settings, title=f"The plane {address}.", all_values=True)
     pinned = not is_movable(settings)
+    # Without a folder the plane uses one in its host's home. The head node is the one that stays.
     if node is None:
         node = calls.head_node() if pinned and not settings.folder else calls.my_node()
     host = next((found.ip for found in calls.nodes() if found.id == node), None) if pinned else None
