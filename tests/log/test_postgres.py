@@ -131,7 +131,7 @@ def test_a_log_that_lost_groups_is_recovered_in_its_database(own_postgres: Postg
         for name in "abcd":
             plane.put(named_group(name))
     schema = schema_of("run")
-    own_postgres.execute(f"DELETE FROM {schema}.groups WHERE op > 2; DELETE FROM {schema}.metadata WHERE op > 2")
+    own_postgres.execute(f"DELETE FROM {schema}.groups WHERE op > 2; DELETE FROM {schema}.facts WHERE op > 2")
     own_postgres.execute(f"UPDATE {schema}.run SET commits = 1, epoch = 0")
     with pytest.raises(Conflict, match="it was restored from a copy"):
         ps.open(tmp_path, **settings)

@@ -8,7 +8,7 @@ equal, byte for byte, that of an undisturbed run.
     scripts/torture kill-points               every call
     python -m tests.support.kill_points plane FOLDER      one run, as it is traced
 
-There are two programs: `plane` is what a user runs (`ps.open`, with its threads); `engine` makes everything that a plane
+Two programs: `plane` is what a user runs (`ps.open`, with its threads); `engine` makes everything that a plane
 writes in one thread, so that the n-th call is always the same one.
 """
 
