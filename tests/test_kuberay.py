@@ -13,7 +13,7 @@ import yaml
 
 from penstock.config import build, nested
 from penstock.plane.settings import ClusterSettings
-from penstock.ray.placing import is_movable
+from penstock.ray.ray_plane import is_movable
 from tests.test_compose import SCHEMAS
 from tests.test_deploy import DEPLOY
 

@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.errors import ConfigError, Conflict
 from penstock.packing import Packing
 from penstock.plane.settings import ClusterSettings, ServerSettings, Target
-from penstock.ray.placing import absolute, is_movable
+from penstock.ray.ray_plane import absolute, is_movable
 from penstock.ray.served import check_known
 from penstock.storage import is_shared
 
@@ -25,7 +25,7 @@ SHARED_AND_LOCAL = [("/mnt/all", True), ("/var/runs", False)]
 def mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that sees one shared filesystem, /mnt/all."""
     table = "36 35 98:0 / / rw - ext4 /dev/sda rw\n40 36 0:45 / /mnt/all rw - nfs4 host:/ rw"
-    monkeypatch.setattr("penstock.ray.placing.is_shared", lambda folder: is_shared(folder, table))
+    monkeypatch.setattr("penstock.ray.ray_plane.is_shared", lambda folder: is_shared(folder, table))
 
 
 @pytest.mark.usefixtures("mounts")

@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from penstock.config import removed_words
+from penstock.config import removed_message
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__
@@ -60,7 +60,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors of ours become one line on stderr and exit code 1."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if removed := removed_words(words):
+    if removed := removed_message(words):
         print(removed, file=sys.stderr)
         return 2
     args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)

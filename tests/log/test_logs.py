@@ -1,4 +1,4 @@
-"""SQLite and PostgreSQL pass the one suite."""
+"""SQLite and PostgreSQL pass the one suite, and a plane's engine continues from either."""
 
 from __future__ import annotations
 
@@ -9,16 +9,50 @@ from typing import Any
 
 import pytest
 
+from penstock.frames import encode
 from penstock.log import Log, SqliteLog
 from penstock.log.postgres_address import schema_of
 from penstock.log.postgres_log import PostgresLog
-from penstock.testing.log_suite import LogSuite
+from penstock.packing import Packing
+from penstock.plane import PlaneSettings, Target
+from penstock.protocol import Staged
+from penstock.testing import LogSuite
+from tests.support.engines import DirectEngine
+from tests.support.groups import named_group
 from tests.support.postgres_server import PostgresServer
 
 
-class TestSqlite(LogSuite):
+class EngineSuite(LogSuite):
+    """The suite, and what the engine makes of a log."""
+
+    def test_an_engine_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        packing = Packing(ranks=2, seq_len=64)
+        settings = PlaneSettings(packing=packing, target=Target(groups=2), storage=str(tmp_path / "storage"))
+        engine = DirectEngine(settings, self.open(tmp_path))
+        for name in "abcdef":
+            assert engine.put(name, name, encode(named_group(name))) is None
+        assert all(outcome.error is None for outcome in engine.flush())
+        for step in (1, 2):
+            assert isinstance(engine.plan_step(step), Staged)
+        engine.received(1)
+        engine.commit(1, 5)
+        ledger = engine.ledger.as_dict()
+        planned = engine.planned(2)
+        engine.log.close()  # as after a kill: nothing is tidied up
+        again = DirectEngine(settings, self.open(tmp_path))
+        assert (again.next_step, again.last_step, again.policy_version) == (2, 2, 5)
+        assert again.ledger.as_dict() == ledger
+        assert again.planned(2) == planned
+        repeated = again.put("x", "a", encode(named_group("a")))
+        assert repeated is not None
+        assert repeated.duplicate
+        again.close()
+        again.log.close()
+
+
+class TestSqlite(EngineSuite):
     opener = (
-        "from pathlib import Path\nfrom penstock.log import SqliteLog\nfrom penstock.log.volume import take_over\n"
+        "from pathlib import Path\nfrom penstock.log import SqliteLog\nfrom penstock.log import take_over\n"
         "take_over(Path(sys.argv[1]), 0)\nlog = SqliteLog(sys.argv[1])"
     )
 
@@ -30,7 +64,7 @@ class TestSqlite(LogSuite):
             db.execute("UPDATE meta SET value = ? WHERE name = 'format'", (number,))
 
 
-class TestPostgres(LogSuite):
+class TestPostgres(EngineSuite):
     @pytest.fixture(autouse=True)
     def _server(self, postgres: PostgresServer) -> None:
         self.server = postgres

@@ -131,7 +131,7 @@ def test_a_log_that_lost_groups_is_recovered_in_its_database(own_postgres: Postg
         for name in "abcd":
             plane.put(named_group(name))
     schema = schema_of("run")
-    own_postgres.execute(f"DELETE FROM {schema}.groups WHERE op > 2; DELETE FROM {schema}.metadata WHERE op > 2")
+    own_postgres.execute(f"DELETE FROM {schema}.groups WHERE op > 2; DELETE FROM {schema}.facts WHERE op > 2")
     own_postgres.execute(f"UPDATE {schema}.run SET commits = 1, epoch = 0")
     with pytest.raises(Conflict, match="it was restored from a copy"):
         ps.open(tmp_path, **settings)
@@ -192,7 +192,7 @@ SECRET = "hunter2-geheim"
 )
 def test_a_password_in_the_address_is_refused_and_never_shown(address: str, tmp_path: Path) -> None:
     assert SECRET not in redacted(address)
-    with pytest.raises(ConfigError, match=r"a password in it.*PGPASSWORD.*PGPASSFILE.*service file") as caught:
+    with pytest.raises(ConfigError, match=r"contains a password.*PGPASSWORD.*PGPASSFILE.*service file") as caught:
         ps.open(tmp_path, **SMALL, log=address)
     assert SECRET not in f"{caught.value!r}"
     command = [sys.executable, "-m", "penstock", "serve", str(tmp_path), "--ranks", "1", "--seq-len", "64"]

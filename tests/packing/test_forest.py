@@ -18,8 +18,7 @@ from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.node_prefixes import find_node_prefixes
 from penstock.packing import MicroBatch, Packing, RankPlan, Step, fill, pack_with
 from penstock.packing.forest import MASK_TOKENS, grow
-from penstock.testing import reference_forest as reference
-from penstock.testing import reference_pack
+from penstock.testing import reference_pack as reference
 from penstock.testing.packing import branching, tree_packings
 
 
@@ -78,7 +77,7 @@ def test_columns_of_a_forest_are_those_of_its_samples_token_by_token(samples: li
         forest = batch.forest
         if forest is None:
             continue
-        rows = reference_pack.token_rows(samples, plan, m)[: batch.sample_tokens]
+        rows = reference.token_rows(samples, plan, m)[: batch.sample_tokens]
         assert batch.num_tokens == len(rows) and batch.padding == 0
         for name, cells in batch.columns.items():
             given = [row[name] for row in rows]

@@ -10,8 +10,7 @@ import pytest
 
 from penstock.errors import ConfigError, Conflict, Fenced, InvalidInput
 from penstock.frames import encode
-from penstock.log import SqliteLog
-from penstock.log.volume import take_over
+from penstock.log import SqliteLog, take_over
 from penstock.plane.settings import Replay
 from penstock.replay import Fifo, Prioritized, Uniform
 from tests.plane.test_engine import plan, put

@@ -10,7 +10,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PeerError
-from penstock.log.pids import is_gone, pid_space
+from penstock.log import is_gone, pid_space
 from tests.support.groups import named_group
 from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, OpenPlane

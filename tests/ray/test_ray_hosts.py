@@ -134,10 +134,10 @@ def test_an_ended_plane_is_forgotten_and_its_name_may_begin_a_new_run(new_run: N
 
 
 def test_a_password_in_the_address_of_the_log_is_refused_and_not_shown(cluster: LocalCluster) -> None:
-    with pytest.raises(ConfigError, match=r"a password in it") as caught:
+    with pytest.raises(ConfigError, match=r"contains a password") as caught:
         ps.open("ray://secret", ranks=1, seq_len=16, groups_per_step=1, log="postgresql://me:hush@db/runs")
     assert "hush" not in str(caught.value)
-    assert calls.find(actor_of("secret"), anew=True) is None
+    assert calls.find(actor_of("secret"), refresh=True) is None
 
 
 def _waiting(name: str) -> str:

@@ -10,7 +10,7 @@ import zmq
 
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of
-from penstock.ray.opening import client
+from penstock.ray.ray_plane import client
 from penstock.testing.transport_suite import Ends, RestartableSuite
 from penstock.transport.keys import PlaneKeys
 from penstock.transport.sockets import SocketPlane

@@ -215,7 +215,7 @@ def test_a_plane_that_is_fed_a_recorded_run_makes_the_same_steps(tmp_path: Path)
     recorded = RecordedRun.open(record(tmp_path, *"abcdef"))
     with ps.open(tmp_path / "new", **SETTINGS) as plane:
         for entry in list(recorded.in_order())[:3]:  # a replay that was interrupted
-            plane.put_frame(entry.id, recorded.frame(entry.op), evaluation=entry.evaluation)
+            plane.put_frame(entry.id, recorded.frame(entry.op), evaluation=entry.is_evaluation)
         fed = feed(recorded, plane, speed=None)
         assert (fed.groups, fed.known, fed.gone) == (4, 3, 0)
         assert train(plane, 3) == [recorded.steps[n].digests for n in (1, 2, 3)]

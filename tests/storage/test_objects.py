@@ -246,7 +246,7 @@ def test_a_store_that_returns_other_bytes_than_were_asked_for_is_refused(
     kind: str, storage: ObjectStorage, s3_proxy: ObjectProxy
 ) -> None:
     s3_proxy.faults = [Fault(kind, method="GET", times=math.inf)]
-    with pytest.raises(StorageError, match="does not return the bytes of an object that were asked for"):
+    with pytest.raises(StorageError, match="does not return the requested bytes of an object"):
         storage.prove()
 
 

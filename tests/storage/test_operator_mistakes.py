@@ -192,9 +192,7 @@ def test_a_log_without_its_witness_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run_with(folder, "a")
     (folder / "log.witness").unlink()
-    with pytest.raises(
-        CorruptFile, match=r"log\.witness: missing or damaged, so nobody can say whether .* is complete"
-    ):
+    with pytest.raises(CorruptFile, match=r"log\.witness: missing or damaged, so it is unknown whether .* is complete"):
         opened(folder)
 
 

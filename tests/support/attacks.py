@@ -70,7 +70,7 @@ def chunked_body(url: str, token: str, *, content_type: str, mebibytes: int = 12
 
 @contextlib.contextmanager
 def silent_connections(url: str, said: bytes = b"", count: int = 1030) -> Iterator[None]:
-    """Connections that stay open and send nothing more than `said`, while the block runs."""
+    """Open connections that send `said` and nothing else, while the block runs."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             silent = stack.enter_context(connect(url))
@@ -119,7 +119,7 @@ def large_puts(url: str, frame: bytes | bytearray, *, count: int = 6) -> None:
 
 
 def sparse_message(folder: Path, number: int, *, size: int = 3 << 30) -> Path:
-    """A file under a message's name that is large and has no bytes."""
+    """Make a large file without data under a message's name."""
     path = folder / "plane" / f"c{'0' * 16}-{number:020d}.msg"
     with path.open("wb") as file:
         file.truncate(size)

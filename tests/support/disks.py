@@ -1,4 +1,4 @@
-"""Disks that fail in ways a test chooses."""
+"""Disks that fail as a test chooses."""
 
 from __future__ import annotations
 

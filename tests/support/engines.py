@@ -1,4 +1,4 @@
-"""An engine whose heavy work is done at once: for tests that look at decisions and care for no thread."""
+"""An engine that does its heavy work inline: for tests of decisions that need no threads."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _DOUBTS = ("Wait, let me check that again.", "Hmm, that looks too large.", "Actu
 
 @dataclass(slots=True)
 class Words:
-    """A vocabulary of whole words that grows as texts come."""
+    """A vocabulary of words that grows as texts arrive."""
 
     ids: dict[str, int] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Ranks and producers as processes of their own, that say on a pipe what happens to them.
+"""Ranks and producers as separate processes that report on a pipe what happens to them.
 
     python -m tests.support.farm rank URL RANK WORLD STEPS TIMEOUTS        takes and commits steps
     python -m tests.support.farm producer URL FIRST COUNT TOKENS TIMEOUTS  puts groups

@@ -1,4 +1,4 @@
-"""How much trouble a simulated run has, and of which kinds."""
+"""How often, and what, goes wrong in a simulated run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFaults:
-    """What storage, and those who write to it, do wrong while faults last."""
+    """Faults of storage and of its writers, while faults last."""
 
     sync_fails: float = 0.0
     """Share of writes whose sync fails."""

@@ -73,7 +73,7 @@ def fill_disk(folder: Path) -> Result:
     accepted: list[str] = []
     trained: set[str] = set()
     with open_plane(folder / "run", retain_steps=0) as plane:
-        for _ in range(3):  # filled and drained; then it is written to again, with nobody's help
+        for _ in range(3):  # filled and drained; then writes succeed again without help
             accepted += _put_until_full(plane, len(accepted), result)
             trained |= _drain(plane)
         accepted += _put_until_full(plane, len(accepted), result)
@@ -186,7 +186,7 @@ def without_logprobs() -> Iterator[tuple[str, bytes]]:
 
 
 def bombs(tokens: int = 1 << 27) -> Iterator[tuple[str, bytes]]:
-    """Less than 400 bytes each, that say they hold so many tokens."""
+    """Frames of less than 400 bytes each that claim this many tokens."""
     for i in range(20):
         frame = ps.encode([ps.Sample(id="a", group=f"bomb{i}", token_ids=np.full(1 << 20, 7))])
         header_size, head_size = (int.from_bytes(frame[at : at + 4], "little") for at in (12, 16))
@@ -293,7 +293,7 @@ def nan(folder: Path) -> Result:
 
 
 def world(folder: Path) -> Result:
-    """Steps that are planned and not trained were planned for so many ranks; others are refused at open."""
+    """Steps planned but not trained were planned for a number of ranks; another number is refused at open."""
     result = Result(fault="world")
     with open_plane(folder / "run", ranks=2) as plane:
         for i in range(8):
@@ -314,7 +314,7 @@ def world(folder: Path) -> Result:
 
 
 def _refusal(folder: Path, ranks: int) -> str:
-    """The words a plane is refused with; none if it is not."""
+    """Return the error a plane is refused with, or ""."""
     try:
         open_plane(folder, ranks=ranks).close()
     except ConfigError as error:
@@ -323,7 +323,7 @@ def _refusal(folder: Path, ranks: int) -> str:
 
 
 def _take_with(plane: ps.Plane, ranks: int) -> set[str]:
-    """One step, by so many ranks at once; the groups in it."""
+    """Train one step with this many ranks at once. Returns its groups."""
     groups: set[str] = set()
     with _ranks(plane, ranks) as sources:
         for source in sources:
@@ -337,7 +337,7 @@ def _take_with(plane: ps.Plane, ranks: int) -> set[str]:
 
 @contextmanager
 def _ranks(plane: ps.Plane, ranks: int) -> Iterator[list[ps.Source]]:
-    """A source for each of so many ranks."""
+    """Make a source for each rank."""
     with ExitStack() as opened:
         yield [opened.enter_context(plane.source(rank)) for rank in range(ranks)]
 
@@ -346,7 +346,7 @@ FAULTS: dict[str, Callable[[Path], Result]] = {"disk": disk, "poison": poison, "
 
 
 def provoke(fault: str, folder: Path) -> Result:
-    """Provoke one of them; what broke is in its words."""
+    """Provoke one of the faults. The error names what broke."""
     folder.mkdir(parents=True)
     try:
         return FAULTS[fault](folder)

@@ -1,8 +1,8 @@
-"""Fuzzing: what is thrown at the doors of the package, and what must hold whatever the bytes are.
+"""Fuzzing: untrusted bytes for every input of the package, and what must hold whatever they are.
 
-A target takes bytes as a stranger would send them. It may refuse them with one of our errors (or a status below 500);
-any other exception is a finding, and so is an input that takes more than a second or more memory than its limits
-allow. `scripts/fuzz` searches with coverage as its guide; `explore` tries mutations of what is known, from a seed.
+A target takes bytes as a stranger would send them. It may reject them with one of our errors (or a status below 500).
+Any other exception is a finding, and so is an input that takes more than a second or more memory than its limits
+allow. `scripts/fuzz` searches guided by coverage; `explore` tries mutations of known inputs, from a seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Target(Protocol):
         """Valid inputs to begin with."""
 
     def mutate(self, rng: Random, data: bytes, change: Change) -> bytes:
-        """An input that is like `data` but for one thing; `change` is for parts without structure."""
+        """Return an input that differs from `data` in one thing; `change` mutates parts without structure."""
 
     def run(self, data: bytes) -> bool:
         """Try an input; True if it was taken. Raises only what must never happen."""

@@ -18,7 +18,7 @@ from penstock.frames.gathering import gather, open_frame
 from penstock.frames.layout import PREFIX_SIZE
 from penstock.frames.metadata import check_group
 from penstock.packing import RankPlan, fill, pack
-from penstock.testing.own import OWN_COLUMNS, values_of
+from penstock.testing.strategies import OWN_COLUMNS, values_of
 from tests.support.fuzz_mutation import Change, change_tree
 from tests.support.groups import named_group
 

@@ -1,7 +1,7 @@
 """Fuzz target for the protocol: any messages, in any order, from anybody, to a real plane and to a real rank.
 
 An input is a list of `[peer, message, frames]`. Peers from 0 up talk to a plane in memory; peer -1 is the plane
-talking to a rank. A number instead of a list lets so many seconds pass. The text "$" in a message stands for the
+talking to a rank. A number instead of a list lets that many seconds pass. The text "$" in a message stands for the
 digest of the step that the peer was sent last, which a fuzzer cannot guess.
 """
 
@@ -225,7 +225,7 @@ class _Session:
 
 
 def _to_plane() -> list[Any]:
-    """A session in which everything is said once."""
+    """A session that uses every message once."""
     a, b = (encode(named_group(name)) for name in "ab")
     digest = xxhash.xxh3_128_digest(a)
     return [

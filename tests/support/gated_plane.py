@@ -1,4 +1,4 @@
-"""A plane whose work beside the loop waits at gates, or fails, as a test likes."""
+"""A plane whose worker threads wait at gates or fail, as a test asks."""
 
 from __future__ import annotations
 

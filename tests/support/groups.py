@@ -1,4 +1,4 @@
-"""Small groups of samples that are made of nothing but their name: the same name gives the same bytes anywhere."""
+"""Small groups of samples derived from their name alone: the same name makes the same bytes anywhere."""
 
 from __future__ import annotations
 

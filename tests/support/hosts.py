@@ -94,7 +94,7 @@ class Hosts:
             raise NoNamespaces(f"{words}: {done.stderr.strip()}")
 
     def prefix(self, host: int) -> list[str]:
-        """Comes before a command that is to run on a host; the process is the command's own."""
+        """Arguments that run a command on a host, before the command's own. The process becomes the command."""
         return ["nsenter", f"--target={self._holders[host].pid}", *self._user, "--net", "--mount"]
 
     def sees(self, host: int, path: Path) -> bool:
@@ -143,7 +143,7 @@ class HostsRun(Run):
 
 
 def torture_hosts(top: Path, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> Result:
-    """Kill processes of two hosts so many times. The folder is kept if anything was wrong. Raises NoNamespaces."""
+    """Kill processes of two hosts `kills` times. Keeps the folder if anything was wrong. Raises NoNamespaces."""
     for name in (*SHARED, *PRIVATE[0], "elsewhere"):
         (top / name).mkdir(parents=True, mode=0o700)
     keys = top / "plane" / "keys"

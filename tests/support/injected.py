@@ -1,4 +1,4 @@
-"""A run of two writers in which one system call of one process goes wrong: it is killed there, or the call fails.
+"""A run of two writers in which one system call of one process goes wrong: the process is killed, or the call fails.
 
 Plane, two producers, one rank, each a process. Both producers write to storage themselves; where the plane is the one
 that is hit, it writes the groups of one of them. `strace` lets the n-th call of a kind kill the process, or fail with
@@ -37,10 +37,10 @@ TARGETS = ("plane-0", "producer-0")
 KILLED_AT = ("pwrite64", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate")
 SYNCS = ("fdatasync", "fsync")
 LIFE = 10
-"""Groups of the life whose calls are counted; frames of the first ones are freed within it."""
+"""Groups of the run whose calls are counted. Frames of the first ones are freed within it."""
 RETAIN_STEPS = 1
 _REACH = 80
-"""Groups within which a call of that number must come: threads differ from life to life."""
+"""Groups within which the call of that number must come: threads differ from run to run."""
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 CUTS = 3
 """Pages at which each copy is cut."""
@@ -73,7 +73,7 @@ class Total:
     calls: Counter[str] = field(default_factory=Counter)
     tried: int = 0
     faults: int = 0
-    """That happened: a life may make fewer calls than the one that was counted."""
+    """Whether the fault happened: a run may make fewer calls than the one that was counted."""
     ended: int = 0
     """Processes that ended by themselves after a failed call."""
     groups: int = 0
@@ -87,7 +87,7 @@ class Total:
 
 
 class Forked:
-    """A process of a run that is forked from this one, which has imported everything: it starts at once."""
+    """A process of a run, forked from this one, which has imported everything: it starts at once."""
 
     def __init__(self, words: list[str], errors: BinaryIO) -> None:
         self._code: int | None = None
@@ -175,7 +175,7 @@ class InjectedRun(Run):
         self.start(self._target)
 
     def _progress(self) -> int:
-        """How far the life of the process has come: groups that were acknowledged, of a producer by itself."""
+        """How far the process has come: acknowledged groups; of a producer, its own."""
         kind, number = self._target.split("-")
         producers = [int(number)] if kind == "producer" else range(PRODUCERS)
         return sum(len(Notes.read(self.folder / f"producer{n}.acked")) for n in producers)
@@ -203,7 +203,7 @@ class InjectedRun(Run):
 
 
 def life_of(folder: Path, target: str) -> Counter[str]:
-    """The calls of an undisturbed life."""
+    """Count the calls of an undisturbed run."""
     folder.mkdir(parents=True)
     run = InjectedRun(folder, target)
     result = run.go(1, lambda _: None)
@@ -221,7 +221,7 @@ def inject(
     calls: Counter[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Total:
-    """Every so many-th fault of a kind, each in a run of its own. Folders of runs that went wrong stay."""
+    """Try every n-th fault of a kind, each in a run of its own. Folders of failed runs stay."""
     total = Total(calls=life_of(folder / f"{target}-whole", target) if calls is None else calls)
     faults = list(_faults(total.calls, target, error, goes_on=goes_on))[every // 2 :: every]
     for number, fault in enumerate(faults, 1):
@@ -325,7 +325,7 @@ class CutRun(Run):
 
 
 def cut_logs(folder: Path, *, copies: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> Cuts:
-    """Copy a run's folder so many times while it works, and cut the write-ahead log of each at a few pages."""
+    """Copy a run's folder several times while it works, and cut the write-ahead log of each at a few pages."""
     folder.mkdir(parents=True)
     run = CutRun(folder, seed)
     result = run.go(copies, progress)

@@ -1,15 +1,15 @@
-"""A short life of a plane, killed at every system call that changes its folder, one after the other.
+"""Runs a short plane and kills it at every system call that changes its folder, one after the other.
 
-`strace` stops the process with SIGKILL as it is about to make the n-th such call, for every kind of call and every n
-that the life has; a write to a pipe counts as well. Then the same life is lived again in what is left of the folder,
-to its end. What was acknowledged must be known, what was committed must stay so, every sample must be trained in
-exactly one step, and every step must be, to the byte, that of a life which nothing happened to.
+`strace` kills the process as it is about to make the n-th such call, for every kind of call and every n; a write to a
+pipe counts as well. Then the same program runs again to its end in what is left of the folder. Acknowledged groups must
+be known, committed steps must stay committed, every sample must be trained in exactly one step, and every step must
+equal, byte for byte, that of an undisturbed run.
 
     scripts/torture kill-points               every call
-    python -m tests.support.kill_points plane FOLDER      one life, as it is lived under strace
+    python -m tests.support.kill_points plane FOLDER      one run, as it is traced
 
-Two lives: `plane` is what a program sees (`ps.open`, its threads included), `engine` is all that a plane writes, in one
-thread, so that no call is another thread's.
+Two programs: `plane` is what a user runs (`ps.open`, with its threads); `engine` makes everything that a plane
+writes in one thread, so that the n-th call is always the same one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.support.model_run import close_engine, open_engine
 CALLS = ("pwrite64", "write", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
 STEPS, PER_STEP = 3, 2
 EVAL_BYTES = len(ps.encode(named_group("e1", tokens=40))) * 3 // 2
-"""Kept of evaluation groups: one, so that the one before is given back."""
+"""Bytes kept of evaluation groups: one group, so that the one before it is freed."""
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 
 
 @dataclass(slots=True)
 class Said:
-    """What a life let the world know."""
+    """What a run of the plane reported to the outside."""
 
     puts: dict[str, bool] = field(default_factory=dict)
     """Acknowledged groups; whether they were new."""
@@ -53,7 +53,7 @@ class Said:
 
     @staticmethod
     def read(text: str) -> Said:
-        """From whole lines of a life's output."""
+        """Parse the complete lines of a run's output."""
         said = Said()
         for line in text.split("\n")[:-1]:
             word, *more = line.split(" ")
@@ -147,7 +147,7 @@ LIVES: dict[str, Callable[[Path, Callable[[str], None]], None]] = {"plane": live
 class Result:
     life: str
     calls: Counter[str] = field(default_factory=Counter)
-    """Of the whole life, by kind; of the thread that makes the most of them."""
+    """System calls of the run by kind, of the thread that makes the most of them."""
     points: int = 0
     """Kill points tried."""
     killed: int = 0
@@ -165,7 +165,7 @@ class Result:
 
 
 class KillPoints:
-    """All kill points of one life."""
+    """All kill points of one run."""
 
     def __init__(self, life: str, folder: Path) -> None:
         self.life, self.folder = life, folder
@@ -199,7 +199,7 @@ class KillPoints:
     # -------------------------------------------------------------- inside
 
     def _live(self, folder: Path, kill: tuple[str, int] | tuple[()]) -> tuple[str, str]:
-        """(what it said, what strace saw)."""
+        """Return (output, trace of strace)."""
         log = self.folder / "trace"
         words = [
             "strace",
@@ -254,7 +254,7 @@ class KillPoints:
 def kill_points(
     life: str, folder: Path, *, every: int = 1, twice: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> Result:
-    """Try every so many-th kill point of a life; `twice` kills the life after it as well, somewhere."""
+    """Try every n-th kill point of a run. `twice` also kills the run after it, at a random point."""
     points = KillPoints(life, folder)
     chosen = list(points.points())[every // 2 :: every]
     for number, (call, at) in enumerate(chosen, 1):

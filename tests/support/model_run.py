@@ -1,4 +1,4 @@
-"""Random decisions against a crash copy: a plane that is rebuilt anywhere in its life is the plane that was not.
+"""Random decisions against a crash copy: a plane rebuilt at any point equals the plane that never stopped.
 
 One seed is one run: settings are drawn, then decisions (groups to be trained or evaluated, steps, commits, priorities,
 shares, evictions, resumes, quarantines, restarts). At random moments the folder is copied as it lies, as a crash would
@@ -85,7 +85,7 @@ class ModelRun:
         self._session = self._received = 0
 
     def run(self, decisions: int) -> Result:
-        """Make so many decisions; raises `Differs`."""
+        """Make this many decisions. Raises `Differs`."""
         self._note(f"{self.settings}")
         try:
             for number in range(decisions):
@@ -329,7 +329,7 @@ def _scratch() -> Any:
 
 
 def model_run(seed: int, *, decisions: int = 60, note: Callable[[str], None] = lambda _: None) -> Result:
-    """One run in a folder of its own, that is removed; raises `Differs`."""
+    """Run once in a temporary folder. Raises `Differs`."""
     with _scratch() as folder:
         return ModelRun(seed, folder, note).run(decisions)
 

@@ -48,7 +48,7 @@ class Fault:
     """Part of the path."""
     times: float = 1
     code: str = "InternalError"
-    """Of an error that is answered instead of the store."""
+    """An error that the proxy answers instead of the store."""
 
     def takes(self, method: str, path: str) -> bool:
         return self.times > 0 and self.method in ("", method) and self.path in path
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, found, data, cut=kind == "cut" and len(data) > 1)
 
     def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """What the store answers, over a connection that is kept."""
+        """Forward a request to the store over a kept connection. Returns its answer."""
         for attempt in range(2):
             upstream = self._upstream or http.client.HTTPConnection(*self.proxy.target, timeout=60)
             self._upstream = upstream

@@ -1,4 +1,4 @@
-"""The run that is killed again and again, with its frames in an object store behind a bad network.
+"""Kills a run again and again, with its frames in an object store behind a bad network.
 
 Producers and ranks use the store themselves, as they do a folder. Afterwards nothing may be lost, doubled or changed.
 """
@@ -49,7 +49,7 @@ def torture_objects(
     sign_puts_s: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, ObjectProxy]:
-    """Kill a run's processes so many times. `rates`: how often requests fail, and how; see `ObjectProxy`.
+    """Kill a run's processes `kills` times. `rates`: how often requests fail, and how; see `ObjectProxy`.
 
     The folder is kept if anything was wrong."""
     folder.mkdir(parents=True)

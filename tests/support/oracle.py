@@ -1,4 +1,4 @@
-"""Who watches a simulated run from outside, and knows what must never happen in it."""
+"""Watches a simulated run from outside, and checks what must never happen in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _LEAVES_S = 5.0
-"""Bound on the silence after which a waiter must be gone: `peer_s`, messages on their way, a plane that stood still."""
+"""Bound on the silence after which a waiter must be gone: `peer_s`, messages in flight, a plane that paused."""
 
 
 class Violated(AssertionError):
@@ -37,7 +37,7 @@ class Oracle:
         """By producer and ticket, how many times a group was sent; and how many times the plane asked for it."""
         self._asked: dict[tuple[object, int], int] = {}
         self.waited = 0
-        """Turns in which a put waited for room, of all puts together."""
+        """Turns in which a put waited for room, summed over all puts."""
         self._left: dict[tuple[object, int | None], float] = {}
         """Puts that were cancelled, and producers that died (without a ticket): when."""
 
@@ -65,7 +65,7 @@ class Oracle:
             return
         times = self._sent.get((producer.peer, message.ticket), 0)
         asked = self._asked.get((producer.peer, message.ticket), 0)
-        self.check(times <= asked, f"{producer.name} sends group {message.group} again, and nobody asked for it")
+        self.check(times <= asked, f"{producer.name} sends group {message.group} again without being asked")
         self._sent[producer.peer, message.ticket] = times + 1
 
     def asked(self, peer: object, header: bytes) -> None:
@@ -85,7 +85,7 @@ class Oracle:
         self._left[peer, ticket] = self._world.clock.now
 
     def waiting(self, tickets: Iterable[tuple[object, int]]) -> None:
-        """Who has a place in line, or room: somebody who is there, or was there until a moment ago."""
+        """Check that room and places in the queue belong to clients that are there, or were until a moment ago."""
         for peer, ticket in tickets:
             self.waited += 1
             assert isinstance(peer, tuple)  # a transport and a name

@@ -1,4 +1,4 @@
-"""How busy this machine is, so that tests with real processes can wait as long as that makes necessary.
+"""Measures how busy this machine is, so that tests with real processes can scale their deadlines.
 
 A deadline of one second means one thing on an idle machine and another where eight processes share two cores. `pace()`
 is 1.0 on an idle machine and grows with the load: it is measured, by a fixed piece of work whose seconds on the clock

@@ -1,4 +1,4 @@
-"""Groups that are nothing but a name, and steps of them: so that thousands of runs can be simulated."""
+"""Groups that are only a name, and steps of them: cheap enough to simulate thousands of runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlainIntake(Intake):
 
 
 def plain_metadata(group: str, frame: Buffer) -> GroupMetadata:
-    """Of a group that is only a name."""
+    """Metadata of a group that is only a name."""
     name, samples, version = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
     if name != group:
         raise CorruptFrame(f"group {group!r}: holds {name!r}")
@@ -87,7 +87,7 @@ def run_of_group(group: str) -> str:
 
 
 class PlainBuilder:
-    """Deals whole groups to ranks."""
+    """Deals groups to ranks without splitting them."""
 
     def __init__(self, ranks: int, storage: Storage) -> None:
         self._ranks, self._storage = ranks, storage

@@ -132,7 +132,7 @@ class PostgresServer:
             left.unlink()
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open, and nobody answers."""
+        """SIGSTOP: connections stay open, and nothing answers."""
         for pid in [self.pid, *_children(self.pid)]:
             _signal(pid, signal.SIGSTOP)
 

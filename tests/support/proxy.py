@@ -25,18 +25,18 @@ _CHUNK = 1 << 14
 _CATCH_UP_S = 0.25
 """On a busy machine a wait ends late; what was lost may be made up for, so that a link has the speed it is given."""
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing sends RST, and what is on the way is gone."""
+"""SO_LINGER: closing sends RST, and bytes in flight are lost."""
 
 
 class Direction:
-    """What happens to the bytes that go one way, of all connections together; set it at any time."""
+    """What happens to bytes in one direction, of all connections together. Set it at any time."""
 
     def __init__(self) -> None:
         self.stalled = False
         self.delay_s = 0.0
         self.bytes_per_s = float("inf")
         self.flips = 0
-        """So many of the next large chunks get one bit changed; a large one lies within a payload."""
+        """Number of the next large chunks that get one bit flipped. A large one lies within a payload."""
         self.passed = 0
         """Bytes so far."""
         self._free_at = 0.0

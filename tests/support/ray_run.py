@@ -1,4 +1,4 @@
-"""A small run on a Ray cluster that something happens to, and the digests of the same run that nothing happened to."""
+"""A small run on a Ray cluster with faults, and the digests of the same run without any."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group_of(number: int) -> list[ps.Sample]:
 
 
 class AddressActor:
-    """Says what it was told, as a plane's actor says where it listens."""
+    """An actor that repeats what it was given, as a plane's actor reports where it listens."""
 
     def __init__(self) -> None:
         self._place: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class RayRun:
         self.taken: list[list[str]] = []
 
     def put(self, numbers: range, *, on: str | None = None) -> None:
-        """From this process, or from one on the node that is named."""
+        """Connect from this process, or from one on the named node."""
         if on is None:
             _put(self.plane, numbers)
         else:
@@ -118,7 +118,7 @@ class RayRun:
 
 
 def on_node(node: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function gives that is called on a node."""
+    """Call a function on a node and return its result."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,4 +1,4 @@
-"""The run that is killed again and again, on a Ray cluster: the plane, its actor and whole hosts die as well.
+"""Kills a run again and again on a Ray cluster: the plane, its actor and entire hosts die as well.
 
 Producers and ranks are processes that find the plane by its name; the plane is an actor, which Ray starts again on any
 host. Every node has an address of its own. The log is in PostgreSQL and the frames are in one folder that all nodes
@@ -78,7 +78,7 @@ class RayTorture(Run):
         return died
 
     def _time_outage(self, kind: str, died: float, step: int) -> None:
-        """Note how long it takes until two more steps are taken: the next one may have been on its way."""
+        """Note the time until two more steps are trained: the next one may have been in flight already."""
 
         def watch() -> None:
             while self._step() < step + 2 and time.monotonic() - died < _PATIENCE_S:
@@ -105,7 +105,7 @@ class RayTorture(Run):
 
 
 def torture_ray(folder: Path, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None) -> Result:
-    """Kill so many times, on a cluster of three hosts. The folder is kept if anything was wrong."""
+    """Kill `kills` times, on a cluster of three hosts. Keeps the folder if anything was wrong."""
     folder.mkdir(parents=True)
     with PostgresServer() as server, LocalCluster(3, addresses=_ADDRESSES) as cluster:
         result = RayTorture(folder, cluster, server.url, seed).go(kills, progress)

@@ -1,4 +1,4 @@
-"""The waiting line of `penstock.protocol.rooms`, written plainly: one list, searched from the front each time."""
+"""A plain reference for the wait queue of `penstock.protocol.rooms`: one list, searched from the front each time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Waiter:
 
 
 class PlainLine:
-    """A table that holds `capacity` groups and `limit` bytes, and those who wait for room in it."""
+    """A table that holds `capacity` groups and `limit` bytes, and the queue of clients waiting for room in it."""
 
     def __init__(self, capacity: int, limit: int, peer_s: float) -> None:
         self.capacity, self.limit, self.peer_s = capacity, limit, peer_s
@@ -71,7 +71,7 @@ class PlainLine:
         self.everybody = [waiter for waiter in self.everybody if waiter.client != client]
 
     def offer(self, seconds: float) -> list[tuple[str, int]]:
-        """Time passes. Return those who may send now."""
+        """Let time pass. Returns the clients that may send now."""
         self.time += min(seconds, self.peer_s / 4)
         self.everybody = [waiter for waiter in self.everybody if self.time - waiter.heard <= self.peer_s]
         granted = []

@@ -140,7 +140,7 @@ class Wire:
             if self.fuse <= 0:
                 raise Crash
         self._world.travel(lambda: self._world.deliver(peer, header, frames))
-        return True  # nobody can tell
+        return True  # it cannot be told from outside
 
     def is_writer(self, peer: Peer) -> bool:
         return True
@@ -160,7 +160,7 @@ class Process:
         self.up = False
         self.paused_until = -1.0
         self.life = 0
-        """Counts starts; what was meant for an earlier life finds nobody."""
+        """Number of starts. A message for an earlier start is not delivered."""
         self.may_start = True
         """Whether it begins again after a crash."""
 
@@ -184,16 +184,16 @@ class Process:
         self.up = False
 
     def start(self) -> None:
-        """Begin a life."""
+        """Start."""
         raise NotImplementedError
 
     def receive(self, header: bytes, frames: Frames) -> None:
-        """Something was said to it."""
+        """Handle a message."""
         raise NotImplementedError
 
 
 class Rank(Process):
-    """A trainer's process: asks one step ahead, trains, commits, and begins anew when something fails."""
+    """A trainer's process: asks one step ahead, trains, commits, and restarts when something fails."""
 
     def __init__(self, world: Simulation, rank: int) -> None:
         super().__init__(world, f"rank{rank}")
@@ -313,7 +313,7 @@ class Rank(Process):
         self.crash()
 
     def depart(self) -> None:
-        """End in order, as a trainer that was told to; another one starts later."""
+        """Shut down cleanly, as a trainer that is asked to; another one starts later."""
         self.say_goodbye()
         self.crash()
 

@@ -1,4 +1,4 @@
-"""Simulated processes that go straight to storage: producers that write there, ranks that read there, and liars."""
+"""Simulated processes that use storage directly: producers that write, ranks that read, and writers that lie."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class DirectProducer(Producer):
 
 
 class Liar(DirectProducer):
-    """Vouches for what is not so; sometimes tells the truth."""
+    """A writer that sends false metadata, and sometimes true metadata."""
 
     LIES = ("metadata", "content", "other", "overlap", "beyond", "again")
 

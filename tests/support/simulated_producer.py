@@ -1,4 +1,4 @@
-"""Producers of a simulated run: they put several groups at once, give up, are cancelled, crash and begin again."""
+"""Producers of a simulated run: they put several groups at once, give up, are cancelled, crash and restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Producer(Process):
-    """Puts numbered groups, `at_once` at a time, each until it is accepted; begins anew after a crash."""
+    """Puts numbered groups, `at_once` at a time, each until it is accepted. Restarts after a crash."""
 
     passing: Collection[str] = ("Overloaded", "DiskFull")
     """What may be answered to a put while there are faults."""
@@ -63,7 +63,7 @@ class Producer(Process):
         self.hears(look)
 
     def put(self) -> None:
-        """One of the groups at hand that is not under way, or the next one."""
+        """Return a group at hand that has no put under way, or the next one."""
         if not self.up or len(self._tickets) >= self._at_once:
             return
         under_way = set(self._tickets.values())
@@ -109,7 +109,7 @@ class Producer(Process):
                 self.again(ticket)
 
     def cancel(self, ticket: int) -> None:
-        """As a task that is cancelled does, whatever its put waits for."""
+        """Cancel as a cancelled task does, whatever its put waits for."""
         if ticket in self._tickets:
             self.world.oracle.left(self.peer, ticket)
             self.handle(self._session.abandon(ticket))

@@ -1,4 +1,4 @@
-"""Storage that fails in every way a disk, a mount or a network can, and workers that take their time.
+"""Storage that fails as a disk, a mount or a network can, and workers that take their time.
 
 `SimulatedStorage` holds the bytes. Each process sees it through a `StorageView` of its own, which can be away, be the
 wrong mount, see writes of others late, and end its process before or after any effect.
@@ -28,7 +28,7 @@ class SimulatedStorage(MemoryStorage):
         self.now, self.rng, self.faults = now, rng, faults
         self.away_until = self.full_until = -1.0
         self.poisoned: set[str] = set()
-        """Segments of which a sync failed: the kernel believes that later writes are on disk, and they are not."""
+        """Segments with a failed sync: the kernel reports later writes as durable, and they are not."""
         self._volatile: list[str] = []
         self._visible_at: dict[str, float] = {}
         self.deletions, self.deleted_at = 0, -1.0
@@ -38,7 +38,7 @@ class SimulatedStorage(MemoryStorage):
         return probability > 0 and self.rng.random() < probability
 
     def peek(self, location: str) -> bytes | None:
-        """What is really there, as nobody in the simulation can see it."""
+        """What is really stored, which nothing in the simulation can see."""
         at = parse_location(location)
         frame = self._frames.get(at.segment, {}).get(at.offset, b"")
         return frame if len(frame) == at.size else None
@@ -50,7 +50,7 @@ class SimulatedStorage(MemoryStorage):
     def store(self, segment: str, offset: int, frame: bytes, *, durable: bool, late_s: float) -> None:
         """A write reaches the disk, or only its cache; others see it later."""
         if segment not in self._frames:
-            return  # the file was removed: it takes writes, and nobody will read them
+            return  # the file was removed: writes to it succeed, and are never read
         self._frames[segment][offset] = frame
         location = f"{segment}:{offset}:{len(frame)}"
         if late_s:

@@ -1,4 +1,4 @@
-"""Deterministic simulation of a whole run: plane, ranks and producers, while everything that can go wrong does.
+"""Deterministic simulation of a run: plane, ranks and producers, while everything that can go wrong does.
 
 The real coordinator, rank session, server, engine and log are driven by simulated time over a network that drops,
 doubles, delays and reorders; ranks and plane crash at any point, also in the middle of a transaction, or stand still
@@ -241,7 +241,7 @@ class Simulation:
         self.plane.hears(hear)
 
     def deliver(self, peer: object, header: bytes, frames: Frames) -> None:
-        """A message reaches a client, if it still is who it was."""
+        """Deliver a message to a client, if it was not restarted meanwhile."""
         for member in self.members:
             if member.peer == peer:
                 if isinstance(member, Producer):
@@ -335,7 +335,7 @@ def run_seeds(kind: type[Simulation], argv: list[str] | None) -> int:
     """Run simulations as the command line says."""
     parser = argparse.ArgumentParser(description="Simulate runs under faults.")
     parser.add_argument("--seed", type=int, help="one run, with what happened in it")
-    parser.add_argument("--seeds", type=int, default=1000, help="so many runs")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of runs")
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args(argv)
     if arguments.seed is not None:

@@ -1,4 +1,4 @@
-"""Who watches a simulated storage from outside: what was acknowledged is there, and what is dead goes."""
+"""Watches a simulated storage from outside: acknowledged groups are there, and dead bytes are freed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StorageOracle(Oracle):
         held = {parse_location(row.location).segment for row in world.log.groups() if row.location}
         rows = {row.name: row for row in world.log.segments()}
         unregistered = world.server.engine.segments.unregistered
-        self.check(not unregistered, f"segments that nobody registered: {unregistered}")
+        self.check(not unregistered, f"unregistered segments: {unregistered}")
         for name in world.storage.segments():
             row = rows.get(name)
             self.check(row is not None, f"segment {name} is in storage, and the log does not know it")

@@ -58,7 +58,7 @@ class StorageSimulation(Simulation):
         be as new as the last commit."""
         self.log.sync_fails = self._commit_fails
         self.lied: set[str] = set()
-        """Groups that liars vouch for; what becomes of them is no promise."""
+        """Groups with false metadata: nothing is promised about them."""
         self.damaged: set[str] = set()
         """Groups whose frames were altered, or had not come to disk when the power was cut."""
         self.told: list[str] = []
@@ -161,7 +161,7 @@ class StorageSimulation(Simulation):
         self.oracle.check_storage()
 
     def _jump(self) -> None:
-        """A while passes for the plane, in which a producer stands still."""
+        """Let a pause pass for the plane while a producer stands still."""
         jump = self._draws.choice([_AGED_S, _AGED_S, _WEEK_S])
         if self._is_restored:
             jump = _AGED_S  # what a restored log does not know is kept for a day

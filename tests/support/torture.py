@@ -84,7 +84,7 @@ class Result:
     """From storage, by ranks: what each had read at each step, added up."""
 
     def check_ways(self) -> None:
-        """All bytes went the transport's way, or AssertionError."""
+        """Check that all bytes took the expected transport, else raise AssertionError."""
         is_direct = self.transport in ("direct", "hosts", "objects", "cluster")
         wrong = self.sent if is_direct else self.stored
         assert not wrong and (self.read_bytes > 0) is is_direct, f"{self.transport}: bytes went another way: {self}"
@@ -335,7 +335,7 @@ def uninterrupted(names: list[str], steps: int, ranks: int = RANKS) -> list[list
 def torture(
     folder: Path, transport: str, *, kills: int, seed: int = 0, progress: Callable[[str], None] = lambda _: None
 ) -> Result:
-    """Kill a run's processes so many times. The folder is kept if anything was wrong."""
+    """Kill a run's processes `kills` times. Keeps the folder if anything was wrong."""
     folder.mkdir(parents=True)
     result = Run(folder, transport, seed).go(kills, progress)
     result.check_ways()

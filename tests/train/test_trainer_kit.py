@@ -88,7 +88,7 @@ def test_what_is_left_out_is_not_looked_for() -> None:
 
     report = check(each_rank(Plain(Sft())), vocabulary=VOCABULARY, without=["temperature ignored"])
     assert report.ok and "temperature ignored" not in report.judged
-    with pytest.raises(InvalidInput, match="without: 'typo' is no bug"):
+    with pytest.raises(InvalidInput, match="without: 'typo' is not a bug"):
         check(each_rank(Plain()), without=["typo"])
 
 

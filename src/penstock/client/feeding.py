@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from penstock.client.plane import Plane
 from penstock.errors import InvalidInput
-from penstock.runs import GroupEntry, RecordedRun
+from penstock.log import GroupRow
+from penstock.runs import RecordedRun
 from penstock.storage import Gone
 
 
@@ -32,7 +33,7 @@ def feed(
     plane: Plane,
     *,
     speed: float | None = 1.0,
-    each: Callable[[GroupEntry, Fed], None] = lambda _entry, _fed: None,
+    each: Callable[[GroupRow, Fed], None] = lambda _entry, _fed: None,
 ) -> Fed:
     """Put every group whose frame the run still has.
 
@@ -52,7 +53,7 @@ def feed(
             continue
         time.sleep(max(due - time.monotonic(), 0.0))
         fed.late_s = time.monotonic() - due if speed is not None else 0.0
-        is_new = plane.put_frame(entry.id, frame, evaluation=entry.evaluation)
+        is_new = plane.put_frame(entry.id, frame, evaluation=entry.is_evaluation)
         fed.groups += is_new
         fed.known += not is_new
         fed.num_bytes += len(frame)

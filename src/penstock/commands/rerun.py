@@ -29,7 +29,8 @@ from penstock.client import open as open_plane
 from penstock.commands.tables import size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.runs import GroupEntry, RecordedRun, rerun
+from penstock.log import GroupRow
+from penstock.runs import RecordedRun, rerun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def summary(recorded: RecordedRun) -> dict[str, Any]:
         "last_step": max(recorded.steps, default=0),
         "planned_steps": sum(bool(entry.digests) for entry in recorded.steps.values()),
         "groups": recorded.num_frames,
-        "evaluation_groups": sum(recorded.groups[op].evaluation for op in recorded.groups if recorded.has_frame(op)),
+        "evaluation_groups": sum(recorded.groups[op].is_evaluation for op in recorded.groups if recorded.has_frame(op)),
         "accepted_groups": len(recorded.groups),
         "bytes": recorded.num_bytes,
         "freed": sum(not entry.location for entry in recorded.groups.values()),
@@ -99,7 +100,7 @@ def words(recorded: RecordedRun, *, verified: bool) -> str:
 
 
 def _feed(recorded: RecordedRun, args: argparse.Namespace) -> int:
-    def progress(_entry: GroupEntry, fed: Fed) -> None:
+    def progress(_entry: GroupRow, fed: Fed) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{fed.groups + fed.known:,} of {recorded.num_frames:,} groups")
 

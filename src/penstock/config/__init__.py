@@ -1,10 +1,10 @@
-"""One declaration per setting: a field of a frozen dataclass says its name, type, default, range and meaning.
+"""One declaration per setting: a field of a frozen dataclass holds its name, type, default, range and meaning.
 
     max_steps: Annotated[int, Meta(ge=1, description="optimizer steps")] = 300
 
-From such records are made: the check of every value (`check`), the reader of TOML files and of `--set` (`Given`,
-`build`), the commented file (`template`), flags (`add_flags`), keyword arguments (`keywords_of`, `signature_of`) and
-the tables of the docs (`docs_table`). Nothing else lists a setting.
+Everything else is derived from such records: checks of values (`check`), TOML files and `--set` (`Given`, `build`), the
+commented file (`template`), flags (`add_flags`), keyword arguments (`keywords_of`, `signature_of`) and the tables in
+the docs (`docs_table`). Nothing else lists a setting.
 """
 
 from penstock.lazy import exports_of

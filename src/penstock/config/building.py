@@ -1,4 +1,4 @@
-"""A record from tables: unknown keys, missing keys and wrong values are errors with their path and their origin."""
+"""Builds a record from tables. Unknown keys, missing keys and wrong values raise errors with their path and origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "settings") -> T:
-    """The record that tables describe.
+    """Build a record from nested tables.
 
     >>> from penstock.protocol.timeouts import Timeouts
     >>> build(Timeouts, {"peer_s": 5}).peer_s
@@ -29,7 +29,7 @@ def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "setting
 
 
 def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
-    """What is wrong with a name that nobody knows."""
+    """Return the error text for an unknown name, with the closest known one."""
     if name in REMOVED and what in ("key", "setting"):
         return f"removed; {REMOVED[name]}"
     names = list(known)
@@ -38,25 +38,25 @@ def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
 
 
 def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str, defaults: Mapping[str, Any]) -> Any:
-    """One record from a table; what neither the table nor `defaults` has takes the declared default."""
+    """Build one record from a table. Keys in neither the table nor `defaults` take the declared default."""
     settings = {setting.name: setting for setting in settings_of(kind)}
     for name in tables:
         if name not in settings:
             at = _join(path, name)
-            raise ConfigError(f"{given.who(at)}: {given.name(at)}: {unknown(name, settings)}")
+            raise ConfigError(f"{given.origin(at)}: {given.name(at)}: {unknown(name, settings)}")
     values = dict(defaults)
     for name, setting in settings.items():
         if name in tables:
             values[name] = _value(setting, tables[name], given, _join(path, name))
         elif setting.required and name not in values:
             at = given.name(_join(path, name))
-            raise ConfigError(f"{given.who(path)}: {at}: missing; {setting.meaning or 'give it'}")
+            raise ConfigError(f"{given.origin(path)}: {at}: missing; {setting.meaning or 'give it'}")
     try:
         return kind(**values)
     except ConfigError as error:
-        who = given.who(path) if path else given.where
+        origin = given.origin(path) if path else given.where
         table = f"{given.name(path)}: " if given.name(path) else ""
-        raise ConfigError(f"{who}: {table}{str(error).removeprefix(table)}") from None
+        raise ConfigError(f"{origin}: {table}{str(error).removeprefix(table)}") from None
 
 
 def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
@@ -64,7 +64,7 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
         try:
             return setting.convert(value, given.name(path))
         except ConfigError as error:
-            raise ConfigError(f"{given.who(path)}: {error}") from None
+            raise ConfigError(f"{given.origin(path)}: {error}") from None
     if setting.optional and (value is None or value == NONE):
         return None
     if not isinstance(value, type) and isinstance(value, setting.type):
@@ -73,21 +73,23 @@ def _value(setting: Setting, value: Any, given: Given, path: str) -> Any:
         return _part(setting, setting.kinds, value, given, path)
     assert setting.record is not None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
+        raise ConfigError(f"{given.origin(path)}: {setting.error(value, given.name(path))}")
+    # A table given in part is filled up from the setting's own default: timeouts = {peer_s = 5} keeps the others. A
+    # `unit` is not: target = {tokens = 4096} must not keep the default's `groups`.
     merged = isinstance(setting.default, setting.record) and not setting.extra.get("unit")
-    whole = setting.default if merged else None
-    defaults = {} if whole is None else {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
+    base = setting.default if merged else None
+    defaults = {} if base is None else {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     return _record(setting.record, value, given, path, defaults)
 
 
 def _part(setting: Setting, kinds: Kinds, value: Any, given: Given, path: str) -> Any:
-    """One of several classes, from its name or from a table with its name as `kind`."""
+    """Build one of several classes, from its name or from a table with its name as `kind`."""
     table = {"kind": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
-        raise ConfigError(f"{given.who(path)}: {setting.error(value, given.name(path))}")
+        raise ConfigError(f"{given.origin(path)}: {setting.error(value, given.name(path))}")
     kind = table["kind"]
     if kind not in kinds:
-        raise ConfigError(f"{given.who(path)}: {given.name(path)}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
+        raise ConfigError(f"{given.origin(path)}: {given.name(path)}: {kind!r:.60}: {unknown(kind, kinds, 'kind')}")
     return _record(kinds[kind], {name: v for name, v in table.items() if name != "kind"}, given, path, {})
 
 

@@ -1,4 +1,4 @@
-"""The table of settings in the docs, from the records that declare them."""
+"""Makes the tables of settings in the docs from the records that declare them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _HEAD_WITH_KEYWORDS = ("| keyword, flag | in a file | takes | default | what it 
 
 
 def docs_table(kind: type[Any], *, keywords: bool = True, beyond: type[Any] | None = None) -> str:
-    """A Markdown table of every setting of a record; with `keywords`, also their names as arguments and flags.
+    """Return a Markdown table of all settings of a record; with `keywords`, also their names as arguments and flags.
 
-    With `beyond`, only of those that another record does not have, or has with another default.
+    With `beyond`, leave out settings that this other record has with the same default.
     """
     names = {keyword.path: keyword.name for keyword in keywords_of(kind)} if keywords else {}
     rows = [_row(path, setting, default, names, keywords) for path, setting, default in _all(kind, "", None)]
@@ -28,7 +28,7 @@ def docs_table(kind: type[Any], *, keywords: bool = True, beyond: type[Any] | No
 
 
 def kinds_table(roles: Mapping[str, Kinds]) -> str:
-    """A Markdown table of the classes that settings may be made of, and of their parameters."""
+    """Return a Markdown table of the classes a setting may be set to, with their parameters."""
     rows = ["| for | name | what it is | parameters |", "|---|---|---|---|"]
     for role, kinds in roles.items():
         for name, kind in kinds.items():
@@ -43,12 +43,14 @@ def _parameter(setting: Setting) -> str:
     return f"`{setting.name}`: {setting.meaning} ({setting.takes}; {default})"
 
 
-def _all(kind: type[Any], table: str, whole: Any) -> list[tuple[str, Setting, Any]]:
-    """Every setting with its path and default: those of a table before the tables in it."""
+def _all(kind: type[Any], table: str, base: Any) -> list[tuple[str, Setting, Any]]:
+    """Return every setting with its path and default: a table's own settings before the tables in it.
+
+    `base` is the default of the table, whose values win over the declared defaults."""
     found, below = [], []
     for setting in settings_of(kind):
         path = f"{table}.{setting.name}".strip(".")
-        default = setting.default if whole is None else getattr(whole, setting.name)
+        default = setting.default if base is None else getattr(base, setting.name)
         if setting.record is None:
             found.append((path, setting, default))
         else:

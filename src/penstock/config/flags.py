@@ -1,4 +1,4 @@
-"""Settings as flags of a command: `--seq-len 4096` for every keyword, `--set timeouts.peer_s=5` for the rest."""
+"""Settings as command-line flags: `--seq-len 4096` for every keyword, `--set timeouts.peer_s=5` for the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "setting_"
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[Any], *, without: Collection[str] = ()) -> None:
-    """A flag for every keyword that is no table, and `--set` for any setting."""
+    """Add a flag for every keyword that is not a table, and `--set` for any setting."""
     for keyword in flagged(kind, without):
         parser.add_argument(
             f"--{keyword.name.replace('_', '-')}",
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], *, without: Coll
 
 
 def read_flags(args: argparse.Namespace, kind: type[Any], given: Given, *, without: Collection[str] = ()) -> None:
-    """Put what the flags say into `given`, then what each `--set` says."""
+    """Put the values of flags into `given`, then those of each `--set`."""
     for keyword in flagged(kind, without):
         value = getattr(args, _PREFIX + keyword.name)
         if value is not None:
@@ -42,7 +42,7 @@ def read_flags(args: argparse.Namespace, kind: type[Any], given: Given, *, witho
 
 
 def flagged(kind: type[Any], without: Collection[str] = ()) -> list[Keyword]:
-    """The keywords that have a flag."""
+    """Return the keywords that have a flag."""
     return [
         keyword
         for keyword in keywords_of(kind)

@@ -1,4 +1,4 @@
-"""What was given: nested tables as TOML has them, and who gave each key, so that an error can say whose it is."""
+"""Settings as given: nested tables as in TOML, with the origin of each key, so that an error can name it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Given:
 
     tables: dict[str, Any] = field(default_factory=dict)
     where: str = COMMAND_LINE
-    """A file, or whatever else the tables came from."""
+    """Where the tables came from: a file, or an address."""
     assigned: set[str] = field(default_factory=set)
-    """Paths that were given on the command line, and so win over the file."""
+    """Paths given on the command line, which win over the file."""
     names: dict[str, str] = field(default_factory=dict)
-    """What the caller calls a path, where that is not the path itself: a keyword argument, a flag."""
+    """Path -> the caller's name for it, if that differs: a keyword argument, a flag."""
 
     @staticmethod
     def read(path: str | Path, *, hint: str, paths_of: type[Any] | None = None) -> Given:
-        """The tables of a TOML file; `hint` says how to write one.
+        """Read a TOML file. `hint` is appended to errors and says how to write one.
 
-        With `paths_of`, a record, those of its settings that are relative paths start at the file's folder.
+        `paths_of` is a record: those of its settings that are relative paths start at the file's folder.
         """
         file = Path(path)
         try:
@@ -54,7 +54,7 @@ class Given:
         self.set(path.strip(), toml_value(value))
 
     def set(self, path: str, value: Any) -> None:
-        """Set one key by its path, as the command line does."""
+        """Set one key by its path, as given on the command line."""
         *parents, name = path.split(".")
         tables = self.tables
         for parent in parents:
@@ -65,14 +65,18 @@ class Given:
         self.assigned.add(path)
 
     def name(self, path: str) -> str:
-        """A path as the caller knows it."""
+        """Return the caller's name for a path."""
         if path in self.names:
             return self.names[path]
         table, dot, last = path.rpartition(".")
         return f"{self.name(table)}.{last}".lstrip(".") if dot else path
 
-    def who(self, path: str) -> str:
-        """Who gave the value at a path, or in the table at it."""
+    def origin(self, path: str) -> str:
+        """Return the origin of the value at a path, or of the table at it.
+
+        With a file that has [timeouts] and `--set timeouts.peer_s=5`: "timeouts.peer_s" is from the command line, the
+        table "timeouts" from both, "run" from the file.
+        """
         below = {
             key for key in self.assigned if key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.")
         }
@@ -82,7 +86,7 @@ class Given:
 
 
 def toml_value(text: str) -> Any:
-    """A value as in TOML, or text without quotes."""
+    """Parse a value as TOML; anything else is text without quotes."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""Settings as keyword arguments: the tables marked `flat` give up theirs, the others are one argument each."""
+"""Settings as keyword arguments: one per setting in tables marked `flat`, one per table for the others."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyword:
-    """A setting by the name a caller uses."""
+    """A setting as a keyword argument."""
 
     name: str
     path: str
-    """Where it stands in a file: "packing.seq_len"."""
+    """Its path in a file: "packing.seq_len"."""
     setting: Setting
     default: Any
-    """MISSING: it must be given. That of the record, or of the table it stands in."""
+    """Default of the record, or of the table it belongs to; MISSING: it must be given."""
 
 
 def keywords_of(kind: type[Any]) -> tuple[Keyword, ...]:
-    """The keyword arguments of a record, those that must be given first."""
+    """Return the keyword arguments of a record, required ones first."""
     found: list[Keyword] = []
     for setting in settings_of(kind):
         if setting.record is not None and setting.extra.get("flat"):
-            whole = setting.default if isinstance(setting.default, setting.record) else None
-            found += [_keyword(inner, setting.name, whole) for inner in settings_of(setting.record)]
+            base = setting.default if isinstance(setting.default, setting.record) else None
+            found += [_keyword(inner, setting.name, base) for inner in settings_of(setting.record)]
         else:
             found.append(_keyword(setting, "", None))
     return tuple(sorted(found, key=lambda keyword: keyword.default is not dataclasses.MISSING))
 
 
 def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> Given:
-    """Keyword arguments as the tables they mean, but known by their own names; check them with `build`."""
+    """Turn keyword arguments into tables for `build`. Errors still use the arguments' names."""
     known = {keyword.name: keyword for keyword in keywords_of(kind)}
     names = {keyword.path: keyword.name for keyword in known.values()}
+    # A flat table has no name of its own among keywords: errors say "seq_len", not "packing.seq_len".
     names |= {setting.name: "" for setting in settings_of(kind) if setting.extra.get("flat")}
     tables: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -59,7 +60,7 @@ def nested(kind: type[Any], arguments: Mapping[str, Any], where: str) -> Given:
 
 
 def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signature:
-    """A function's signature with `**settings` spelled out, for `help` and for editors."""
+    """Return a function's signature with `**settings` spelled out, for `help` and for editors."""
     return _spelled_out(inspect.signature(function), kind)
 
 
@@ -78,7 +79,7 @@ def _spelled_out(own: inspect.Signature, kind: type[Any]) -> inspect.Signature:
 
 
 class LateSignature(inspect.Signature):
-    """`signature_of` a function whose settings are too heavy to import before somebody asks for it."""
+    """`signature_of` for a function whose settings are too slow to import: they are loaded when it is looked at."""
 
     def __init__(self, function: Callable[..., Any], kind: Callable[[], type[Any]]) -> None:
         own = inspect.signature(function)
@@ -91,9 +92,9 @@ class LateSignature(inspect.Signature):
 
 
 def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = False) -> str:
-    """The source of a stub with a TypedDict of the keyword arguments, for type checkers.
+    """Return the source of a stub with a TypedDict of the keyword arguments, for type checkers.
 
-    With `required`, those without a default must be given.
+    With `required`, arguments without a default are marked Required.
     """
     types_ = {keyword.name: argument_type(keyword.setting) for keyword in keywords_of(kind)}
     for keyword in keywords_of(kind) if required else ():
@@ -105,9 +106,9 @@ def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = Fal
 
 def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
     settings = [keyword.setting for keyword in keywords_of(kind)]
-    words = set(re.findall(r"\w+", " ".join(types_.values())))
+    mentioned = set(re.findall(r"\w+", " ".join(types_.values())))
     homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal", "Required"}}
-    used = {home: sorted(names & words) for home, names in homes.items()}
+    used = {home: sorted(names & mentioned) for home, names in homes.items()}
     used["typing"] = sorted([*used["typing"], "TypedDict"])
     items = [typing.get_args(s.type)[0] for s in settings if typing.get_origin(s.type) is tuple]
     classes = [s.type for s in settings if s.record is not None or s.kinds is not None]
@@ -128,19 +129,19 @@ def _class(name: str, kind: type[Any], meaning: str, types_: Mapping[str, str]) 
 
 
 def argument_type(setting: Setting) -> str:
-    """The type that a caller may pass, as source: any sequence for a list, any mapping for a table."""
+    """Return the type that a caller may pass, as source: any sequence for a list, any mapping for a table."""
     text = _text_of(setting.type)
     if setting.extra.get("path"):
         text = "str | Path"
     return f"{text} | None" if setting.optional else text
 
 
-def _keyword(setting: Setting, table: str, whole: Any) -> Keyword:
+def _keyword(setting: Setting, table: str, base: Any) -> Keyword:
     return Keyword(
         name=setting.extra.get("keyword", setting.name),
         path=f"{table}.{setting.name}".strip("."),
         setting=setting,
-        default=setting.default if whole is None else getattr(whole, setting.name),
+        default=setting.default if base is None else getattr(base, setting.name),
     )
 
 

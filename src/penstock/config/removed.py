@@ -1,4 +1,4 @@
-"""Settings that earlier versions had: what to say to somebody who still gives one."""
+"""Settings, commands and flags of earlier versions: the error for each names its replacement."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ REMOVED_SCHEMES = {
 """Scheme of an address -> what to do instead."""
 
 
-def removed_words(words: Sequence[str]) -> str:
-    """What to say to a command line of an earlier version; empty for one of this version.
+def removed_message(arguments: Sequence[str]) -> str:
+    """Return the error for a command line of an earlier version, or "" for one of this version.
 
-    >>> removed_words(["keys", "runs/keys", "--keeper=node-3"])
+    >>> removed_message(["keys", "runs/keys", "--keeper=node-3"])
     'penstock keys: --keeper: removed; use --writer NAME for a process that you trust'
     """
-    command = words[0] if words else ""
+    command = arguments[0] if arguments else ""
     if command in REMOVED_COMMANDS:
         return f"penstock {command}: removed; {REMOVED_COMMANDS[command]}"
-    flags = [word.partition("=")[0] for word in words[1:]]
+    flags = [argument.partition("=")[0] for argument in arguments[1:]]
     found = next((flag for flag in flags if (command, flag) in REMOVED_FLAGS), None)
     return "" if found is None else f"penstock {command}: {found}: removed; {REMOVED_FLAGS[command, found]}"
 
 
 def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that an earlier version wrote down with a run, as this version reads them.
+    """Return settings that an earlier version recorded with a run, without those that no longer exist.
 
     >>> without_removed({"run": "demo", "copies": 0, "timeouts": {"peer_s": 11.0, "keeper_s": 60.0}})
     {'run': 'demo', 'timeouts': {'peer_s': 11.0}}

@@ -1,14 +1,14 @@
-"""What a record says of each of its settings, and the check of a value against it.
+"""The settings of a record, and the check of a value against its setting.
 
-The annotation carries everything: `Meta` has range and meaning; its `extra` may have
+The annotation of a field declares everything. `Meta` has range and meaning; its `extra` may have
 
-    keyword   the name as a keyword argument and as a flag, where it differs from the field's
+    keyword   the name as a keyword argument and as a flag, if it differs from the field's
     flat      True: the settings of this table are keyword arguments and flags themselves
-    unit      True: a table whose default is not filled up with what is given of it
-    path      True: a path, which in a file starts at the file's folder
-    form      what text must look like, where a pattern is too much to read
+    unit      True: a table given in part is not filled up from the setting's default
+    path      True: a path; in a file it starts at the file's folder
+    form      what text must look like, if a pattern is too hard to read
 
-and `Kinds` beside it names the classes a value may be made of.
+and `Kinds` beside it names the classes a value may be an instance of.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from msgspec import Meta
 from penstock.errors import ConfigError
 
 NONE = "none"
-"""What a file says for None."""
+"""How a file writes None."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?")
 _UNITS = {"": 1, **{f"{u}i": 1024**n for n, u in enumerate("KMGT", 1)}, **{u: 1000**n for n, u in enumerate("KMGT", 1)}}
 
@@ -38,11 +38,11 @@ _KNOWN: dict[type[Any], tuple[Setting, ...]] = {}
 
 
 class Kinds(dict[str, type[Any]]):
-    """Classes that a setting may be made of, by the name a file gives them."""
+    """Classes whose instances a setting accepts, by their name in a file."""
 
     @property
     def takes(self) -> str:
-        """The names, and how the first of them that has parameters is given them."""
+        """The names, with an example of the first class that has parameters."""
         names = f"one of {', '.join(self)}"
         for name, kind in self.items():
             values = [f"{setting.name} = {setting.default}" for setting in settings_of(kind)]
@@ -51,7 +51,7 @@ class Kinds(dict[str, type[Any]]):
         return names
 
     def name_of(self, value: object) -> str | None:
-        """The name of a value's class; None where it is not one of these."""
+        """Return the name of a value's class, or None if it is not one of these."""
         return next((name for name, kind in self.items() if type(value) is kind), None)
 
 
@@ -61,14 +61,14 @@ class Setting:
 
     name: str
     type: Any
-    """Without None and without metadata."""
+    """The annotated type, without None and without metadata."""
     meta: Meta
     optional: bool
     """Whether None is a value."""
     default: Any
     """MISSING: it must be given."""
     kinds: Kinds | None
-    """Classes it may be made of."""
+    """Classes whose instances it accepts."""
 
     @property
     def meaning(self) -> str:
@@ -84,21 +84,21 @@ class Setting:
 
     @property
     def record(self) -> type[Any] | None:
-        """The record this setting is a table of, if it is one."""
+        """The record of a setting that is a table, else None."""
         return self.type if self.kinds is None and dataclasses.is_dataclass(self.type) else None
 
     @property
     def is_size(self) -> bool:
-        """Bytes, which may be written as "4 GiB"."""
+        """Whether it is a number of bytes, which may be written as "4 GiB"."""
         return self.name.endswith("_bytes")
 
     @property
     def takes(self) -> str:
-        """What a value must be, in words: "a whole number from 1 up, or none"."""
-        return _words(self) + (", or none" if self.optional else "")
+        """A description of valid values: "a whole number from 1 up, or none"."""
+        return _described(self) + (", or none" if self.optional else "")
 
     def convert(self, value: Any, path: str) -> Any:
-        """A plain value, not a table, checked and in the declared type; ConfigError names `path` and the value."""
+        """Check a plain value (not a table) and convert it to the declared type. ConfigError names path and value."""
         if value is None or (value == NONE and isinstance(value, str) and self.optional):
             if self.optional:
                 return None
@@ -106,7 +106,7 @@ class Setting:
         try:
             return _finite(msgspec.convert(_plain(self, value), Annotated[self.type, _range_of(self.meta)]))
         except (msgspec.ValidationError, ValueError) as error:
-            if isinstance(error.__cause__, ConfigError):  # a record in the value has said what is wrong with it
+            if isinstance(error.__cause__, ConfigError):  # a record inside the value has a better message
                 raise ConfigError(f"{path}: {error.__cause__}") from None
             raise self.error(value, path) from None
 
@@ -116,7 +116,7 @@ class Setting:
 
 
 def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
-    """The settings of a record, in the order they are declared."""
+    """Return the settings of a record, in the order of declaration."""
     found = _KNOWN.get(kind)
     if found is None:
         hints = typing.get_type_hints(kind, include_extras=True)
@@ -125,7 +125,7 @@ def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
 
 
 def check(record: Any, name: str = "") -> None:
-    """Check every value of a record as it is made (call it first in `__post_init__`), and bring it to its type."""
+    """Check every value of a new record and convert it to its type. Call it first in `__post_init__`."""
     for setting in settings_of(type(record)):
         value, path = getattr(record, setting.name), f"{name}.{setting.name}" if name else setting.name
         if setting.record is not None or setting.kinds is not None:
@@ -135,7 +135,7 @@ def check(record: Any, name: str = "") -> None:
 
 
 class Checked:
-    """A record with no rule but those of its settings."""
+    """Base of records that check their settings and nothing else."""
 
     __slots__ = ()
 
@@ -159,6 +159,7 @@ def _setting(field: dataclasses.Field[Any], hint: Any) -> Setting:
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         optional = len(options) < len(typing.get_args(hint))
         hint = options[0] if len(options) == 1 else hint
+    # Evaluated once: defaults are frozen records or plain values, so sharing one is safe.
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return Setting(
         name=field.name,
@@ -174,20 +175,20 @@ def _setting(field: dataclasses.Field[Any], hint: Any) -> Setting:
 
 
 def _range_of(meta: Meta) -> Meta:
-    """The part of a declaration that msgspec checks."""
+    """Return the part of a declaration that msgspec checks."""
     names = ("gt", "ge", "lt", "le", "pattern", "min_length", "max_length")
     return Meta(**{name: getattr(meta, name) for name in names if getattr(meta, name) is not None})
 
 
 def _plain(setting: Setting, value: Any) -> Any:
-    """Numbers of numpy, paths, and sizes with units, as what they mean."""
+    """Convert numpy numbers, paths and sizes with units to plain values."""
     if setting.is_size and isinstance(value, str):
         return _size(value)
     if setting.type is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if typing.get_origin(setting.type) is tuple and isinstance(value, str):
         return (value,)  # one item needs no list
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before numbers: a bool is an Integral, and `seq_len = true` must be an error
         return value
     if setting.type is int and isinstance(value, numbers.Integral):
         return int(value)
@@ -210,31 +211,31 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# -------------------------------------------------------------- words
+# -------------------------------------------------------------- descriptions
 
 
-def _words(setting: Setting) -> str:
+def _described(setting: Setting) -> str:
     if setting.kinds is not None:
         return setting.kinds.takes
     if setting.record is not None:
         return "a table"
     if setting.is_size:
         return f"a size in bytes{_range(setting.meta)}, or text such as '4 GiB'"
-    return _words_of(setting.type, setting.meta)
+    return _type_described(setting.type, setting.meta)
 
 
-def _words_of(hint: Any, meta: Meta) -> str:
+def _type_described(hint: Any, meta: Meta) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _words_of(inner[0], next(m for m in inner[1:] if isinstance(m, Meta)))
+        return _type_described(inner[0], next(m for m in inner[1:] if isinstance(m, Meta)))
     if origin is Literal:
         return " or ".join(map(repr, inner)) if len(inner) < 3 else f"one of {', '.join(map(repr, inner))}"
     if origin is tuple and inner[-1] is Ellipsis:
-        return f"a list, each item {_words_of(inner[0], meta)}"
+        return f"a list, each item {_type_described(inner[0], meta)}"
     if origin is tuple:
-        return f"a list of {len(inner)}, each {_words_of(inner[0], meta)}"
+        return f"a list of {len(inner)}, each {_type_described(inner[0], meta)}"
     if origin is dict:
-        return f"a table, each value {_words_of(inner[1], meta)}"
+        return f"a table, each value {_type_described(inner[1], meta)}"
     if "form" in (meta.extra or {}):
         return str((meta.extra or {})["form"])
     if hint is str:
@@ -247,6 +248,6 @@ def _range(meta: Meta) -> str:
     if meta.ge is not None and meta.le is not None:
         return f" from {meta.ge} to {meta.le}"
     bounds = {"above": meta.gt, "below": meta.lt, "of at most": meta.le}
-    words = [] if meta.ge is None else [f"from {meta.ge} up"]
-    words += [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-    return "".join([" ", " and ".join(words)]) if words else ""
+    parts = [] if meta.ge is None else [f"from {meta.ge} up"]
+    parts += [f"{relation} {bound}" for relation, bound in bounds.items() if bound is not None]
+    return f" {' and '.join(parts)}" if parts else ""

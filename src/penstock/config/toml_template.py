@@ -1,4 +1,4 @@
-"""The commented TOML file of a record: every setting, what it means, what it takes, and its value."""
+"""Writes the commented TOML file of a record: every setting with its meaning, valid values and current value."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _WIDTH = 116
 
 
 def template(record: Any, *, title: str, all_values: bool = False) -> str:
-    """A file that reads back as `record`.
+    """Return a file that reads back as `record`.
 
-    Defaults stand in comments, so that the file goes on meaning "the default"; with `all_values` they are written out.
+    Defaults are commented out, so that the file keeps meaning "the default" when a later version changes it. With
+    `all_values` they are written out.
     """
     lines = [*_comment(title), *_section(record, "", all_values, off=False)]
     return "\n".join(lines).strip() + "\n"
 
 
 def toml(value: Any, setting: Setting | None = None) -> str:
-    """A value as TOML has it.
+    """Return a value as TOML.
 
     >>> toml({"kind": "freshest", "window": 2})
     '{ kind = "freshest", window = 2 }'
@@ -56,9 +57,9 @@ def _is_set(record: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool:
 
 
 def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[str]:
-    """The values of a table, then the tables in it. `off`: the table is left out, and all of it a comment."""
+    """Yield the values of a table, then the tables in it. `off` comments all of it out."""
     mark = "# " if off else ""
-    settings = sorted(settings_of(type(record)), key=lambda setting: not setting.required)  # what must be given first
+    settings = sorted(settings_of(type(record)), key=lambda setting: not setting.required)  # required ones first
     tables = [setting for setting in settings if setting.record is not None or isinstance(setting.default, dict)]
     for setting in settings:
         if setting not in tables:
@@ -89,9 +90,10 @@ def _note(setting: Setting) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    """Comment lines; what stands in braces is not broken."""
-    whole = re.sub(r"\{.*?\}", lambda found: found[0].replace(" ", "\0"), text)
-    lines = [line for part in whole.splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]]
+    """Wrap text into comment lines. Text in braces, an inline table, is not broken."""
+    # "\0" stands for a space that textwrap must not break at.
+    glued = re.sub(r"\{.*?\}", lambda found: found[0].replace(" ", "\0"), text)
+    lines = [line for part in glued.splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]]
     return [f"# {line}".rstrip().replace("\0", " ") for line in lines]
 
 

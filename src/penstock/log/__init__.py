@@ -1,7 +1,7 @@
 """The decision log: every accepted group, every decision and every planned step, in SQLite or in PostgreSQL.
 
-`Log` is what a plane writes, `LogReader` what everybody else reads. `SqliteLog` is a file in the run's folder,
-`PostgresLog` a schema in a database. `reading(folder)` opens either of them to read, as the folder says.
+A plane writes to a `Log`; other processes read it through a `LogReader`. `SqliteLog` is a file in the run's folder,
+`PostgresLog` a schema in a database. `reading(folder)` opens the log of a folder to read, whichever it is.
 """
 
 from penstock.lazy import exports_of

@@ -22,10 +22,15 @@ from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing
 from penstock.log.finding import reading as reading
 from penstock.log.finding import url_of as url_of
+from penstock.log.folder_lock import is_held as is_held
+from penstock.log.folder_lock import own as own
+from penstock.log.folder_lock import release as release
+from penstock.log.folder_lock import take_over as take_over
 from penstock.log.log_reader import LogReader as LogReader
 from penstock.log.log_rows import GroupRow as GroupRow
 from penstock.log.log_rows import SegmentRow as SegmentRow
 from penstock.log.log_rows import State as State
+from penstock.log.pids import is_alive as is_alive
 from penstock.log.pids import is_gone as is_gone
 from penstock.log.pids import pid_space as pid_space
 from penstock.log.postgres_address import check_address as check_address
@@ -46,8 +51,6 @@ from penstock.log.sqlite_log import SqliteLog as SqliteLog
 from penstock.log.sqlite_reader import LOG as LOG
 from penstock.log.sqlite_reader import reading_sqlite as reading_sqlite
 from penstock.log.sqlite_reader import typed_errors as typed_errors
-from penstock.log.volume import own as own
-from penstock.log.volume import take_over as take_over
 from penstock.log.witness import NAME as NAME
 from penstock.log.witness import Seen as Seen
 from penstock.log.witness import Witness as Witness

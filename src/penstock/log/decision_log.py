@@ -1,8 +1,13 @@
-"""Writes a log: the same statements for every database, inside its transactions.
+"""Writes a log: the same statements for every database, inside transactions.
 
-What is written here is the truth; tables and ledgers in memory are rebuilt from it by doing the same things again, in
-the same order, which `op` numbers. Every transaction checks the epoch, so that a plane which was thought dead and comes
-back writes nothing.
+The log is the truth. Tables and ledgers in memory are rebuilt from it, by doing the same decisions again in the same
+order; `op` is the number of a decision. Every transaction checks the epoch, so a plane that was taken for dead and
+comes back can write nothing:
+
+    op 1  groups    a is accepted                  memory: a waits in its table
+    op 2  groups    b is accepted                  memory: a, b
+    op 3  steps     step 1 is planned from a, b    memory: both leave the table, the sampler's state moves on
+    op 4  records   policy version 1 is published  memory: versions, staleness
 """
 
 from __future__ import annotations
@@ -12,22 +17,21 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
-
-import msgspec
 
 from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
-from penstock.log.log_rows import GROUP_COLUMNS, GroupRow, SegmentRow, State
+from penstock.log.log_rows import GROUP_COLUMNS, GroupRow, SegmentRow, State, group_values
 from penstock.log.volume import Disk
 
 FORMAT = 5
 
 
 class Guard(Protocol):
-    """Asked before a log is taken over; raises when it must not be."""
+    """Called before a log is taken over. Raises if it must not be."""
 
     def __call__(self, *, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None: ...
 
@@ -38,35 +42,36 @@ class Log(LogReader):
     folder: Path | None
     """The run's folder; None for a plane in memory."""
     run_id: str
-    """Tells this run from any other, also from one that lay in the same folder before."""
+    """Random and made with the log: tells this run from any other, even from an earlier one in the same folder."""
     epoch: int
-    """Of this plane."""
+    """The epoch this plane began by opening the log."""
     disk: Disk
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
-    """Called a few times a second while a database does not answer; must not use the log."""
+    """Called a few times a second while a database does not answer. Must not use the log."""
     on_commit: Callable[[float], None] = staticmethod(lambda _seconds: None)
-    """Called after each commit with how long it took."""
+    """Called after each commit with its duration."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
-        """All of it is durable when this ends, or none of it. Raises Fenced once another plane has the run.
+        """Everything written in the block is durable when it ends, or nothing is. Raises Fenced once another plane has
+        the run.
 
-        What is read inside is what was committed before."""
+        Reads inside the block see what was committed before it."""
 
     @abstractmethod
     def current_epoch(self) -> int:
-        """The epoch of the plane that took the log over last."""
+        """Return the epoch of the plane that took the log over last."""
 
     @property
     @abstractmethod
     def commits(self) -> int:
-        """Transactions that were committed: how far the log is, also where a transaction has no decision's number."""
+        """Number of committed transactions. It counts all of them, also those without a decision (`op`)."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """What the log itself takes of the run's disk."""
+        """Bytes of the run's disk that the log itself takes."""
 
     @abstractmethod
     def shrink(self) -> None:
@@ -82,10 +87,10 @@ class Log(LogReader):
             raise Fenced(f"epoch {self.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
-        """Read ahead what `digest_of` and others will be asked of groups, and `is_discarded` of names, where every
-        question costs a round trip."""
+        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names. For
+        databases where every query costs a round trip; does nothing in others."""
 
-    # -------------------------------------------------------------- statements, as each database runs them
+    # -------------------------------------------------------------- statements; each database has its own
 
     @abstractmethod
     def _write(self, query: str, values: Sequence[Any] = ()) -> None:
@@ -93,11 +98,11 @@ class Log(LogReader):
 
     @abstractmethod
     def _write_keyed(self, query: str, values: Sequence[Any], keys: Sequence[Any]) -> None:
-        """Run a statement for every key; it ends with the name of the key's column."""
+        """Run a statement for every key. The statement ends with the name of the key's column: "... WHERE op"."""
 
     @abstractmethod
     def _insert(self, table: str, columns: str, rows: Sequence[tuple[Any, ...]], *, known: str = "") -> None:
-        """Insert rows. `known`: what is done with a row that is there already."""
+        """Insert rows. `known` is the ON CONFLICT clause for rows that exist."""
 
     # -------------------------------------------------------------- writing, inside a transaction
 
@@ -111,20 +116,21 @@ class Log(LogReader):
         return value
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
-        """Groups, each with its metadata. Nothing is decided by the time; a replay waits by it."""
+        """Add groups, each with its metadata, with the current time as their time of acceptance."""
         at = time.time()
-        self._insert("groups", f"{GROUP_COLUMNS}, at", [(*_values(row), at) for row, _ in rows])
+        self._insert("groups", GROUP_COLUMNS, [group_values(replace(row, at=at)) for row, _ in rows])
+        # The table and its column are called `facts` in every log that exists: the name is part of the format.
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
 
     def add_record(self, op: int, record: Record) -> None:
         self._insert("records", "op, data", [(op, pack_record(record))])
 
     def mark_settled(self, op: int) -> None:
-        """A group in quarantine is decided upon; what became of it follows when the decision is done."""
+        """Note that a group left quarantine. Its next state follows when the decision is carried out."""
         self.set_groups([op], State.HELD)
 
     def add_discard(self, name: str) -> None:
-        """Samples are counted as discarded under this name, once and for all."""
+        """Note that samples were counted as discarded under this name, so a repeated request counts nothing."""
         self._insert("discards", "name", [(name,)])
 
     def add_step(self, step: int, op: int, manifest: bytes) -> None:
@@ -134,12 +140,12 @@ class Log(LogReader):
         self._write("UPDATE steps SET manifest = ? WHERE step = ?", (manifest, step))
 
     def remove_steps(self, first: int) -> None:
-        """Steps from this one on were never planned; nor did what was remembered after them happen."""
+        """Remove steps from `first` on, as if they were never planned, with every snapshot taken after them."""
         self._write("DELETE FROM snapshots WHERE op >= (SELECT MIN(op) FROM steps WHERE step >= ?)", (first,))
         self._write("DELETE FROM steps WHERE step >= ?", (first,))
 
     def set_snapshot(self, op: int, data: bytes) -> None:
-        """Keep what memory held after a decision, in place of the one before."""
+        """Store what memory held after decision `op`. Replaces the snapshot before."""
         self._write("DELETE FROM snapshots")
         self._insert("snapshots", "op, data", [(op, data)])
 
@@ -147,7 +153,9 @@ class Log(LogReader):
         self._write_keyed("UPDATE groups SET state = ?, reason = ? WHERE op", (int(state), reason), ops)
 
     def count_uses(self, ops: Sequence[int]) -> None:
-        counts = Counter(ops)  # a sampler may draw a group twice for one step
+        """Count one use of each group, or more where a sampler drew it twice for one step."""
+        # One statement per count: [7, 9, 7] adds 1 to group 9, then 2 to group 7.
+        counts = Counter(ops)
         for uses in sorted(set(counts.values())):
             found = [op for op, count in counts.items() if count == uses]
             self._write_keyed("UPDATE groups SET uses = uses + ? WHERE op", (uses,), found)
@@ -156,12 +164,12 @@ class Log(LogReader):
         self._write("UPDATE steps SET state = ? WHERE step BETWEEN ? AND ?", (int(state), first, last))
 
     def forget_frames(self, ops: Sequence[int]) -> None:
-        """Free frames and metadata of groups. Their rows stay, so that a repeated put is recognised."""
+        """Forget locations and metadata of groups. Their rows stay, so a repeated put is recognised."""
         self._write_keyed("UPDATE groups SET location = '' WHERE op", (), ops)
         self._write_keyed("DELETE FROM facts WHERE op", (), ops)
 
     def add_segment(self, row: SegmentRow) -> None:
-        """A segment that frames may be accepted from, before its first byte is written."""
+        """Register a segment, before its first byte is written. Frames are accepted from registered segments only."""
         values = (row.name, row.writer, row.epoch, row.sealed_at, int(row.clean))
         self._insert("segments", "name, writer, epoch, sealed_at, clean", [values])
 
@@ -169,29 +177,10 @@ class Log(LogReader):
         self._write("UPDATE segments SET sealed_at = ?, clean = ? WHERE name = ?", (at, int(clean), name))
 
     def add_frees(self, names: Iterable[str]) -> None:
-        """Frames and segments to delete; they stay listed until that is done."""
+        """List frames and segments to delete. They stay listed until `remove_frees`."""
         self._insert("frees", "name", [(name,) for name in names], known="ON CONFLICT (name) DO NOTHING")
 
     def remove_frees(self, names: Sequence[str]) -> None:
-        """These are deleted."""
+        """Take frames and segments off the list once they are deleted."""
         self._write_keyed("DELETE FROM frees WHERE name", (), names)
         self._write_keyed("DELETE FROM segments WHERE name", (), names)
-
-
-def _values(row: GroupRow) -> tuple[Any, ...]:
-    """As `GROUP_COLUMNS` has them."""
-    return (
-        row.op,
-        row.id,
-        row.digest,
-        row.policy_version,
-        row.samples,
-        row.tokens,
-        row.size,
-        int(row.state),
-        row.reason,
-        row.run,
-        row.prompt,
-        msgspec.msgpack.encode(row.kinds),
-        row.location,
-    )

@@ -1,7 +1,7 @@
-"""The decisions that are neither a group accepted nor a step planned: small tagged records, as the log keeps them.
+"""Decisions other than "group accepted" and "step planned": small tagged records, as the log stores them.
 
-New kinds are appended, and new fields at the end of a kind; a plane that meets a kind it does not know refuses the
-folder in words instead of guessing.
+Append new kinds at the end, and new fields at the end of a kind. A plane that reads a kind it does not know refuses the
+folder with an error instead of guessing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Advance(_Record, frozen=True, tag="advance"):
 
 
 class Prioritize(_Record, frozen=True, tag="priorities"):
-    """New priorities, by group."""
+    """Groups get new priorities."""
 
     priorities: dict[str, float]
+    """Group id -> priority."""
     step: int = 0
     """The step whose reports they combine; 0: none."""
 
@@ -35,7 +36,7 @@ class Quarantine(_Record, frozen=True, tag="quarantine"):
     """Groups that no step can be made with are set aside."""
 
     groups: dict[int, str]
-    """Group, by op -> why."""
+    """Op of the group -> reason."""
 
 
 class Discard(_Record, frozen=True, tag="discard"):
@@ -44,40 +45,40 @@ class Discard(_Record, frozen=True, tag="discard"):
     reason: str
     samples: int
     key: str = ""
-    """Counted once under this name, however often it is said."""
+    """Counted once under this name, however often the request is repeated."""
 
 
 class Weigh(_Record, frozen=True, tag="weigh"):
-    """A run is given a share of the trainer, or another one."""
+    """A tenant's share of the trainer is set."""
 
     run: str
     weight: float
 
 
 class EvictRun(_Record, frozen=True, tag="evict"):
-    """A run loses what it has waiting, and is refused from now on."""
+    """A tenant's waiting groups are dropped, and its puts are rejected from now on."""
 
     run: str
     reason: str
 
 
 class ReleaseGroup(_Record, frozen=True, tag="release"):
-    """A group in quarantine waits for training again."""
+    """A group leaves quarantine and waits for training again."""
 
     op: int
 
 
 class DropGroup(_Record, frozen=True, tag="drop"):
-    """A group in quarantine is given up."""
+    """A group in quarantine is dropped."""
 
     op: int
 
 
 class Lose(_Record, frozen=True, tag="lose"):
-    """Groups whose frames cannot be read any more."""
+    """Groups are dropped because their frames cannot be read any longer."""
 
     groups: dict[int, str]
-    """Group, by op -> why."""
+    """Op of the group -> reason."""
 
 
 class Shorten(_Record, frozen=True, tag="shorten"):
@@ -88,24 +89,24 @@ class Shorten(_Record, frozen=True, tag="shorten"):
     dropped_samples: int = 0
     dropped_tokens: int = 0
     key: str = ""
-    """The group, where all of its samples were dropped and there is no row of it."""
+    """The group's id, if all of its samples were dropped and it has no row of its own."""
 
 
 class Report(_Record, frozen=True, tag="report"):
-    """A rank reported priorities, by group; they take effect when the step is committed."""
+    """A rank reported priorities, by group. They take effect when the step is committed."""
 
     step: int
     priorities: dict[str, float]
 
 
 class GivePriorities(_Record, frozen=True, tag="give priorities"):
-    """Groups that are accepted next are put with these priorities."""
+    """The groups accepted next enter their table with these priorities."""
 
     priorities: dict[str, float]
 
 
 class ForgetReports(_Record, frozen=True, tag="forget reports"):
-    """Steps from this one on are trained again: what was reported of them does not count."""
+    """Steps from `first` on are trained again, so earlier reports about them do not count."""
 
     first: int
 

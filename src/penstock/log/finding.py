@@ -1,4 +1,4 @@
-"""Where the log of a run's folder is: in the folder itself, or in a database that the folder names.
+"""Finds the log of a run's folder: a file in the folder, or a database that the folder names.
 
 log.sqlite      the log itself
 log.url         one line, the address of its database and the run's name: postgresql://host/db#my-run
@@ -20,12 +20,12 @@ URL = "log.url"
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Return whether a folder holds a run."""
     return (Path(folder) / LOG).is_file() or (Path(folder) / URL).is_file()
 
 
 def url_of(folder: str | Path) -> str:
-    """The address of a run's log if it is in a database, else empty."""
+    """Return the address of a run's log if it is in a database, else ""."""
     try:
         return (Path(folder) / URL).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -34,20 +34,20 @@ def url_of(folder: str | Path) -> str:
 
 @contextmanager
 def reading(folder: str | Path) -> Iterator[LogReader]:
-    """One moment of a run's log, beside the plane or long after it."""
+    """Open a run's log to read one consistent state of it, while its plane works or long after."""
     url = url_of(folder)
     if not url:
         with reading_sqlite(Path(folder) / LOG) as log:
             yield log
         return
-    from penstock.log.postgres_reader import reading_postgres
+    from penstock.log.postgres_reader import reading_postgres  # psycopg is an extra
 
     with reading_postgres(url) as found:
         yield found
 
 
 def open_existing(folder: Path) -> Log:
-    """Open the log of a run whose plane is stopped, to decide something. Raises Conflict while a plane has it."""
+    """Open the log of a run whose plane is stopped, to write a decision. Raises Conflict while a plane has it."""
     url = url_of(folder)
     if not url:
         return SqliteLog(folder)
@@ -57,7 +57,7 @@ def open_existing(folder: Path) -> Log:
 
 
 def check_url(folder: Path, url: str) -> None:
-    """Raise Conflict if the log of a run's folder is somewhere else."""
+    """Raise Conflict if the folder's log is not the one at `url`."""
     found = url_of(folder)
     if found and found != url:
         raise Conflict(f"{folder}: its log is in {found}, not in {url}; give that address, or another folder")
@@ -66,7 +66,7 @@ def check_url(folder: Path, url: str) -> None:
 
 
 def note_url(folder: Path, url: str) -> None:
-    """Let a run's folder say where its log is."""
+    """Write the address of a run's log into its folder."""
     if url_of(folder) != url:
         (folder / URL).write_text(f"{url}\n", encoding="utf-8")
 

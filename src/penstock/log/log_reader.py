@@ -1,6 +1,6 @@
 """Reads a log. Every query is written once, in SQL that SQLite and PostgreSQL both understand.
 
-A `?` stands for a value. Sums are cast, because PostgreSQL adds integers up to decimals.
+A `?` stands for a value. Sums are cast, because the sum of bigints is a decimal in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps"
 
 
 class LogReader(ABC):
-    """What a log says. A reader that is no `Log` sees one moment of it, also while a plane writes."""
+    """A log to read. A reader that is no `Log` sees one consistent state, even while a plane writes."""
 
     where: str
-    """Names the log in messages: a path, or an address without secrets."""
+    """The log's name in messages: a path, or an address without secrets."""
 
     @abstractmethod
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
-        """Return what a query finds."""
+        """Run a query."""
 
     @abstractmethod
     def tables(self) -> set[str]:
-        """The tables that there are: fewer than `TABLES` in a log whose plane was killed while it made them."""
+        """Return the existing tables. Some of `TABLES` are missing if a plane was killed while creating them."""
 
     @abstractmethod
     def damage(self) -> str:
-        """Have the database look for damage in itself; empty if there is none, or it cannot tell."""
+        """Have the database check itself. Returns what is damaged, or "" if nothing is or it cannot tell."""
 
     def first(self, query: str, values: Sequence[Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, or None."""
         return next(iter(self.rows(query, values)), None)
 
     def all_meta(self) -> dict[str, str]:
-        """Everything that is remembered by name, as text."""
+        """Return all named values, as text."""
         return {str(name): str(value) for name, value in self.rows("SELECT name, value FROM meta")}
 
     # -------------------------------------------------------------- values by name
@@ -48,12 +48,13 @@ class LogReader(ABC):
         return default if row is None else int(row[0])
 
     def text(self, name: str) -> str:
-        """What is remembered under a name, as text; empty if nothing is."""
+        """Return a named value as text, or "" if there is none."""
         row = self.first("SELECT value FROM meta WHERE name = ?", (name,))
         return "" if row is None else str(row[0])
 
     def texts(self, prefix: str) -> dict[str, str]:
-        """Everything that is remembered under names that begin with this."""
+        """Return all values whose names begin with `prefix`."""
+        # A range instead of LIKE: the key's index serves it, and % or _ in a name means nothing special.
         query = "SELECT name, value FROM meta WHERE name >= ? AND name < ?"
         return {name: str(value) for name, value in self.rows(query, (prefix, prefix + "\U0010ffff"))}
 
@@ -64,12 +65,12 @@ class LogReader(ABC):
         return None if row is None else row[0]
 
     def location_of(self, group: str) -> str:
-        """Where a group's frame is; empty if it is unknown, or its frame was freed."""
+        """Return where a group's frame is, or "" if the group is unknown or its frame was freed."""
         row = self.first("SELECT location FROM groups WHERE id = ?", (group,))
         return "" if row is None else str(row[0])
 
     def location_at(self, op: int) -> str:
-        """The same, by the decision's number."""
+        """Return where a group's frame is, by the group's op."""
         row = self.first("SELECT location FROM groups WHERE op = ?", (op,))
         return "" if row is None else str(row[0])
 
@@ -84,37 +85,37 @@ class LogReader(ABC):
         return self.metadata_of([op]).get(op)
 
     def metadata_of(self, ops: Sequence[int]) -> dict[int, bytes]:
-        """The metadata of groups, by op; of groups that were freed there is none."""
+        """Return the metadata of groups, by op. Groups that were freed have none."""
         return dict(self._keyed("SELECT op, facts FROM facts WHERE op", ops))
 
     def locations(self) -> list[str]:
-        """Return where the frames are that are not freed."""
+        """Return the locations of all frames that are not freed."""
         return [found for (found,) in self.rows("SELECT location FROM groups WHERE location != ''")]
 
     @property
     def num_frames(self) -> int:
-        """How many frames the log needs."""
+        """Number of frames the log needs."""
         row = self.first("SELECT COUNT(*) FROM groups WHERE location != ''")
         return 0 if row is None else int(row[0])
 
     def groups_in(self, state: State) -> list[GroupRow]:
-        """The groups that are recorded in a state, in order."""
+        """Return the groups recorded in a state, in order of arrival."""
         return list(map(group_row, self.rows(f"{SELECT_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
-        """All groups behind a decision, in order, without their frames."""
+        """Yield all groups accepted after decision `after`, in order."""
         yield from map(group_row, self._ordered(SELECT_GROUPS, "op", after))
 
     def groups_of(self, ops: Iterable[int]) -> Iterator[GroupRow]:
-        """These groups, without their frames."""
+        """Yield the groups with these ops, in the order given. Unknown ops are left out."""
         yield from map(group_row, self._keyed(f"{SELECT_GROUPS} WHERE op", list(ops)))
 
     def with_frames(self) -> set[int]:
-        """Return the groups whose frames are not freed."""
+        """Return the ops of groups whose frames are not freed."""
         return {op for (op,) in self.rows("SELECT op FROM facts")}
 
     def totals(self) -> dict[tuple[State, str], int]:
-        """Samples by recorded state and reason."""
+        """Return the number of samples by recorded state and reason."""
         query = "SELECT state, reason, CAST(SUM(samples) AS BIGINT) FROM groups GROUP BY state, reason"
         return {(State(state), reason): samples for state, reason, samples in self.rows(query)}
 
@@ -122,7 +123,8 @@ class LogReader(ABC):
 
     @property
     def last_op(self) -> int:
-        """The number of the last decision that is written down."""
+        """Number of the last decision in the log."""
+        # Snapshots too: the decisions before one may be gone from the other tables.
         tables = ("groups", "records", "steps", "snapshots")
         found = (self.first(f"SELECT MAX(op) FROM {name}") for name in tables)  # noqa: S608 - our own names
         return max((row[0] or 0) if row is not None else 0 for row in found)
@@ -132,21 +134,21 @@ class LogReader(ABC):
         return self.first("SELECT 1 FROM steps LIMIT 1") is not None
 
     def steps_from(self, first: int) -> bool:
-        """Whether this step or a later one is planned."""
+        """Return whether this step or a later one is planned."""
         return self.first("SELECT 1 FROM steps WHERE step >= ? LIMIT 1", (first,)) is not None
 
     def snapshot(self) -> tuple[int, bytes] | None:
-        """(decision, what memory held after it), if it was ever kept."""
+        """Return (op, what memory held after that decision), or None if no snapshot was taken yet."""
         row = self.first("SELECT op, data FROM snapshots")
         return None if row is None else (row[0], row[1])
 
     def records(self, *, after: int = 0) -> Iterator[tuple[int, Record]]:
-        """(op, decision) behind a decision, in order."""
+        """Yield (op, record) after decision `after`, in order."""
         for op, data in self._ordered("SELECT op, data FROM records", "op", after):
             yield op, read_record(data)
 
     def steps(self, *, first: int = 1) -> Iterator[tuple[int, int, bytes, State]]:
-        """(step, op, manifest, state) from the first one on, in order."""
+        """Yield (step, op, manifest, state) from step `first` on, in order."""
         for step, op, manifest, state in self._ordered(
             "SELECT step, op, manifest, state FROM steps", "step", first - 1
         ):
@@ -162,10 +164,10 @@ class LogReader(ABC):
         return [name for (name,) in self.rows("SELECT name FROM frees")]
 
     def _ordered(self, query: str, key: str, after: int) -> Iterable[tuple[Any, ...]]:
-        """The rows whose key, the first column, is greater than `after`, in its order."""
+        """Return the rows whose key is greater than `after`, ordered by key. The key is the query's first column."""
         return self.rows(f"{query} WHERE {key} > ? ORDER BY {key}", (after,))
 
     def _keyed(self, query: str, ops: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """The rows of these decisions, in this order; a query ends with the name of its key."""
+        """Yield the rows of these decisions, in this order. The query ends with the name of its key."""
         for op in ops:
             yield from self.rows(f"{query} = ?", (op,))

@@ -1,10 +1,19 @@
-"""Rows of the log: groups, segments, and the states they are in."""
+"""Rows of the log: groups, segments, and the states they are in.
+
+A field of a group's row is declared once, in `GroupRow`: its Python type, its column in SQLite and in PostgreSQL, and
+how its value is stored. Tables, queries and inserts of both databases are made from that declaration. To add a field,
+append one line there, raise `FORMAT` and say what logs that already exist get in its place.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from operator import attrgetter
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,11 +28,11 @@ class State(IntEnum):
     DROPPED = 4
     QUARANTINED = 5
     EVALUATION = 6
-    """For good: it was put to be looked at, and no step may use it."""
+    """Final: the group was put for evaluation, and no step may train on it."""
 
 
 STATES = tuple(State)
-"""By number; ten times faster than `State(number)`, which counts when a long run is read again."""
+"""States by number. Ten times faster than `State(number)`, which matters when a long run is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +41,104 @@ class SegmentRow:
 
     name: str
     writer: str
-    """Who writes it."""
+    """The process that writes it."""
     epoch: int
-    """In which it was registered."""
+    """The epoch in which it was registered."""
     sealed_at: float = 0.0
     """Unix time; 0 while frames may still be accepted from it."""
     clean: bool = False
-    """Whether all of it was accepted when it was sealed, so that it holds nothing the log does not know."""
+    """Whether every frame in it was accepted when it was sealed, so that it holds nothing the log does not know."""
+
+
+# ------------------------------------------------------------------ groups
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a field of `GroupRow` is stored."""
+
+    sqlite: str
+    """Type and constraints in SQLite. Defaults stay as they were: other versions wrote logs with these tables."""
+    postgres: str
+    """Type in PostgreSQL."""
+    rule: str = "NOT NULL"
+    """Constraint in PostgreSQL."""
+    write: Callable[[Any], Any] | None = None
+    """Convert the field's value to what the database stores; None: stored as it is."""
+    read: Callable[[Any], Any] | None = None
+
+
+_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """What is decided with of a group; its metadata is beside it, its frame in storage."""
+    """What the plane decides with: one accepted group. Its metadata is in a table beside it, its frame in storage."""
 
-    op: int
-    id: str
-    digest: bytes
-    policy_version: int | None
-    """Of its oldest sample; None where no sample says."""
-    samples: int
-    tokens: int
-    size: int
+    op: Annotated[int, Column("INTEGER PRIMARY KEY", "bigint")]
+    """Number of the decision that accepted it: groups sort by arrival."""
+    id: Annotated[str, Column("TEXT NOT NULL UNIQUE", "text")]
+    digest: Annotated[bytes, Column("BLOB NOT NULL", "bytea")]
+    """XXH3-128 of its frame."""
+    policy_version: Annotated[int | None, Column("INTEGER", "bigint", rule="")]
+    """Policy version of its oldest sample; None if no sample has one."""
+    samples: Annotated[int, Column("INTEGER NOT NULL", "bigint")]
+    tokens: Annotated[int, Column("INTEGER NOT NULL", "bigint")]
+    size: Annotated[int, Column("INTEGER NOT NULL", "bigint")]
     """Bytes of its frame."""
-    state: State = State.HELD
-    reason: str = ""
-    run: str = ""
-    """The run it waits with; empty where runs are not kept apart."""
-    prompt: str = ""
-    kinds: tuple[tuple[str, str], ...] = ()
+    state: Annotated[State, Column("INTEGER NOT NULL", "smallint", write=int, read=STATES.__getitem__)] = State.HELD
+    reason: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
+    """Why it was dropped or quarantined."""
+    # Memory keeps its own counts and never compares times, so two rows are equal whatever these two say.
+    uses: Annotated[int, Column("INTEGER NOT NULL DEFAULT 0", "bigint", rule="NOT NULL DEFAULT 0")] = dataclasses.field(
+        default=0, compare=False
+    )
+    """How often a step has drawn it, as the log had it when the row was read."""
+    run: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
+    """The tenant whose table it waits in; empty where tenants share one table."""
+    prompt: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
+    kinds: Annotated[
+        tuple[tuple[str, str], ...],
+        Column("BLOB NOT NULL DEFAULT x'80'", "bytea", write=msgspec.msgpack.encode, read=_KINDS.decode),
+    ] = ()
     """What all groups of a step must have in common, by column."""
-    location: str = ""
-    """Where its frame is; empty once it is freed."""
+    location: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
+    """Where its frame is; empty once the frame is freed."""
+    at: Annotated[float, Column("REAL NOT NULL DEFAULT 0", "double precision")] = dataclasses.field(
+        default=0.0, compare=False
+    )
+    """Unix time at which it was accepted. No decision depends on it; a replay at the original speed does."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.state is State.EVALUATION
 
 
-GROUP_COLUMNS = "op, id, digest, policy_version, samples, tokens, size, state, reason, run, prompt, kinds, location"
+def _declared() -> dict[str, Column]:
+    """Each field of `GroupRow` with its column, in order."""
+    hints = typing.get_type_hints(GroupRow, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(GroupRow)}
+
+
+COLUMNS_OF_GROUPS = _declared()
+GROUP_COLUMNS = ", ".join(COLUMNS_OF_GROUPS)
 SELECT_GROUPS = f"SELECT {GROUP_COLUMNS} FROM groups"  # noqa: S608 - our own names
-_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
+_FIELDS = attrgetter(*COLUMNS_OF_GROUPS)
+_WRITES = [(place, column.write) for place, column in enumerate(COLUMNS_OF_GROUPS.values()) if column.write]
+_READS = [(place, column.read) for place, column in enumerate(COLUMNS_OF_GROUPS.values()) if column.read]
 
 
 def group_row(found: tuple[Any, ...]) -> GroupRow:
+    """Make a row from what `SELECT_GROUPS` returned."""
     values = list(found)
-    values[7], values[11] = STATES[found[7]], _KINDS.decode(found[11])
+    for place, read in _READS:
+        values[place] = read(values[place])
     return GroupRow(*values)
+
+
+def group_values(row: GroupRow) -> tuple[Any, ...]:
+    """Return the values to store for a row, in the order of `GROUP_COLUMNS`."""
+    values = list(_FIELDS(row))
+    for place, write in _WRITES:
+        values[place] = write(values[place])
+    return tuple(values)

@@ -1,4 +1,4 @@
-"""Whether a process of this machine has ended, by its pid. A pid counts within one boot and one pid namespace only."""
+"""Whether a process of this machine lives, by its pid. A pid means something within one boot and one pid namespace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from pathlib import Path
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process with this pid exists in our pid namespace.
+
+    >>> is_alive(os.getpid())
+    True
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's process, or a number that is no pid: we cannot say it ended
+        return True
+    return True
+
+
 def pid_space() -> str:
-    """Name the machine's boot and this process's pid namespace; empty where the system does not say."""
+    """Name the machine's boot and this process's pid namespace; empty where the system does not tell."""
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:
@@ -17,17 +32,9 @@ def pid_space() -> str:
 
 
 def is_gone(space: str, pid: int) -> bool:
-    """Return whether a process is known to have ended. False where it may live, or counts in another namespace.
+    """Return whether a process is known to have ended. False if it may live, or its pid is of another namespace.
 
     >>> is_gone(pid_space(), os.getpid()), is_gone("another machine", 2**22)
     (False, False)
     """
-    if pid <= 0 or not space or space != pid_space():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
+    return pid > 0 and bool(space) and space == pid_space() and not is_alive(pid)

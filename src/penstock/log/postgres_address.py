@@ -1,7 +1,7 @@
-"""Addresses of logs in PostgreSQL: postgresql://USER@HOST/DATABASE, without secrets, and `#RUN` behind it.
+"""Addresses of logs in PostgreSQL: postgresql://USER@HOST/DATABASE#RUN, without secrets.
 
-A password in an address would end up in process lists, settings, errors and the log itself. So there is none: libpq
-finds it in PGPASSWORD, in the file that PGPASSFILE names, or in a service file.
+A password in an address would end up in process lists, settings, errors and the log itself. So addresses with one are
+rejected: libpq finds the password in PGPASSWORD, in the file that PGPASSFILE names, or in a service file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_postgres(address: str) -> bool:
 
 
 def redacted(address: str) -> str:
-    """An address as it may be shown.
+    """Return an address without its secrets, to be shown.
 
     >>> redacted("postgresql://me:secret@host/db?sslpassword=x")
     'postgresql://me:***@host/db?sslpassword=***'
@@ -37,25 +37,25 @@ def redacted(address: str) -> str:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError unless this is the address of a database, without a password."""
+    """Raise ConfigError unless this is the address of a database without a password."""
     if not is_postgres(address):
         raise ConfigError(
             f"log: {redacted(address)!r}; give postgresql://USER@HOST/DATABASE, or leave it out for SQLite"
         )
     if "#" in address:
-        raise ConfigError(f"log: {redacted(address)!r}: a # in it; the run's name is the setting `run`")
+        raise ConfigError(f"log: {redacted(address)!r}: contains a #; give the run's name in the setting `run`")
     try:
         parts = urlsplit(address)
         secret = parts.password is not None
         secret |= any(name.lower() in _SECRETS for name, _ in parse_qsl(parts.query, keep_blank_values=True))
     except ValueError:
-        raise ConfigError(f"log: {redacted(address)!r}: no address; give postgresql://USER@HOST/DATABASE") from None
+        raise ConfigError(f"log: {redacted(address)!r}: not an address; give postgresql://USER@HOST/DATABASE") from None
     if secret:
-        raise ConfigError(f"log: {redacted(address)}: a password in it, which others can see; {_WHERE_TO}")
+        raise ConfigError(f"log: {redacted(address)}: contains a password, which others can see; {_WHERE_TO}")
 
 
 def with_run(address: str, run: str) -> str:
-    """The address of one run's log.
+    """Return the address of one run's log.
 
     >>> with_run("postgresql://host/db", "exp 7"), split_run("postgresql://host/db#exp%207")
     ('postgresql://host/db#exp%207', ('postgresql://host/db', 'exp 7'))
@@ -64,12 +64,13 @@ def with_run(address: str, run: str) -> str:
 
 
 def split_run(address: str) -> tuple[str, str]:
+    """Return the database's address and the run's name."""
     base, _, run = address.partition("#")
     return base, unquote(run) or "run"
 
 
 def schema_of(run: str) -> str:
-    """The schema that holds a run's tables; names that are not plain words get a part of their hash.
+    """Return the schema that holds a run's tables. Names with other characters than a-z, 0-9, _ get part of their hash.
 
     >>> schema_of("exp_7"), schema_of("Exp 7")
     ('penstock_exp_7', 'penstock_exp_7_8b6d410c')
@@ -79,5 +80,6 @@ def schema_of(run: str) -> str:
 
 
 def lock_of(schema: str) -> int:
-    """The number of the advisory lock that a plane holds while it has a run open."""
+    """Return the number of the advisory lock that a plane holds while it has a run open."""
+    # Advisory locks are signed 64-bit numbers; the shift drops a bit and keeps it positive.
     return xxhash.xxh3_64_intdigest(schema.encode()) >> 1

@@ -1,9 +1,9 @@
-"""One connection to PostgreSQL on a thread of its own, which is made again when it is lost.
+"""One connection to PostgreSQL on a thread of its own, which reconnects when the connection is lost.
 
 The caller waits for its answer and calls `while_waiting` meanwhile, so a plane's heartbeats go on while the database is
-slow or away. A job may run more than once: it must be one that can be repeated.
+slow or unreachable. A job may run more than once, so it must be safe to repeat.
 
-    connection lost, server restarting, standby       connect again, check who we are, repeat the job
+    connection lost, server restarting, standby       reconnect, check that we still own the run, repeat the job
     silent for a quarter of the deadline              cut the connection, then the same
     deadline passed                                   LogAway
 """
@@ -38,19 +38,19 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 _T = TypeVar("_T")
 _LOOK_S = 0.2
 _AWAY = ("08", "57P", "53300", "25006", "40001", "40P01", "55P03", "25P03")
-"""SQL states, or how they begin: no connection, shutdown, too many connections, read only, try again."""
+"""SQL states, or their first characters: no connection, shutdown, too many connections, read only, try again."""
 _NO_POOLER = "connect to the server itself, not to a pooler such as PgBouncer"
 
 
 class _Task(Generic[_T]):
-    """A job, and what became of it."""
+    """A job and its outcome."""
 
     def __init__(self, job: Callable[[Connection], _T], deadline: float, *, is_repeated: bool) -> None:
         self.job, self.deadline, self.is_repeated = job, deadline, is_repeated
         self.done = threading.Event()
         self.given_up = threading.Event()
         self.began = time.monotonic()
-        """Of the attempt under way."""
+        """Start of the attempt under way."""
         self.result: _T
         self.error: BaseException | None = None
 
@@ -64,20 +64,20 @@ class PostgresLink:
         self._attempt_s = max(deadline_s / 4, 2.0)
         self.while_waiting: Callable[[], None] = lambda: None
         self.on_connect: Callable[[Connection], None] = lambda _: None
-        """Called with every new connection, on the link's thread."""
+        """Called with every new connection, on this object's thread."""
         self._connection: Connection | None = None
         self._lock = threading.Lock()
-        """Around closing a connection, so that another thread never cuts one that is not ours any more."""
+        """Held while a connection is closed, so that `_cut` never shuts down a descriptor that was reused."""
         self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
         self._failure: PenstockError | None = None
-        """Why the log cannot be used any longer."""
+        """The error after which the log cannot be used any longer."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="penstock-log", daemon=True)
         self._thread.start()
 
     def run(self, job: Callable[[Connection], _T], *, is_repeated: bool = True) -> _T:
-        """Run a job, and repeat it where the connection is lost. Raises LogAway once the deadline has passed."""
-        if self._failure is not None:
+        """Run a job and return its result. Repeats it if the connection is lost, until the deadline: then LogAway."""
+        if self._failure is not None:  # a new error each time: raising one object twice would grow its traceback
             raise type(self._failure)(str(self._failure))
         task = _Task(job, time.monotonic() + self._deadline_s, is_repeated=is_repeated)
         self._tasks.put(task)
@@ -87,6 +87,7 @@ class PostgresLink:
             if now - task.began > (self._attempt_s if is_repeated else self._deadline_s):
                 task.began = now
                 self._cut()
+            # The thread itself gives up at the deadline. If even that does not happen, it hangs inside libpq.
             if now > task.deadline + self._attempt_s + 1.0:
                 task.given_up.set()
                 task.error = LogAway(f"{self._where}: no answer for {self._deadline_s:g} s (timeouts.log_s)")
@@ -98,7 +99,7 @@ class PostgresLink:
         return task.result
 
     def close(self) -> None:
-        if self._process != os.getpid():  # a forked child: the connection and the thread are its parent's
+        if self._process != os.getpid():  # a forked child: connection and thread belong to its parent
             return
         self._tasks.put(None)
         self._thread.join(0.0 if self._failure else self._attempt_s)
@@ -106,7 +107,7 @@ class PostgresLink:
             self._cut()
             self._thread.join(self._attempt_s)
 
-    # -------------------------------------------------------------- on the link's thread
+    # -------------------------------------------------------------- on the thread of this object
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -129,12 +130,12 @@ class PostgresLink:
                     self._roll_back()
                     raise typed(error, self._where) from None
                 self._drop()
-                words = first_line(error)
+                message = first_line(error)
             if time.monotonic() + pause > task.deadline or task.given_up.is_set() or not task.is_repeated:
                 after = f"; tried for {self._deadline_s:g} s (timeouts.log_s)" if task.is_repeated else ""
-                raise LogAway(f"{self._where}: {words}{after}")
-            if pause < 0.03:
-                logger.warning("%s: %s; connecting again", self._where, words)
+                raise LogAway(f"{self._where}: {message}{after}")
+            if pause < 0.03:  # the first failure only
+                logger.warning("%s: %s; reconnecting", self._where, message)
             task.given_up.wait(pause)
             pause = min(2 * pause, 1.0)
 
@@ -161,12 +162,12 @@ class PostgresLink:
                     found.close()
 
     def _cut(self) -> None:
-        """From the caller's thread: end whatever the link's thread waits for."""
+        """End whatever this object's thread waits for. Called from the caller's thread."""
         with self._lock:
             found = self._connection
             if found is None or found.closed:
                 return
-            # The descriptor belongs to libpq: shutting down a copy ends the connection and closes nothing.
+            # The descriptor belongs to libpq. Shutting down a duplicate ends the connection without closing libpq's.
             with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(found.fileno())) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
 
@@ -175,12 +176,12 @@ class PostgresLink:
 
 
 _SESSION = (
-    # A plane whose host is gone must not hold up its successor for the two hours that TCP waits by default.
+    # By default TCP notices a dead host after two hours. A lost plane must not block its successor that long.
     ("tcp_keepalives_idle", "10"),
     ("tcp_keepalives_interval", "5"),
     ("tcp_keepalives_count", "3"),
     ("idle_in_transaction_session_timeout", "60s"),
-    # Whatever a role has as its default: how long we wait is decided here, and fencing needs rows as they are now.
+    # A role may have other defaults. How long we wait is decided here, and fencing must see rows as they are now.
     ("statement_timeout", "0"),
     ("lock_timeout", "0"),
     ("default_transaction_isolation", "read committed"),
@@ -188,7 +189,7 @@ _SESSION = (
 
 
 def connect(address: str, where: str, *, timeout_s: float, writes: bool = True) -> Connection:
-    """A connection to a log. `writes`: raises ConfigError where the server cannot be trusted with one."""
+    """Connect to a log's database. With `writes`, raises ConfigError for a server that would lose commits."""
     made: Connection = psycopg.connect(
         address,
         autocommit=True,
@@ -204,7 +205,7 @@ def connect(address: str, where: str, *, timeout_s: float, writes: bool = True) 
             _check_session(made, where)
             for name, value in _SESSION:
                 made.execute("SELECT set_config(%s, %s, false)", (name, value))
-            # As it is now: a change of the server's configuration reaches sessions that did not set it.
+            # Set it to its current value: otherwise a later change of the server's configuration reaches this session.
             made.execute("SELECT set_config('synchronous_commit', current_setting('synchronous_commit'), false)")
     except BaseException:
         made.close()
@@ -213,14 +214,14 @@ def connect(address: str, where: str, *, timeout_s: float, writes: bool = True) 
 
 
 def _check_session(made: Connection, where: str) -> None:
-    """Refuse settings that lose acknowledged groups, and poolers that mix sessions."""
+    """Reject settings that lose acknowledged groups, and poolers that mix sessions."""
     for name in ("synchronous_commit", "fsync"):
         if _one(made, f"SHOW {name}") == "off":
             raise ConfigError(
                 f"{where}: {name} is off, so a crash of the server loses groups that were acknowledged; set it to on "
                 f"for this database (ALTER DATABASE ... SET {name} = on, or postgresql.conf)"
             )
-    # A pooler answers with a number of its own, or gives us another session from one transaction to the next.
+    # A pooler reports a pid of its own, or switches sessions between transactions. Both show as more than one pid.
     pids = {int(_one(made, "SELECT pg_backend_pid()")) for _ in range(3)}
     if pids != {made.info.backend_pid}:
         raise ConfigError(f"{where}: a pooler is in between, and fencing needs one session; {_NO_POOLER}")
@@ -229,7 +230,7 @@ def _check_session(made: Connection, where: str) -> None:
 
 
 def _one(made: Connection, query: str) -> Any:
-    row = made.execute(query, prepare=False).fetchone()  # a pooler does not know what was prepared
+    row = made.execute(query, prepare=False).fetchone()  # a pooler may not know a prepared statement
     assert row is not None
     return row[0]
 
@@ -238,7 +239,7 @@ def _one(made: Connection, query: str) -> Any:
 
 
 def is_away(error: psycopg.Error) -> bool:
-    """Whether trying again later may help."""
+    """Return whether trying again later may help."""
     state = error.sqlstate or ""
     if not state:
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
@@ -246,19 +247,19 @@ def is_away(error: psycopg.Error) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What a database says, in one line, without a password that the environment names."""
-    words = " ".join(str(error).split()) or type(error).__name__
+    """Return a database's message in one line, without the password in PGPASSWORD."""
+    message = " ".join(str(error).split()) or type(error).__name__
     secret = os.environ.get("PGPASSWORD", "")
-    return words.replace(secret, "***")[:300] if secret else words[:300]
+    return message.replace(secret, "***")[:300] if secret else message[:300]
 
 
 def typed(error: psycopg.Error, where: str) -> StorageError | Conflict:
-    """The error of ours that says the same."""
-    words = first_line(error)
+    """Return our error for one of PostgreSQL's."""
+    message = first_line(error)
     if error.sqlstate == "53100":
-        return DiskFull(f"{where}: {words}; nothing was written; make room on the database's disk")
+        return DiskFull(f"{where}: {message}; nothing was written; make room on the database's disk")
     if (error.sqlstate or "").startswith("XX"):
-        return CorruptFile(f"{where}: {words}; restore the database from a backup")
+        return CorruptFile(f"{where}: {message}; restore the database from a backup")
     if error.sqlstate in ("3F000", "42P01"):
-        return CorruptFile(f"{where}: no such run in this database: {words}")
-    return StorageError(f"{where}: {words}")
+        return CorruptFile(f"{where}: no such run in this database: {message}")
+    return StorageError(f"{where}: {message}")

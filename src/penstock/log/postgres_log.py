@@ -1,11 +1,11 @@
-"""A run's log in PostgreSQL: one schema in a database that somebody operates, and that outlives any plane.
+"""A run's log in PostgreSQL: one schema in a database that you operate, and that outlives any plane.
 
-A transaction is collected in memory and sent as one pipeline. It begins by moving the counter of transactions, from the
-number this plane knows to the next, where the epoch is still its own. So a plane that was taken over writes nothing,
-and a transaction that is sent again, because its answer was lost, is done once:
+A transaction is collected in memory and sent as one pipeline. Its first statement moves the counter of transactions
+from the number this plane knows to the next, if the epoch is still its own. So a plane that was taken over writes
+nothing, and a transaction that is sent again because its answer was lost is done once:
 
-    epoch 4, transaction 17     sends 18, the connection is lost inside COMMIT
-    connects again, sends 18    the counter is at 17: it was not done, and is now
+    epoch 4, transaction 17     sends 18; the connection is lost inside COMMIT
+    reconnects, sends 18        the counter is at 17: it was not done, so it is done now
                                 the counter is at 18: it was done; go on
                                 the epoch is 5: another plane has the run; end
 """
@@ -40,7 +40,7 @@ from penstock.log.volume import Disk
 logger = logging.getLogger("penstock.log")
 _PAGE, _KEYS = 20_000, 10_000
 _RELEASE_S = 10.0
-"""For the session of the plane before to end."""
+"""How long to wait for the session of the previous plane to end."""
 _KNOWN = "SELECT id, digest, state, location FROM groups WHERE id = ANY(%b::text[])"
 _DISCARDED = "SELECT name FROM discards WHERE name = ANY(%b::text[])"
 _open_here: set[str] = set()
@@ -48,7 +48,7 @@ _open_here: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """The row that says whose the run is."""
+    """The row that names the owner of the run."""
 
     run_id: str
     epoch: int
@@ -71,8 +71,8 @@ class PostgresLog(Log):
         guard: Guard | None = None,
         take_over: bool = True,
     ) -> None:
-        """`address` may end in `#RUN`. `deadline_s`: how long the database may be away. `take_over` False: raises
-        Conflict while a plane is at work."""
+        """`address` may end in `#RUN`. `deadline_s` is how long the database may be unreachable. With `take_over`
+        False, raises Conflict while a plane has the run open."""
         base, named = split_run(address)
         self._run = run or named
         self.where = redacted(with_run(base, self._run))
@@ -85,9 +85,9 @@ class PostgresLog(Log):
         self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=0)
         self._guard, self._is_mine = guard, False
         self._writes: list[tuple[str, Sequence[Any]]] | None = None
-        """Statements of the transaction under way."""
+        """Statements of the transaction under way; None outside a transaction."""
         self._known: dict[str, tuple[bytes, int, str] | None] = {}
-        """(digest, state, location) of groups that were looked up since the last transaction."""
+        """(digest, state, location) of groups looked up since the last transaction."""
         self._discarded: dict[str, bool] = {}
         self._link = PostgresLink(base, self.where, deadline_s=deadline_s)
         self._link.on_connect = self._enter
@@ -102,14 +102,15 @@ class PostgresLog(Log):
         self._is_mine = True
         _open_here.add(self.where)
 
-    # -------------------------------------------------------------- whose the run is; on the link's thread
+    # -------------------------------------------------------------- ownership of the run; on the link's thread
 
     def _enter(self, connection: Connection) -> None:
-        """A new connection: use our schema, and if the run was ours, find out whether it still is."""
+        """Prepare a new connection: use our schema, and check that the run is still ours if it was."""
         in_schema(connection, self._schema)
         if not self._is_mine:
             return
         found = self._owner(connection)
+        # One more than we know: the transaction whose answer was lost with the old connection.
         self._check_owner(found, {self._commits, self._commits + 1})
         self._end_session(connection, found)
         self._sign(connection, self.epoch, 0)
@@ -130,8 +131,10 @@ class PostgresLog(Log):
             )
 
     def _take_over(self, connection: Connection, *, take_over: bool) -> None:
-        """Begin a new epoch: earlier planes can write nothing from now on."""
+        """Begin a new epoch. From now on earlier planes can write nothing."""
         self._make_tables(connection)
+        # The advisory lock only says that a plane is at work. What fences is the epoch: sessions die late and poolers
+        # lose locks, but no commit passes `begin_commit` with an old epoch.
         is_free = self._try_lock(connection)
         found = self._owner(connection)
         if not is_free and not take_over:
@@ -156,9 +159,10 @@ class PostgresLog(Log):
             held = 0 if row is None else int(row[0])
             self._guard(run_id=self.run_id, epoch=self.epoch, commits=self._commits, held=held, is_new=found is None)
         if found is None:
+            # Two planes may create the run at the same time. The key allows one row, so one of them inserts nothing.
             query = "INSERT INTO run VALUES (true, %s, %s, %s, 1, 1, 0, now(), '') ON CONFLICT DO NOTHING"
             if not connection.execute(query, (self._run, FORMAT, self.run_id)).rowcount:
-                raise Conflict(f"{self.where}: another plane began it at the same moment; start this one again")
+                raise Conflict(f"{self.where}: another plane created it at the same moment; start this one again")
             self._sign(connection, 1, 0)
         else:
             self._migrate(connection)
@@ -167,6 +171,8 @@ class PostgresLog(Log):
     def _make_tables(self, connection: Connection) -> None:
         if not table_names(connection, self._schema):
             with connection.transaction():
+                # ~key: another lock than the plane's own, which is held for long. Look again once we have it: another
+                # plane may have created the tables while we waited.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (~self._key,))
                 if not table_names(connection, self._schema):
                     made = sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema))
@@ -176,7 +182,9 @@ class PostgresLog(Log):
         if found is not None:
             self._migrations(found[1])
         if found is not None and found[0] != self._run:
-            raise Conflict(f"{self.where}: schema {self._schema} is of run {found[0]!r}; give this run another name")
+            raise Conflict(
+                f"{self.where}: schema {self._schema} belongs to run {found[0]!r}; give this run another name"
+            )
 
     def _migrations(self, found: int) -> list[str]:
         """What brings a log of format `found` to this version's. Raises CorruptFile where nothing does."""
@@ -203,7 +211,7 @@ class PostgresLog(Log):
         return None if row is None else _Owner(*row)
 
     def _sign(self, connection: Connection, seen: int, more: int) -> None:
-        """Write down that this session has the run, which was in epoch `seen`."""
+        """Record that this session owns the run, if the run is still in epoch `seen`; otherwise raise Fenced."""
         query = (
             "UPDATE run SET epoch = epoch + %s, commits = commits + %s, holder = %s, pid = pg_backend_pid(), began = "
             "(SELECT backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()) WHERE epoch = %s"
@@ -213,8 +221,9 @@ class PostgresLog(Log):
             raise Fenced(f"{self.where}: another plane took the run over at the same moment; this one must end")
 
     def _end_session(self, connection: Connection, found: _Owner | None) -> None:
-        """End the session that had the run: it may be hanging inside a transaction. Where that is not allowed, the
-        epoch fences it, and a transaction under way is waited for."""
+        """End the previous owner's session, which may hang inside a transaction and hold the row's lock.
+
+        If this role may not do that, the epoch fences the session, and its transaction under way is waited for."""
         query = (
             "SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a, run r WHERE a.pid = r.pid AND a.backend_start "
             "= r.began AND a.pid <> pg_backend_pid()"
@@ -227,7 +236,7 @@ class PostgresLog(Log):
 
     @property
     def _key(self) -> int:
-        """Of the lock that tells others that a plane is at work."""
+        """Number of the advisory lock that tells others a plane is at work."""
         return lock_of(self._schema)
 
     def _try_lock(self, connection: Connection) -> bool:
@@ -235,11 +244,11 @@ class PostgresLog(Log):
         return row is not None and bool(row[0])
 
     def _hold(self, connection: Connection) -> None:
-        """Take the lock once the session before has ended."""
+        """Take the advisory lock once the previous session has ended."""
         until = time.monotonic() + _RELEASE_S
         while not self._try_lock(connection):
             if time.monotonic() > until:
-                logger.warning("%s: the session before has not ended; it is fenced", self.where)
+                logger.warning("%s: the previous session has not ended; it is fenced", self.where)
                 return
             time.sleep(0.02)
 
@@ -257,12 +266,13 @@ class PostgresLog(Log):
         try:
             self._link.run(lambda connection: self._commit(connection, writes))
         finally:
+            # What was looked up may have changed, also when the outcome of the commit is unknown.
             self._known, self._discarded = {}, {}
         self._commits += 1
         self.on_commit(time.perf_counter() - started)
 
     def _commit(self, connection: Connection, writes: Sequence[tuple[str, Sequence[Any]]]) -> None:
-        """On the link's thread; may be repeated."""
+        """Send a transaction. Runs on the link's thread and may be repeated."""
         try:
             with connection.pipeline(), connection.transaction():
                 connection.execute("SELECT begin_commit(%s, %s)", (self.epoch, self._commits), prepare=True)
@@ -271,11 +281,11 @@ class PostgresLog(Log):
         except psycopg.Error as error:
             if error.sqlstate != FENCED:
                 raise
-            # Either it was done before and the answer was lost, or the run is not ours any more.
+            # Either an earlier attempt committed and its answer was lost, or the run is no longer ours.
             self._check_owner(self._owner(connection), {self._commits + 1})
 
     def move_past(self, run_id: str, *, epoch: int, commits: int) -> None:
-        """For a recovery: become this run (unless empty), in an epoch and with transactions behind these."""
+        """For a recovery: take this run id (unless empty), with an epoch and a number of commits past these."""
         now = (run_id or self.run_id, max(self.epoch, epoch + 1), max(self._commits, commits) + 1)
         query = "UPDATE run SET run_id = %s, epoch = %s, commits = %s WHERE epoch = %s AND commits = %s"
         values = (*now, self.epoch, self._commits)
@@ -296,7 +306,7 @@ class PostgresLog(Log):
         return 0  # the database is on a disk of its own
 
     def shrink(self) -> None:
-        """The database does that by itself."""
+        """Nothing to do: the database frees space itself."""
 
     def close(self) -> None:
         _open_here.discard(self.where)
@@ -337,6 +347,7 @@ class PostgresLog(Log):
         return ""
 
     def _ordered(self, query: str, key: str, after: int) -> Iterator[tuple[Any, ...]]:
+        # Page by page: reading a long run again must not hold all rows, nor keep a transaction open for minutes.
         while page := self.rows(f"{query} WHERE {key} > ? ORDER BY {key} LIMIT ?", (after, _PAGE)):
             yield from page
             after = page[-1][0]
@@ -347,7 +358,7 @@ class PostgresLog(Log):
             found = {row[0]: row for row in self.rows(f"{query} = ANY(?::bigint[])", (some,))}
             yield from (found[op] for op in some if op in found)
 
-    # -------------------------------------------------------------- groups that were looked up ahead
+    # -------------------------------------------------------------- groups looked up ahead
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
         ids = [as_sent(name) for name in dict.fromkeys(groups) if name not in self._known]
@@ -390,13 +401,13 @@ class PostgresLog(Log):
 
 @lru_cache(maxsize=256)
 def _marked(query: str) -> str:
-    """Our marks for values, as psycopg has them; large values are sent as they are."""
+    """Replace our marks for values by psycopg's. `%b` sends binary: blobs are not escaped as text."""
     return query.replace("?", "%b")
 
 
 @lru_cache(maxsize=64)
 def _insertion(table: str, columns: str, known: str) -> str:
-    """An insert that takes a list for each column."""
+    """Return an INSERT that takes one list per column: one statement and one round trip for any number of rows."""
     kinds = [COLUMNS[table][name] for name in columns.split(", ")]
     lists = ", ".join(f"?::{kind}[]" for kind in kinds)
     return f"INSERT INTO {table} ({columns}) SELECT * FROM unnest({lists}) {known}"  # noqa: S608 - our own names

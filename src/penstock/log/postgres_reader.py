@@ -1,4 +1,4 @@
-"""Reads a log in PostgreSQL without owning it, in one consistent state, beside a plane that writes."""
+"""Reads a log in PostgreSQL without owning it, in one consistent state, while a plane writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ESCAPE = "\x1a"
 
 
 class PostgresReader(LogReader):
-    """One moment of a log."""
+    """One consistent state of a log."""
 
     def __init__(self, connection: Connection, where: str, schema: str) -> None:
         self._connection, self.where, self._schema = connection, where, schema
@@ -53,7 +53,8 @@ def reading_postgres(address: str) -> Iterator[PostgresReader]:
     base, run = split_run(address)
     where, schema = redacted(address), schema_of(run)
     try:
-        with connect(base, where, timeout_s=_CONNECT_S, writes=False) as connection:  # a standby will do, or a pooler
+        # A standby or a pooler will do: nothing is written.
+        with connect(base, where, timeout_s=_CONNECT_S, writes=False) as connection:
             connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             in_schema(connection, schema)
             yield PostgresReader(connection, where, schema)
@@ -64,7 +65,7 @@ def reading_postgres(address: str) -> Iterator[PostgresReader]:
 
 
 def in_schema(connection: Connection, schema: str) -> None:
-    """Have names without a schema mean those of a run."""
+    """Make unqualified names refer to the tables of a run."""
     connection.execute(sql.SQL("SET search_path TO {}").format(sql.Identifier(schema)))
 
 
@@ -77,8 +78,11 @@ def table_names(connection: Connection, schema: str) -> set[str]:
 
 
 def as_sent(value: Any) -> Any:
-    """A value as it is sent. PostgreSQL's text has no zero character, and a group's name may have one: it is written as
-    two others."""
+    r"""Escape a value. PostgreSQL's text cannot hold a zero character, and a group's name may: it becomes two others.
+
+    >>> as_sent("a\0b\x1ac")
+    'a\x1a0b\x1aec'
+    """
     if isinstance(value, list):
         return [as_sent(one) for one in value]
     if isinstance(value, str) and ("\0" in value or _ESCAPE in value):
@@ -87,7 +91,7 @@ def as_sent(value: Any) -> Any:
 
 
 def decoded(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Rows as they were sent."""
+    """Undo `as_sent` in rows that were read."""
     for number, row in enumerate(rows):
         if any(isinstance(value, str) and _ESCAPE in value for value in row):
             rows[number] = tuple(_unescaped(value) if isinstance(value, str) else value for value in row)

@@ -1,4 +1,4 @@
-"""The runs that have their logs in one database: list them, drop one."""
+"""Lists and drops the runs that have their logs in one database."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class DatabaseRun:
     run_id: str
     epoch: int
     groups: int
-    """Groups the log knows."""
+    """Number of groups in the log."""
     num_bytes: int
-    """Of the log."""
+    """Size of the log."""
     storage: str
     """Where its frames are; empty: in a folder that only its host knows."""
     holder: str
-    """The process that had it last."""
+    """The process that opened it last."""
     is_open: bool
-    """Whether that process has it now."""
+    """Whether that process has it open now."""
 
 
 def runs_in(address: str) -> list[DatabaseRun]:
-    """All runs of a database that this user may read."""
+    """Return all runs in a database that this user may read."""
     with _connected(address, writes=False) as connection:
         schemas = [schema for (schema,) in connection.execute(_SCHEMAS)]
         found = [_run_in(connection, schema) for schema in schemas]
@@ -52,8 +52,8 @@ def runs_in(address: str) -> list[DatabaseRun]:
 def drop_run(address: str, first: Callable[[DatabaseRun], None] = lambda _run: None) -> None:
     """Delete the log of a run; the address ends in `#RUN`. Raises Conflict while a plane has it open.
 
-    Calls `first` with the run before that. Its tables are locked meanwhile: a plane that starts waits, and then finds
-    no run."""
+    Calls `first` with the run before deleting. The run's tables are locked meanwhile: a plane that starts has to wait,
+    and then finds no run."""
     base, run = split_run(address)
     schema = schema_of(run)
     with _connected(base, writes=True) as connection:
@@ -72,7 +72,7 @@ def drop_run(address: str, first: Callable[[DatabaseRun], None] = lambda _run: N
 
 
 def _run_in(connection: Connection, schema: str) -> DatabaseRun | None:
-    """None if the schema is not one of ours, or not for this user."""
+    """Return the run in a schema; None if the schema is not one of ours, or this user may not read it."""
     names = {name: sql.Identifier(schema, name) for name in ("run", "groups", "meta")}
     try:
         query = sql.SQL("SELECT name, run_id, epoch, holder FROM {run}").format(**names)

@@ -1,29 +1,15 @@
-"""The tables of a log in PostgreSQL: those of SQLite, and one row that says who owns the run.
+"""The tables of a log in PostgreSQL: those of SQLite, and one row that says which plane owns the run.
 
 Text is compared by its bytes (collation "C"), as in SQLite.
 """
 
 from __future__ import annotations
 
+from penstock.log.log_rows import COLUMNS_OF_GROUPS
+
 COLUMNS = {
     "meta": {"name": "text", "value": "text"},
-    "groups": {
-        "op": "bigint",
-        "id": "text",
-        "digest": "bytea",
-        "policy_version": "bigint",
-        "samples": "bigint",
-        "tokens": "bigint",
-        "size": "bigint",
-        "state": "smallint",
-        "reason": "text",
-        "uses": "bigint",
-        "run": "text",
-        "prompt": "text",
-        "kinds": "bytea",
-        "location": "text",
-        "at": "double precision",
-    },
+    "groups": {name: column.postgres for name, column in COLUMNS_OF_GROUPS.items()},
     "facts": {"op": "bigint", "facts": "bytea"},
     "records": {"op": "bigint", "data": "bytea"},
     "discards": {"name": "text"},
@@ -38,11 +24,11 @@ COLUMNS = {
     },
     "frees": {"name": "text"},
 }
-"""The first column of a table is its key."""
+"""Table -> column -> type. The first column of a table is its key."""
 
-_DEFAULTS = {("groups", "policy_version"): "", ("groups", "uses"): "NOT NULL DEFAULT 0"}
+_DEFAULTS = {("groups", name): column.rule for name, column in COLUMNS_OF_GROUPS.items()}
 FENCED = "PS001"
-"""The error that `begin_commit` raises."""
+"""SQL state of the error that `begin_commit` raises."""
 OWNER = """
 CREATE TABLE run (
     is_it boolean PRIMARY KEY DEFAULT true CHECK (is_it),
@@ -52,7 +38,7 @@ CREATE TABLE run (
 CREATE FUNCTION begin_commit(mine bigint, last bigint) RETURNS void LANGUAGE plpgsql AS $$
 DECLARE owner record;
 BEGIN
-    -- Locks the row until the transaction ends: a plane that takes over waits for it, or this one waits and is refused.
+    -- Locks the row until the transaction ends. A plane that takes over waits for it, or this one waits and is fenced.
     UPDATE run SET commits = last + 1 WHERE epoch = mine AND commits = last;
     IF NOT FOUND THEN
         SELECT epoch, commits INTO owner FROM run;
@@ -80,7 +66,7 @@ def migrations(found: int, wanted: int) -> list[str] | None:
 
 
 def create_tables() -> str:
-    """The statements that make an empty log in the current schema."""
+    """Return the statements that create an empty log in the current schema."""
     made = [OWNER]
     for table, columns in COLUMNS.items():
         lines = []
@@ -90,7 +76,8 @@ def create_tables() -> str:
             lines.append(f"{name} {kind} {order} {rule}")
         made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
     made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
-    # Metadata, plans and snapshots are packed already: compressing them again costs more than it saves.
+    # Metadata, plans and snapshots are compressed already. EXTERNAL stores them as they are: compressing again costs
+    # more than it saves.
     for table, column in (("facts", "facts"), ("records", "data"), ("snapshots", "data"), ("steps", "manifest")):
         made.append(f"ALTER TABLE {table} ALTER {column} SET STORAGE EXTERNAL;")
     return "\n".join(made)

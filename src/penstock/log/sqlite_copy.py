@@ -1,4 +1,4 @@
-"""Copies a log into an SQLite file: of a run's folder, or of a database."""
+"""Copies a run's log into one SQLite file, from SQLite or PostgreSQL, and makes a copied log another run's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.log.sqlite_log import SCHEMA
 from penstock.log.sqlite_reader import LOG, back_up, typed_errors
 
 _ROWS = 5000
-"""Read at once."""
+"""Rows read and inserted at a time."""
 
 
 def copy_log(folder: Path, target: Path) -> None:
-    """Copy the log of a run's folder to one file, in one consistent state, also while its plane writes."""
+    """Copy a run's log to one file, in one consistent state, even while its plane writes."""
     if url_of(folder):
         with reading(folder) as log:
             _copy_tables(log, target)
@@ -33,7 +33,7 @@ def _copy_tables(log: LogReader, target: Path) -> None:
         made.execute("BEGIN")
         for table in TABLES:
             columns = [row[1] for row in made.execute(f"PRAGMA table_info({table})")]
-            if table == "meta":
+            if table == "meta":  # in PostgreSQL run id, epoch and commits are in a table of their own
                 rows = iter([(name, _typed(value)) for name, value in log.all_meta().items()])
             else:
                 rows = iter(log.rows(f"SELECT {', '.join(columns)} FROM {table}"))  # noqa: S608 - our own names
@@ -44,15 +44,17 @@ def _copy_tables(log: LogReader, target: Path) -> None:
 
 
 def _typed(value: str) -> int | str:
-    """SQLite keeps numbers as numbers there."""
+    """Return a named value as SQLite stores it: numbers as integers, which PostgreSQL keeps as text."""
     return int(value) if value.isdecimal() and len(value) < 19 else value
 
 
 def sign_copy(
     path: Path, *, run_id: str, copied_from: str, lacks: str, dropped: Sequence[str], segments: Sequence[str]
 ) -> dict[str, int]:
-    """Make a copied log that of the copy: its id, its storage, where it comes from, what it has yet to delete
-    (`dropped`, of which `segments` are segments). Returns its `epoch` and `commits`."""
+    """Turn a copied log into the copy's own: its run id, storage and origin, and what it still has to delete.
+
+    `dropped` are locations and segment names, `segments` the segment names among them. Returns `epoch` and `commits`.
+    """
     with typed_errors(str(path.parent)), closing(sqlite3.connect(path, isolation_level=None)) as log:
         meta = {name: int(value) for name, value in log.execute(_NUMBERS)}
         mine = {"run_id": run_id, "storage": "", "copied_from": copied_from}
@@ -60,7 +62,7 @@ def sign_copy(
         log.execute("BEGIN IMMEDIATE")
         log.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list((mine | more).items()))
         log.executemany("INSERT OR IGNORE INTO frees VALUES (?)", [(name,) for name in dropped])
-        # A segment that no log knows stops all deletion: these are known until they are deleted.
+        # A plane that finds an unregistered segment deletes nothing at all. So these stay registered until deleted.
         rows = [(name, "copy", meta["epoch"], time.time(), 1) for name in segments]
         log.executemany("INSERT OR IGNORE INTO segments VALUES (?, ?, ?, ?, ?)", rows)
         log.execute("COMMIT")
@@ -71,8 +73,9 @@ _NUMBERS = "SELECT name, value FROM meta WHERE name IN ('epoch', 'commits')"
 
 
 def set_identity(path: Path, *, run_id: str, epoch: int, least_commits: int) -> tuple[str, int]:
-    """Set who a log is: its run (as it is if empty), its epoch, and a number of transactions that is not behind
-    `least_commits`. Returns run id and transactions."""
+    """Set a log's run id (unless empty) and epoch, and raise its number of commits to `least_commits` at least.
+
+    Returns run id and commits."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         if run_id:
             db.execute("UPDATE meta SET value = ? WHERE name = 'run_id'", (run_id,))
@@ -83,6 +86,6 @@ def set_identity(path: Path, *, run_id: str, epoch: int, least_commits: int) -> 
 
 
 def carry_over(path: Path) -> bool:
-    """Move the write-ahead log of a log into it; False if another process has it open."""
+    """Checkpoint a log's write-ahead log and truncate it. Returns False if another process has the log open."""
     with typed_errors(str(path)), closing(sqlite3.connect(path, isolation_level=None)) as db:
         return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]

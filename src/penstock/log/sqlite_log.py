@@ -1,16 +1,17 @@
 """A run's log in one SQLite file.
 
 SQLite in WAL mode with full sync does what a log must: a transaction is on disk, or it never happened. One process owns
-a run's folder, by a lock that dies with it.
-
-A log that lost something is never believed: the witness (`witness.py`) counts commits outside the database.
+a run's folder, by a lock that ends with the process. The witness (`witness.py`) counts commits outside the database, so
+a log that lost some of them is detected.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CorruptFile, DiskFull
-from penstock.log import fork
 from penstock.log.decision_log import FORMAT, Guard, Log
+from penstock.log.folder_lock import own, release
+from penstock.log.log_rows import COLUMNS_OF_GROUPS
 from penstock.log.sqlite_reader import quick_check, typed_errors
-from penstock.log.volume import Disk, own
-from penstock.log.wal_checkpointer import TIDY_BYTES, WalCheckpointer
+from penstock.log.volume import Disk
 from penstock.log.witness import Witness, check_log_is_there, check_witness
 
+logger = logging.getLogger("penstock.log")
 _PAGE = 16384
-SCHEMA = """
+TIDY_BYTES = 16 << 20
+"""Bytes written to the write-ahead log before a checkpoint is due."""
+_COMMIT_BYTES = 64 << 10
+"""What a commit writes beside metadata and plans: a few pages."""
+_GROUPS = ", ".join(f"{name} {column.sqlite}" for name, column in COLUMNS_OF_GROUPS.items())
+SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups (
-    op INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, policy_version INTEGER,
-    samples INTEGER NOT NULL, tokens INTEGER NOT NULL, size INTEGER NOT NULL,
-    state INTEGER NOT NULL, reason TEXT NOT NULL DEFAULT '', uses INTEGER NOT NULL DEFAULT 0,
-    run TEXT NOT NULL DEFAULT '', prompt TEXT NOT NULL DEFAULT '', kinds BLOB NOT NULL DEFAULT x'80',
-    location TEXT NOT NULL DEFAULT '', at REAL NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS groups ({_GROUPS});
 CREATE TABLE IF NOT EXISTS facts (op INTEGER PRIMARY KEY, facts BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS records (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -59,12 +61,13 @@ class SqliteLog(Log):
         exclusive: bool = False,
         guard: Guard | None = None,
     ) -> None:
-        """`None` keeps the log in memory: the same code, nothing durable. `exclusive`: no shared memory beside the
-        file, so it may lie on a network filesystem, and nobody else can read it while it is open. `guard` is asked
-        before anything is changed."""
+        """`folder` None keeps the log in memory: the same code, nothing durable. `exclusive` uses no shared memory
+        beside the file, so the file may lie on a network filesystem, but no other process can read it while it is open.
+        `guard` is called before anything is changed."""
         self.folder = None if folder is None else Path(folder).resolve()
         self._lock = None if self.folder is None else own(self.folder)
         self.disk = Disk(self.folder, quota=max_disk_bytes, reserve_bytes=disk_reserve_bytes)
+        # The write-ahead log must fit into the reserve several times over: on a full volume it is what steps write to.
         self._wal_bytes = (
             TIDY_BYTES if self.folder is None else max(min(TIDY_BYTES, self.disk.reserve_bytes // 8), _PAGE)
         )
@@ -72,13 +75,13 @@ class SqliteLog(Log):
         self._witness: Witness | None = None
         self._commits = 0
         self._written_bytes = 0
-        """In the transaction under way."""
+        """Bytes of blobs in the transaction under way."""
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
         self.where = "memory" if self.folder is None else str(self.folder)
         try:
             try:
                 self._open()
-            except DiskFull:
+            except DiskFull:  # opening writes an epoch: on a full volume that needs the reserve
                 if not self.disk.release():
                     raise
                 self._open()
@@ -95,25 +98,25 @@ class SqliteLog(Log):
         with typed_errors(self._path):
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, cached_statements=64)
             self._db.execute(f"PRAGMA page_size={_PAGE}")
-            if self._exclusive:  # first: write-ahead logging then keeps its index in this process
+            if self._exclusive:  # before journal_mode: write-ahead logging then keeps its index in this process
                 self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute(f"PRAGMA journal_size_limit={4 * self._wal_bytes}")
-            # Of write-ahead log, from which on a commit carries it over itself: its thread could not keep up.
+            # The checkpointer's thread should do this. If it cannot keep up, a commit does it at four times the size.
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(SCHEMA)
             self._commits = self.meta("commits", 0)
             if self.folder is not None:
                 check_witness(self.folder, self.text("run_id"), self._commits)
-            # What an earlier process could not sync may be readable and still not be on disk: carrying the
-            # write-ahead log over writes and syncs all of it again.
+            # What an earlier process failed to sync may be readable from the page cache and still not be on disk.
+            # A checkpoint writes and syncs all of it again.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             self.take_over()
 
     def _check_format(self) -> None:
-        # Tables without a format are of a plane that was killed while it made them: nothing is in them.
+        # Tables without a format were left by a plane that was killed while it created them. They are empty.
         found = self.meta("format", FORMAT) if "meta" in self.tables() else FORMAT
         if found != FORMAT:
             raise CorruptFile(
@@ -122,7 +125,7 @@ class SqliteLog(Log):
             )
 
     def take_over(self) -> None:
-        """Begin a new epoch: earlier planes can write nothing from now on."""
+        """Begin a new epoch. From now on earlier planes can write nothing."""
         epoch = self.meta("epoch", 0) + 1
         found = self.text("run_id")
         self.run_id = found or secrets.token_hex(16)
@@ -140,14 +143,14 @@ class SqliteLog(Log):
         self._committed()
 
     def _committed(self) -> None:
-        """A transaction is on disk: the witness says so. Raises if the file is not the one that others will open."""
+        """Count a commit in the witness. Raises StorageError if the log's file was replaced under us."""
         self._commits += 1
         if self._witness is not None:
             self._witness.write(self.run_id, self._commits)
 
     @property
     def used_bytes(self) -> int:
-        """What the log itself takes: pages in use, and the write-ahead log."""
+        """Bytes of the log itself: pages in use, and the write-ahead log."""
         pages, free = (
             int(self._db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count")
         )
@@ -158,24 +161,26 @@ class SqliteLog(Log):
         return (pages - free) * _PAGE + wal
 
     def shrink(self) -> None:
-        """Carry the write-ahead log over and give its space back."""
+        """Checkpoint the write-ahead log and truncate it."""
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it on disk when this ends, or none of it. Refuses once another plane has taken the run over."""
+        """Commit everything written in the block, or nothing. Raises Fenced once another plane has the run."""
         try:
             with typed_errors(str(self.folder or "memory")):
                 self._db.execute("BEGIN IMMEDIATE")
                 self._written_bytes = 0
                 try:
+                    # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before
+                    # our commit.
                     self.check_epoch()
                     yield
                     self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
                     started = time.perf_counter()
                     self._db.execute("COMMIT")
-                    self._committed()
+                    self._committed()  # after the commit: the witness may be behind the log, never ahead
                     self.on_commit(time.perf_counter() - started)
                     if self._checkpointer is not None:
                         self._checkpointer.note(self._written_bytes)
@@ -184,6 +189,8 @@ class SqliteLog(Log):
                         self._db.execute("ROLLBACK")
                     raise
         except DiskFull:
+            # Nothing was written. Make room, so that the next step or commit finds some; the caller decides whether
+            # this transaction is worth repeating.
             if self.disk.release():
                 self.shrink()
             raise
@@ -231,5 +238,45 @@ class SqliteLog(Log):
             self._witness.close()
             self._witness = None
         if self._lock is not None:
-            fork.close(self._lock)
+            release(self._lock)
             self._lock = None
+
+
+class WalCheckpointer:
+    """Checkpoints one database from a thread of its own. Call `note` after each commit.
+
+    SQLite itself checkpoints inside the commit that finds the write-ahead log too long, and the caller of that commit
+    waits for 16 MB to be written and synced: in a stream of groups that is every fiftieth commit. A passive checkpoint
+    on another connection blocks no writer.
+    """
+
+    def __init__(self, path: str, every_bytes: int = TIDY_BYTES) -> None:
+        self._path, self._written, self._every_bytes = path, 0, every_bytes
+        self._due, self._ending = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
+        self._thread.start()
+
+    def note(self, num_bytes: int) -> None:
+        """Count a commit with `num_bytes` of blobs; start a checkpoint if one is due."""
+        # The size of the -wal file does not tell: after a checkpoint SQLite writes it again from its start.
+        self._written += num_bytes + _COMMIT_BYTES
+        if self._written > self._every_bytes:
+            self._written = 0
+            self._due.set()
+
+    def close(self) -> None:
+        self._ending = True
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        try:
+            while self._due.wait() and not self._ending:
+                self._due.clear()
+                try:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                except sqlite3.DatabaseError as error:
+                    logger.warning("%s: checkpoint failed: %s; the next commit tries again", self._path, error)
+        finally:
+            db.close()

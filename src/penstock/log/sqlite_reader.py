@@ -1,7 +1,7 @@
-"""Reads a log in SQLite without owning it: beside a plane that works on it, or long after one did.
+"""Reads a log in SQLite without owning it: while a plane works on it, or long after.
 
-Nothing is written and no lock is taken. What is read is one consistent state: SQLite gives readers a snapshot while the
-plane writes.
+Nothing is written and no lock is taken. A reader sees one consistent state: SQLite gives it a snapshot while the plane
+writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOG = "log.sqlite"
 
 
 class SqliteReader(LogReader):
-    """One moment of a log."""
+    """One consistent state of a log."""
 
     def __init__(self, db: sqlite3.Connection, where: str) -> None:
         self._db, self.where = db, where
@@ -43,8 +43,8 @@ def quick_check(db: sqlite3.Connection) -> str:
 
 @contextmanager
 def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
-    """Read a log's file. Raises CorruptFile if it is damaged, Conflict if its plane has it alone."""
-    # Without a write-ahead log beside it nobody has the file open, and "immutable" leaves no file behind either.
+    """Read a log's file. Raises CorruptFile if it is damaged, Conflict if its plane has it locked exclusively."""
+    # Without a -wal file no process has the log open. "immutable" then reads it without creating files beside it.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
         log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None, timeout=1.0)
@@ -56,24 +56,24 @@ def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
             raise Conflict(
-                f"{path}: on a network filesystem its plane has it alone; ask the plane by its address, or stop it"
+                f"{path}: on a network filesystem its plane has it locked; ask the plane by its address, or stop it"
             ) from None
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
 
 
 def back_up(source: Path, target: Path) -> None:
-    """Copy a log with its write-ahead log to one file, also while its plane writes."""
+    """Copy a log with its write-ahead log to one file, even while its plane writes."""
     with ExitStack() as opened:
         log = _open_live(source)
         opened.callback(log.close)
         made = sqlite3.connect(target, isolation_level=None)
         opened.callback(made.close)
         log.backup(made)
-        made.execute("PRAGMA journal_mode=DELETE")  # one file, which can be renamed
+        made.execute("PRAGMA journal_mode=DELETE")  # leaves one file, which can be renamed
 
 
 def _open_live(path: Path) -> sqlite3.Connection:
-    """A connection that sees what a plane writes meanwhile, also one that is started only then."""
+    """Connect so that writes of a plane are seen, also of a plane that starts later."""
     where = f"file:{quote(str(path))}"
     log = sqlite3.connect(f"{where}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
     try:
@@ -82,12 +82,14 @@ def _open_live(path: Path) -> sqlite3.Connection:
         log.close()
         if os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists():
             raise
-        return sqlite3.connect(f"{where}?immutable=1", uri=True, isolation_level=None)  # a folder no plane can open
+        # A read-only folder without a -wal file: no plane can write here, so there is nothing to see.
+        return sqlite3.connect(f"{where}?immutable=1", uri=True, isolation_level=None)
     return log
 
 
 @contextmanager
 def typed_errors(where: str) -> Iterator[None]:
+    """Turn SQLite's errors into ours: DiskFull, Conflict, CorruptFile or StorageError, with what to do."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -99,5 +101,5 @@ def typed_errors(where: str) -> Iterator[None]:
         if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
         raise StorageError(f"{where}: {error}") from None
-    except UnicodeDecodeError as error:  # SQLite's own words about damage quote what is damaged
+    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged bytes, which need not be UTF-8
         raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None

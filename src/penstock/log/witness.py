@@ -1,9 +1,9 @@
-"""A small file beside the log that remembers how many transactions were committed.
+"""A small file beside the log that counts committed transactions.
 
-SQLite ends its recovery at the first damaged page of the write-ahead log and takes what it has read for the whole
-truth. The witness is written after each commit, outside the database, so a log that is shorter than it was, missing,
-or restored from an older copy is found at the next start. It needs no sync of its own: after a power cut it may be
-behind the log, never ahead of it.
+SQLite ends its recovery at the first damaged page of the write-ahead log and ignores everything after it. So a damaged
+log looks like a shorter, sound one. The witness is written after each commit, outside the database: a log that is
+shorter than it was, missing, or restored from an older copy is found at the next start. It needs no sync of its own:
+after a power cut it may be behind the log, never ahead of it.
 
     penstock-log 1 3f9c...d07b 00000000000000004711 9a2b6c1d      run id, transactions, checksum
 """
@@ -21,7 +21,7 @@ from penstock.errors import CorruptFile, StorageError
 logger = logging.getLogger("penstock.log")
 NAME, LOG = "log.witness", "log.sqlite"
 _PUT_BACK = (
-    "put the newest copy of the whole folder back, or rebuild the log from the frames with `penstock storage recover`; "
+    "put the newest copy of the folder back, or rebuild the log from the frames with `penstock storage recover`; "
     "nothing was changed"
 )
 _KIND = "penstock-log 1"
@@ -29,7 +29,7 @@ _KIND = "penstock-log 1"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a witness says."""
+    """The contents of a witness."""
 
     run_id: str
     commits: int
@@ -45,10 +45,10 @@ class Witness:
         self._failed = False
 
     def write(self, run_id: str, commits: int) -> None:
-        """Remember a commit. A failure is logged once: the log itself is safe, only its check is not.
+        """Count a commit. A failed write is logged once: the log itself is safe, only the check of it is not.
 
-        Raises StorageError if the log was removed or replaced: such a file still takes commits, and no later plane will
-        ever read them.
+        Raises StorageError if the log was removed or replaced. SQLite would go on committing to the removed file, and
+        no later plane would ever read it.
         """
         if _inode_of(self._log) != self._inode:
             raise StorageError(f"{self._log}: removed or replaced under the running plane; stop it, {_PUT_BACK}")
@@ -66,15 +66,16 @@ class Witness:
 
 
 def read_witness(folder: Path) -> Seen | None:
-    """What the witness of a folder says; None if there is none, or a power cut tore it."""
+    """Read the witness of a folder. Returns None if there is none, or a power cut tore it."""
     try:
         line = (folder / NAME).read_bytes()[:256]
     except FileNotFoundError:
         return None
-    words = line.decode("ascii", "replace").split()
-    if len(words) != 5 or _line(words[2], _number(words[3])) != line:
+    fields = line.decode("ascii", "replace").split()
+    # Writing the line again from what was parsed checks everything at once: kind, padding and checksum.
+    if len(fields) != 5 or _line(fields[2], _number(fields[3])) != line:
         return None
-    return Seen(words[2], _number(words[3]))
+    return Seen(fields[2], _number(fields[3]))
 
 
 def check_log_is_there(folder: Path) -> None:
@@ -84,11 +85,11 @@ def check_log_is_there(folder: Path) -> None:
 
 
 def check_witness(folder: Path, run_id: str, commits: int) -> None:
-    """Raise CorruptFile if transactions that were committed are missing from a log."""
+    """Raise CorruptFile if committed transactions are missing from a log."""
     seen, path = read_witness(folder), folder / LOG
-    if seen is None and commits > 1:  # killed right after the first commit: no witness yet
+    if seen is None and commits > 1:  # with one commit: the plane was killed before it wrote its first witness
         raise CorruptFile(
-            f"{folder / NAME}: missing or damaged, so nobody can say whether {path} is complete; {_PUT_BACK}"
+            f"{folder / NAME}: missing or damaged, so it is unknown whether {path} is complete; {_PUT_BACK}"
         )
     if seen is not None and seen.run_id != run_id:
         what = f"of run {run_id[:12]}" if run_id else "holds no run (is its -wal file missing?)"

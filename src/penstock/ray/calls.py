@@ -1,7 +1,7 @@
-"""Everything that is asked of Ray: who is there, start an actor, find it, ask it, end it.
+"""All calls to Ray: list nodes; start, find, call and end actors.
 
-Only what Ray documents is used. An actor's handle is looked up once in a process: `ray.get_actor` can block for
-seconds while a node dies, a call on a handle cannot. Ray's errors become ours here.
+Only documented functions of Ray are used. An actor's handle is looked up once per process: `ray.get_actor` can block
+for seconds while a node dies, a call on a handle cannot. Ray's errors become ours here.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from penstock.extras import require
 from penstock.transport import Address, ClientKeys
 
 Handle: TypeAlias = Any
-"""Of an actor; Ray has no type for it."""
+"""Handle of an actor. Ray has no type for it."""
 NAMESPACE = "penstock"
-"""Jobs have namespaces of their own; planes are found from all of them."""
+"""Every job has a namespace of its own; this one is fixed, so planes are found from all jobs."""
 CALL_S = 10.0
-"""How long a call on an actor may take; all of them answer at once."""
+"""How long a call on an actor may take. All of our methods answer at once."""
 _LOOK_S = 0.05
 _HEAD = "node:__internal_head__"
-"""The resource by which a cluster's head node is known."""
+"""The resource that only a cluster's head node has."""
 _ACTOR_BYTES = 1 << 20
-"""An actor that asks for nothing is put on any node, whichever is preferred."""
+"""Memory to ask for. Ray ignores the preferred node of an actor that asks for nothing."""
 _A_LITTLE = 0.001
-"""Of a resource that a node has once: the smallest part that Ray counts is a tenth of this."""
+"""Amount to ask for of a resource that a node has once. The smallest amount that Ray counts is a tenth of this."""
 _handles: dict[str, Handle] = {}
 _lock = threading.Lock()
 
@@ -40,24 +40,24 @@ class Node:
     """A node that is up."""
 
     id: str
-    """New whenever Ray is started there."""
+    """Changes whenever Ray is restarted there."""
     ip: str
-    """Where other nodes reach it; the same for all nodes of one host, and when Ray is started there again."""
+    """Address for other nodes. The same for all nodes of one host, and after a restart of Ray."""
     is_head: bool
 
 
 def actor_of(plane: str) -> str:
-    """The Ray name of a plane's actor."""
+    """Return the Ray name of a plane's actor."""
     return f"plane:{plane}"
 
 
 def record_name(plane: str) -> str:
-    """The Ray name of the actor that keeps a plane's record."""
+    """Return the Ray name of the actor that keeps a plane's record."""
     return f"record:{plane}"
 
 
 def attach() -> None:
-    """Be part of the cluster: the one this process is in, the one that RAY_ADDRESS names, or the one of this host."""
+    """Join the cluster: the one this process is in, the one that RAY_ADDRESS names, or the one of this host."""
     require("ray://", "ray")
     import ray
 
@@ -74,10 +74,10 @@ def attach() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError if nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raise ConfigError if nothing listens at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        return  # "auto", ray://..., or nothing: Ray finds out by itself
+        return  # "auto", ray://..., or nothing: Ray resolves these itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_S).close()
     except OSError as error:
@@ -88,7 +88,7 @@ def _check_answers(address: str) -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are up, as far as Ray knows."""
+    """Return the nodes that are up, as far as Ray knows."""
     import ray
 
     return [
@@ -99,30 +99,29 @@ def nodes() -> list[Node]:
 
 
 def head_node() -> str | None:
-    """The id of the head node; None if it has none that is up."""
+    """Return the id of the head node, or None if it is down."""
     return next((node.id for node in nodes() if node.is_head), None)
 
 
 def my_address() -> str:
-    """Where other nodes reach this one."""
+    """Return the address at which other nodes reach this one."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def my_node() -> str:
-    """The id of the node that this process is on."""
+    """Return the id of the node that this process is on."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
 
 
 def start(kind: type[Any], name: str, *arguments: object, node: str | None, pinned_to: str | None = None) -> Handle:
-    """An actor of this class and name that outlives its caller, or the one that there is.
+    """Start an actor of this class and name that outlives its caller. Returns the existing one if there is one.
 
-    It begins on `node` if that is up. With `pinned_to`, the address of a host, it runs on nodes of that host only, and
-    waits while there is none. A call that fails is not tried again by Ray: whoever calls knows better whether it
-    should be.
+    It starts on `node` if that is up. With `pinned_to`, the address of a host, it runs on nodes of that host only, and
+    waits while there is none. Ray does not retry failed calls: the caller knows whether a repetition is safe.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -136,8 +135,8 @@ def start(kind: type[Any], name: str, *arguments: object, node: str | None, pinn
             get_if_exists=True,
             num_cpus=0,
             memory=_ACTOR_BYTES,
-            # Every node has the resource node:ADDRESS. An id would name one start of Ray on a host; the address also
-            # names the next one, so Ray itself starts the plane again when the host is back.
+            # Every node has the resource node:ADDRESS. A node's id changes when Ray is restarted on its host, its
+            # address does not: so Ray restarts the plane by itself when the host is back.
             resources=None if pinned_to is None else {f"node:{pinned_to}": _A_LITTLE},
             max_restarts=-1,
             max_task_retries=0,
@@ -150,13 +149,14 @@ def start(kind: type[Any], name: str, *arguments: object, node: str | None, pinn
     return made
 
 
-def find(name: str, *, anew: bool = False) -> Handle | None:
-    """The actor of this name; None if there is none. `anew`: as Ray says now, not as it was found before."""
+def find(name: str, *, refresh: bool = False) -> Handle | None:
+    """Return the actor of this name, or None if there is none. `refresh` asks Ray again instead of using the handle
+    found before."""
     import ray
 
-    if not ray.is_initialized():  # Ray would join or even start a cluster by itself
+    if not ray.is_initialized():  # get_actor would join or even start a cluster by itself
         raise PlaneLost(f"{name}: this process has left the Ray cluster")
-    if anew:
+    if refresh:
         forget(name)
     with _lock:
         if name in _handles:
@@ -173,7 +173,7 @@ def find(name: str, *, anew: bool = False) -> Handle | None:
 
 
 def ask(name: str, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
-    """What an actor answers; PlaneLost if it does not exist, is being started again, or does not answer in time."""
+    """Call a method of an actor. Raises PlaneLost if it does not exist, is restarting, or does not answer in time."""
     import ray
 
     handle = find(name)
@@ -182,21 +182,22 @@ def ask(name: str, method: str, *arguments: object, timeout_s: float = CALL_S) -
     try:
         return ray.get(getattr(handle, method).remote(*arguments), timeout=timeout_s)
     except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError) as error:
-        forget(name)  # whoever starts it again makes another actor of that name
+        forget(name)  # a restart makes another actor of that name, with another handle
         raise PlaneLost(f"{name}: the actor has ended: {_first_line(error)}") from None
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise PlaneLost(f"{name}: the actor does not answer: {_first_line(error)}") from None
 
 
-def address_in(name: str, said: dict[str, Any]) -> Address:
-    """The address in what a plane's actor says; raises what kept the plane from starting."""
-    if "error" in said:
-        kind, words = said["error"]
+def address_in(name: str, answer: dict[str, Any]) -> Address:
+    """Return the address in the answer of a plane's actor. Raises the error that kept the plane from starting."""
+    if "error" in answer:
+        kind, message = answer["error"]
         found = getattr(errors, kind, PenstockError)
-        raise found(words) if issubclass(found, PenstockError) else PenstockError(words)
-    if "waiting" in said or not said:
-        raise PlaneLost(f"{name}: {said.get('waiting', 'the plane is starting')}")
-    return Address(said["url"], ClientKeys(public=said["public"], secret=said["secret"], plane=said["plane"]))
+        raise found(message) if issubclass(found, PenstockError) else PenstockError(message)
+    if "waiting" in answer or not answer:
+        raise PlaneLost(f"{name}: {answer.get('waiting', 'the plane is starting')}")
+    keys = ClientKeys(public=answer["public"], secret=answer["secret"], plane=answer["plane"])
+    return Address(answer["url"], keys)
 
 
 def forget(name: str) -> None:
@@ -205,14 +206,14 @@ def forget(name: str) -> None:
 
 
 def end(name: str) -> None:
-    """End an actor for good; nothing if there is none."""
+    """End an actor for good. Does nothing if there is none."""
     import ray
 
     handle, deadline = find(name), time.monotonic() + CALL_S
     if handle is None:
         return
     ray.kill(handle, no_restart=True)
-    while find(name, anew=True) is not None and time.monotonic() < deadline:  # Ray kills when it comes to it
+    while find(name, refresh=True) is not None and time.monotonic() < deadline:  # ray.kill returns before it is done
         time.sleep(_LOOK_S)
 
 

@@ -1,9 +1,9 @@
 """A Ray cluster of several nodes on this machine: real raylets and object stores, one kernel, loopback only.
 
-For tests, the demo and measurements. A node is lost as a machine is: all its processes at once, by SIGKILL.
+For tests, the demo and measurements. `kill_node` loses a node as a machine is lost: SIGKILL to all its processes.
 
-Ray takes 127.0.0.1 in a cluster's address for "this host" and connects to the host's own address instead, where nobody
-listens if the nodes were told 127.0.0.1. So nodes get the address that Ray will ask for, and Ray is told to stay on
+Ray takes 127.0.0.1 in a cluster's address for "this host" and connects to the host's own address instead, where nothing
+listens if the nodes were given 127.0.0.1. So nodes get the address that Ray will connect to, and Ray is kept on
 loopback by the switch that it uses on macOS and Windows.
 """
 
@@ -26,11 +26,11 @@ _ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Off: Ray's name for this host is 127.0.0.1, whatever other addresses it has."""
 _CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray's own minimum is 75 MB. Nothing of ours lies in an object store."""
+"""Ray's own minimum is 75 MB. We keep nothing in an object store."""
 
 
 class LocalCluster:
-    """The head and some more nodes; this process is attached to the head. Use it as a context."""
+    """A head node and further nodes, with this process attached to the head. Use it as a context manager."""
 
     def __init__(
         self,
@@ -41,15 +41,16 @@ class LocalCluster:
         addresses: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`addresses`: one for each node, of this machine; nodes with different addresses count as different hosts.
-        `say` is told what is being waited for."""
+        """`addresses` has one address of this machine per node; nodes with different addresses count as different
+        hosts. `say` is called with a progress message before each wait."""
         require("a local Ray cluster", "ray")
         self._say = say
         if not addresses:
             os.environ.setdefault(_ON_LOOPBACK, "0")  # before Ray is imported, and for the processes we start
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._folder = Path(tempfile.mkdtemp(prefix="psr-", dir="/tmp"))  # sockets lie in it: their paths must be short
+        # Short, because it holds Unix sockets, whose paths are limited to about 100 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="psr-", dir="/tmp"))
         (self._folder / "ray").mkdir()
         os.environ["RAY_TMPDIR"] = str(self._folder)
         import ray
@@ -74,8 +75,8 @@ class LocalCluster:
 
         self._say(f"connecting to the cluster at {self.address}")
         host, _, port = self.address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()  # Ray would try for minutes
-        os.environ["RAY_ADDRESS"] = self.address  # processes that this one starts find it by this
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()  # fail now; Ray would try for minutes
+        os.environ["RAY_ADDRESS"] = self.address  # for processes that this one starts
         ray.init(address=self.address, logging_level="ERROR", log_to_driver=False)
 
     @property
@@ -89,23 +90,23 @@ class LocalCluster:
 
     @property
     def others(self) -> list[str]:
-        """The ids of the nodes that may be lost."""
+        """The ids of all nodes but the head."""
         return [node for node in self._nodes if node != self.head]
 
     def add_node(self, address: str | None = None) -> str:
-        """One more, at an address of this machine; its id.
+        """Start a node at an address of this machine. Returns its id.
 
-        Ray gives a node half a minute to start, which is not enough on a busy machine: it is tried three times.
+        Ray gives a node half a minute to start, which is too short on a busy machine: tries three times.
         """
         settings = self._settings | {"node_ip_address": address or self._default_address}
         for last in (False, False, True):
             before = set(descendants(os.getpid()))
             try:
                 node = self._cluster.add_node(**settings)
-            except Exception:  # Ray raises no other
+            except Exception:  # Ray raises plain Exception
                 if last:
                     raise
-                self._say("Ray gave the node up after half a minute; it is started again")
+                self._say("Ray gave up on the node after half a minute; starting it again")
                 for process in set(descendants(os.getpid())) - before:
                     kill(process)
             else:
@@ -114,7 +115,7 @@ class LocalCluster:
         raise AssertionError
 
     def kill_node(self, node: str, *, spare: int | None = None) -> None:
-        """The node is gone, with every process on it but one, if that is named: it is cut off."""
+        """Kill every process of a node. `spare` is a process to leave alive, cut off from the cluster."""
         lost = self._nodes.pop(node)
         raylet = self.raylet_of(lost)
         for process in [*descendants(raylet), raylet]:
@@ -123,7 +124,7 @@ class LocalCluster:
         self._cluster.remove_node(lost, allow_graceful=False)
 
     def raylet(self, node: str) -> int:
-        """The process of a node's raylet."""
+        """Return the pid of a node's raylet."""
         return self.raylet_of(self._nodes[node])
 
     @staticmethod
@@ -134,7 +135,7 @@ class LocalCluster:
     def close(self) -> None:
         import ray
 
-        with contextlib.suppress(Exception):  # a cluster whose nodes were killed does not always end in order
+        with contextlib.suppress(Exception):  # a cluster with killed nodes does not always shut down cleanly
             ray.shutdown()
         for node in [*self.others, self.head]:
             raylet = self.raylet_of(self._nodes[node])
@@ -161,7 +162,7 @@ def kill(process: int, sign: signal.Signals = signal.SIGKILL) -> None:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """The processes below a process, as /proc has them now."""
+    """Yield the pids of all descendants of a process, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

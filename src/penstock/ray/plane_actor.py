@@ -1,11 +1,11 @@
-"""The plane as an actor: it runs the server process, starts it again when it dies, and tells callers where it listens.
+"""The plane as an actor: runs the server process, restarts it when it dies, and tells callers where it listens.
 
-Ray starts the actor again when its process or its node is lost; `__init__` runs again then, on whichever node may have
-it, and the plane continues from the log. Ray does not fence: the process that was lost may still run. The log does, by
-its epoch: a plane that was taken over finds out within a second, and ends.
+Ray restarts the actor when its process or its node is lost. `__init__` runs again, on any node it may run on, and the
+plane continues from the log. Ray does not fence: the lost process may still run. The log does, by its epoch: a plane
+that was taken over notices within a second, and ends.
 
-A second, tiny actor keeps the record of the plane: which run it works on, and where. So a plane that is started again
-and finds an empty folder refuses to begin a new run, and a plane whose host is gone can be named.
+A second, tiny actor keeps the plane's record: which run it works on, and where. So a restarted plane that finds an
+empty folder refuses to begin a new run, and an error can name the host of a plane that is gone.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from penstock.transport import ClientKeys, make_keys
 
 logger = logging.getLogger("penstock.plane")
 _AGAIN_S = (0.1, 1.0, 5.0)
-"""Pauses before the server process is started again, while none of them gets to listen."""
+"""Pauses before the server process is restarted; they grow while no process gets to listen."""
 _RECORD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneRecord:
-    """What the cluster knows of a plane, also while the plane is away."""
+    """What the cluster knows about a plane, even while the plane is down."""
 
     run_id: str
     folder: str
     log: str | None
     storage: str | None
     pinned: bool
-    """Whether it stays on the host it began on."""
+    """Whether it stays on the host it started on."""
     node: str
-    """Where it began."""
+    """Id of the node it started on."""
     ip: str
     host: str
 
 
 class RecordActor:
-    """Keeps the record of a plane. Ray starts it again with the same record."""
+    """Keeps the record of a plane. Ray restarts it with the same record."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._record = record
@@ -68,10 +68,10 @@ class RecordActor:
 
 
 class PlaneActor:
-    """Made by `penstock.ray.opening`; nothing in here takes long, or raises for what a setting says."""
+    """Supervises the server process of a plane. No method takes long, and bad settings are reported, not raised."""
 
     def __init__(self, name: str, settings: str, keys: dict[str, str], pinned: bool) -> None:
-        """`settings` is what `plane.toml` would hold; `keys` is what `new_keys` made."""
+        """`settings` is the text of a `plane.toml`; `keys` is the result of `new_keys`."""
         self._name, self._text, self._keys, self._pinned = name, settings, keys, pinned
         self._settings = _at_home(build(ClusterSettings, tomllib.loads(settings), f"ray://{name}"), name)
         log_lines()
@@ -88,19 +88,19 @@ class PlaneActor:
         return self._text
 
     def place(self) -> dict[str, Any]:
-        """Where the server listens and the keys for it; `error` if it was refused; `waiting` while it starts."""
+        """Return where the server listens, with keys; or `error` if it was refused, or `waiting` while it starts."""
         if self._error is not None:
             return {"error": self._error}
         return self._place or {"waiting": self._waiting}
 
     def process(self) -> dict[str, Any]:
-        """The server's process, the actor's, and the node they are on."""
+        """Return the pids of server and actor, and the node they are on."""
         pid = None if self._process is None or self._place is None else self._process.pid
         return {"pid": pid, "actor": os.getpid(), "node": calls.my_node()}
 
     def stop(self) -> None:
-        """End in order: what has arrived is answered first."""
-        self._stopping.set()
+        """Shut down cleanly: messages that have arrived are answered first."""
+        self._stopping.set()  # first, or the supervisor would restart the process we are ending
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ class PlaneActor:
     # -------------------------------------------------------------- the thread of the server process
 
     def _supervise(self) -> None:
-        """Keep a server process running. This thread starts it: the kernel ends the process with this thread."""
+        """Keep a server process running. This thread must start it: the kernel kills it when the thread ends."""
         failures = 0
         while not self._stopping.is_set():
             try:
@@ -122,25 +122,26 @@ class PlaneActor:
                 was_ready, self._error = False, [type(error).__name__, str(error)]
             if self._error is not None:
                 return
+            # A process that listened and died is restarted at once; one that never gets that far, every 5 s.
             failures = 0 if was_ready else min(failures + 1, len(_AGAIN_S) - 1)
             self._stopping.wait(_AGAIN_S[failures])
 
     def _live(self) -> bool:
-        """One life of the server process; True if it listened."""
+        """Run the server process once, until it ends. Returns whether it listened."""
         self._process = process = self._start()
         assert process.stdout is not None
         was_ready = False
         try:
             for line in process.stdout:
-                said = json.loads(line)
-                if "ready" in said:
-                    was_ready = self._ready(said["ready"])
-                elif "waiting" in said:
-                    self._waiting = said["waiting"]
+                message = json.loads(line)
+                if "ready" in message:
+                    was_ready = self._ready(message["ready"])
+                elif "waiting" in message:
+                    self._waiting = message["waiting"]
                 else:
-                    self._refuse(said["error"])
+                    self._refuse(message["error"])
         except BaseException:
-            process.kill()  # a plane that nobody can find must not have the run
+            process.kill()  # a plane that no client can find must not hold the run
             process.wait()
             raise
         self._place = None
@@ -148,9 +149,9 @@ class PlaneActor:
         if was_ready or not self._error:
             logger.warning("the plane's process %d ended with code %d", process.pid, code)
         if was_ready:
-            self._waiting = f"its process ended with code {code} and is started again"
+            self._waiting = f"its process ended with code {code} and is restarted"
         if code == Exit.FENCED:
-            os._exit(code)  # another plane has the run; if Ray still wants this one, it starts it again
+            os._exit(code)  # another plane has the run; if this actor is still the current one, Ray restarts it
         return was_ready
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -176,7 +177,7 @@ class PlaneActor:
         return process
 
     def _ready(self, ready: dict[str, Any]) -> bool:
-        """Tell callers where it listens; but first write down which run it is."""
+        """Publish where the plane listens, after recording which run it works on."""
         if not self._run_id:
             self._make_record(ready["run_id"])
         own = client_keys(self._keys)
@@ -185,7 +186,8 @@ class PlaneActor:
         return True
 
     def _refuse(self, error: list[str]) -> None:
-        """A plane that has never listened is refused for good. One that has may find its folder mounted again later."""
+        """Handle an error at start. It is final for a plane that never listened; otherwise its folder may only be
+        unmounted, so try again."""
         if self._run_id:
             self._waiting = error[1]
         else:
@@ -215,15 +217,15 @@ class PlaneActor:
 
 
 def record_of(name: str) -> PlaneRecord | None:
-    """What is known of a plane; None if it never listened, or was ended. Raises PlaneLost if nobody can be asked."""
+    """Return a plane's record, or None if it never listened or was ended. Raises PlaneLost if Ray does not answer."""
     actor = calls.record_name(name)
-    if calls.find(actor, anew=True) is None:
+    if calls.find(actor, refresh=True) is None:
         return None
     return PlaneRecord(**calls.ask(actor, "record"))
 
 
 def new_keys() -> dict[str, str]:
-    """A pair for the plane and one for its clients, as the files of a key folder."""
+    """Make a key pair for the plane and one for its clients. Returns the files of a key folder: path -> content."""
     with tempfile.TemporaryDirectory(prefix="penstock-keys-") as folder:
         return {str(path.relative_to(folder)): path.read_text(encoding="ascii") for path in make_keys(folder)}
 
@@ -235,5 +237,5 @@ def client_keys(files: dict[str, str]) -> ClientKeys:
 
 
 def _at_home(settings: ClusterSettings, name: str) -> ClusterSettings:
-    """With a folder: by default one in the home of whoever runs Ray on this node."""
+    """Return settings with a folder; by default one in the home of the user that runs Ray on this node."""
     return replace(settings, folder=settings.folder or str(Path.home() / ".penstock" / name))

@@ -1,19 +1,17 @@
-"""The program that the plane's actor runs: the server process of `penstock serve`, told what to do on stdin.
+"""The program that the plane's actor runs: the server process of `penstock serve`, with its settings on stdin.
 
     stdin     one line of JSON: an `Order`
-    stdout    lines of JSON: {"waiting": WORDS} while somebody else has the log, then {"ready": {...}} or
-              {"error": [KIND, WORDS]}
+    stdout    lines of JSON: {"waiting": MESSAGE} while another process has the log, then {"ready": {...}} or
+              {"error": [KIND, MESSAGE]}
     stderr    log lines
 
-It is a process of its own so that a plane of a cluster has everything other planes have: the watchdog, signals, pages
-over HTTP. It ends when the actor's process does, however that ends.
+It is a separate process, so that a plane in a cluster has everything other planes have: the watchdog, signals, pages
+over HTTP. It ends with the actor's process, however that ends.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -28,30 +26,30 @@ import msgspec
 
 from penstock.config import build
 from penstock.errors import Conflict, PenstockError
-from penstock.log import is_run, reading, take_over, with_run
+from penstock.log import is_held, is_run, reading, take_over, with_run
 from penstock.plane import ClusterSettings
 from penstock.server import Exit, Ready, run_plane
 
 _LOOK_S = 0.5
 _TAKE_OVER_S = 5.0
-"""How long to wait for the process that had the log: Ray ends it when it lost its node, unless it cannot."""
+"""How long to wait for the previous process to let go of the log. Ray ends it when its node is lost, if it can."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the actor asks for."""
+    """The actor's instructions."""
 
     address: str
     """ray://NAME, for messages."""
     settings: str
-    """As plane.toml has them."""
+    """Text of a plane.toml."""
     host: str
     """The address to listen at."""
     keys: dict[str, str]
     """Files of a key folder: relative path -> content."""
     run_id: str
-    """The run that must be found; empty: a new run may begin."""
+    """Id of the run that the log must hold; empty: a new run may begin."""
     parent: int
-    """The actor's process."""
+    """Pid of the actor."""
 
 
 def main() -> int:
@@ -63,12 +61,12 @@ def main() -> int:
             listen = (f"tcp://{order.host}:*",)
             return _serve(replace(settings, keys=keys, listen=listen), order)
     except (PenstockError, OSError) as error:
-        _say({"error": [type(error).__name__, _words(error, settings.folder)]})
+        _say({"error": [type(error).__name__, _message(error, settings.folder)]})
         return Exit.REFUSED
 
 
 def _serve(settings: ClusterSettings, order: Order) -> int:
-    """Run the plane as soon as the process that had the log lets go of it, or can be taken over."""
+    """Run the plane as soon as the previous process has let go of the log, or can be taken over."""
     folder = Path(settings.folder)
     while True:
         if order.run_id:
@@ -77,15 +75,15 @@ def _serve(settings: ClusterSettings, order: Order) -> int:
         try:
             return run_plane(settings, ready=partial(_say_ready, settings), parent=order.parent)
         except Conflict as error:
-            # On a network filesystem nobody can be taken over: wait until Ray or its host has ended the other plane.
-            if not _is_held(folder):
+            # On a network filesystem the lock cannot be taken over. Wait until Ray has ended the other plane.
+            if not is_held(folder):
                 raise
             _say({"waiting": str(error)})
             time.sleep(_LOOK_S)
 
 
 def check_known(settings: ClusterSettings, run_id: str, address: str) -> None:
-    """Raise Conflict unless the log holds the run of this id: an empty folder must not begin a new run."""
+    """Raise Conflict unless the log holds this run. A restarted plane must not begin a new run in an empty folder."""
     found = _run_id_in(settings)
     if found == run_id:
         return
@@ -119,24 +117,9 @@ def write_keys(files: dict[str, str], folder: Path) -> None:
         path.write_text(text, encoding="ascii")
 
 
-def _is_held(folder: Path) -> bool:
-    """Whether another process has a run's folder open."""
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _say_ready(settings: ClusterSettings, ready: Ready) -> None:
     assert settings.keys is not None
-    shutil.rmtree(settings.keys)  # they were read: nothing is left on disk if this process is killed
+    shutil.rmtree(settings.keys)  # the keys were read; leave none on disk if this process is killed
     _say({"ready": asdict(ready) | {"http_token": None}})  # the token stays in the run's folder
 
 
@@ -145,7 +128,7 @@ def _say(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _words(error: PenstockError | OSError, folder: str) -> str:
+def _message(error: PenstockError | OSError, folder: str) -> str:
     if isinstance(error, PenstockError):
         return str(error)
     return f"{error.filename or folder}: {error.strerror}; give a folder that can be made and written there"

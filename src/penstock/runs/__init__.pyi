@@ -1,5 +1,5 @@
-from penstock.runs.forgetting import forget as forget
-from penstock.runs.forgetting import forgettable as forgettable
+from penstock.runs.offline import forget as forget
+from penstock.runs.offline import forgettable as forgettable
 from penstock.runs.offline import settle_offline as settle_offline
 from penstock.runs.read_log import EvaluationGroup as EvaluationGroup
 from penstock.runs.read_log import evaluations_of as evaluations_of
@@ -9,7 +9,6 @@ from penstock.runs.read_log import quarantine_of as quarantine_of
 from penstock.runs.read_log import read_run as read_run
 from penstock.runs.read_log import read_stored as read_stored
 from penstock.runs.read_log import unused_groups as unused_groups
-from penstock.runs.recorded_run import GroupEntry as GroupEntry
 from penstock.runs.recorded_run import RecordedRun as RecordedRun
 from penstock.runs.recovered_log import Choices as Choices
 from penstock.runs.recovered_log import recover as recover

@@ -1,4 +1,4 @@
-"""Frames in files that no log knows: each is found, read and checked as if it had just been put."""
+"""Finds frames in files that the log does not know, and checks each as if it had just been put."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.plane import MAX_ID
 from penstock.storage import Part, Piece, Range, find_frames, read_at
 
 LIMITS = Limits(max_samples=1 << 16, max_tokens=1 << 26, max_bytes=2 << 30)
-"""What one group may unfold to."""
+"""The most that one group may decode to."""
 Progress = Callable[[int], None]
-"""Called with the bytes that were looked at."""
+"""Called with the number of bytes that were just read."""
 
 
 def no_progress(_: int) -> None:
-    """For those who do not want to know."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,23 @@ class Source:
 
     part: Part
     known: Sequence[Range] = ()
-    """Bytes of its segment that need not be looked at."""
+    """Byte ranges of its segment that the log knows: not searched."""
 
     @property
     def known_here(self) -> list[Range]:
-        """Of the file."""
+        """`known`, clipped to this file and counted from its start."""
+        # A file that begins at 100 of its segment with 50 bytes: segment range (90, 120) is (0, 20) here.
         start, size = self.part.start, self.part.size
         return [(max(a - start, 0), b - start) for a, b in self.known if b > start and a < start + size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostFrame:
-    """A whole frame of a group."""
+    """A sound frame of a group."""
 
     part: Part
     at: int
-    """In its file."""
+    """Offset in its file."""
     size: int
     group: str
     digest: bytes
@@ -69,28 +70,29 @@ class Unusable:
 
     part: Part
     offset: int
-    """In its file."""
+    """Offset in its file."""
     size: int
     why: str
 
 
 @dataclass(slots=True)
 class Survey:
-    """What files hold."""
+    """The frames found in a set of files."""
 
     lost: list[LostFrame] = field(default_factory=list)
     """Groups that the log does not have, each once."""
     repeated: int = 0
-    """Frames of groups that the log has, or that were found twice."""
+    """Number of frames whose groups the log has, or that were found twice."""
     conflicts: list[Unusable] = field(default_factory=list)
-    """Frames of a group that is known with other samples."""
+    """Frames whose group is known with other samples."""
     unusable: list[Unusable] = field(default_factory=list)
     frames_in: dict[str, int] = field(default_factory=dict)
-    """Segment -> whole frames in it."""
+    """Segment -> number of sound frames in it."""
 
 
 def survey(sources: Iterable[Source], known: Mapping[str, bytes | None], progress: Progress = no_progress) -> Survey:
-    """Look for frames. `known`: id of each group that the log has -> XXH3-128 of its frame; None: not told apart."""
+    """Search files for frames. `known` maps the id of each group in the log to the XXH3-128 of its frame. None instead
+    of a digest accepts any frame of that group as known."""
     found, contents = Survey(), dict[str, bytes]()
     for source in sources:
         try:
@@ -117,6 +119,7 @@ def _sort(
     if frame.group in known:
         same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
     elif frame.group in contents:
+        # By the digest of samples, not of bytes: a client that repeats a put may have encoded it differently.
         same, where = contents[frame.group] == frame.content, "found before with other samples"
     else:
         contents[frame.group] = frame.content
@@ -137,7 +140,7 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
         metadata = metadata_of_frame(frame)
     except (PenstockError, MemoryError) as error:
         return Unusable(source.part, piece.offset, piece.size, str(error))
-    except Exception as error:  # noqa: BLE001 - whatever a frame provokes, the others are looked at
+    except Exception as error:  # noqa: BLE001 - whatever one frame provokes, go on with the others
         return Unusable(source.part, piece.offset, piece.size, f"{type(error).__name__}: {error}")
     return LostFrame(
         part=source.part,
@@ -153,9 +156,9 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
 
 
 def metadata_of_frame(frame: bytes) -> GroupMetadata:
-    """The metadata of a frame, which names its group itself; raises what is wrong with it.
+    """Compute the metadata of a frame, which names its group itself. Raises an error if the frame is not acceptable.
 
-    It is made for a `seq_len` that cuts nothing. A plane makes it again for groups that its own one cuts.
+    It is computed for a `seq_len` that truncates nothing. A plane recomputes it for groups that its own one truncates.
     """
     group = next(iter(read_head(frame, limits=LIMITS).text["group"]), "")
     if len(group) > MAX_ID:
@@ -164,7 +167,7 @@ def metadata_of_frame(frame: bytes) -> GroupMetadata:
 
 
 def frames_of(part: Part, lost: Sequence[LostFrame]) -> Iterator[tuple[LostFrame, bytes]]:
-    """The bytes of frames that were found in a file."""
+    """Read the frames that were found in a file."""
     with part.opened() as file:
         for frame in lost:
             yield frame, read_at(file, frame.at, frame.size)

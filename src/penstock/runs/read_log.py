@@ -1,4 +1,4 @@
-"""What a run's log says, as plain data, read without owning it: beside a plane that works on it, or long after."""
+"""Reads a run's log as plain data, without owning it: while a plane works on it, or long after."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
 
 
 def storage_of_run(folder: Path) -> KeptStorage:
-    """Where the frames of a run are."""
+    """Open the storage that holds a run's frames."""
     with reading(folder) as log:
         found = log.text("storage")
     return open_storage(found or folder / "storage", create=False)
 
 
 def read_stored(folder: Path, location: str) -> Buffer:
-    """A frame of a run whose plane may be at work; raises Gone once it was deleted."""
+    """Read a frame of a run, even while its plane works. Raises Gone if it was deleted."""
     return storage_of_run(folder).read(location)[0]
 
 
 def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:
-    """What a run's folder holds, as plain data: epoch, ledger, sizes, the last `steps` steps and `groups` groups.
+    """Describe a run's folder as plain data: epoch, ledger, sizes, the last `steps` steps and `groups` groups.
 
-    None lists all of them.
+    None lists all steps or all groups.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -61,7 +61,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
 
 
 def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tuple[bytes, ...]]:
-    """The number of a step, the last one unless given, and each rank's part of its plan, while that is kept."""
+    """Return a step's number and each rank's part of its plan. `step` None takes the last step that has a plan."""
     root = Path(folder)
     if not is_run(root):
         raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
@@ -71,14 +71,14 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
     number = step if step is not None else kept[-1] if kept else 0
     if number not in kept:
         raise InvalidInput(
-            f"step {number}: no plan of it in {root}; there are those of {', '.join(map(str, kept)) or 'no step'}, "
-            "as plans are kept until their step can no longer be asked for"
+            f"step {number}: no plan of it in {root}, only of {', '.join(map(str, kept)) or 'no step'}; plans are "
+            "kept until their step can no longer be asked for"
         )
     return number, plans[number]
 
 
 def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
-    """The groups of a run that were set aside and not decided upon since."""
+    """Return the groups of a run that are in quarantine."""
     names = ("id", "run", "samples", "reason")
     with reading(folder) as log:
         query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
@@ -95,37 +95,37 @@ class EvaluationGroup:
 
 
 def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
-    """The evaluation groups of a run that were not given back, oldest first."""
+    """Return the evaluation groups of a run whose frames are kept, oldest first."""
     with reading(folder) as log:
         query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
         return [EvaluationGroup(*row) for row in log.rows(query, (int(State.EVALUATION),))]
 
 
 def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
-    """(id, location) of every group whose frame is kept, oldest first, whatever became of it."""
+    """Return (id, location) of every group whose frame is kept, oldest first, in whatever state it is."""
     with reading(folder) as log:
         return list(log.rows("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedGroup:
-    """A group that was accepted and that no step will train, or none has so far."""
+    """An accepted group that was dropped or quarantined."""
 
     id: str
     run: str
     prompt: str
     state: str
-    """dropped, or quarantined."""
+    """"dropped" or "quarantined"."""
     reason: str
     samples: int
     tokens: int
     policy_version: int | None
     location: str
-    """Of its frame; empty where that was given back."""
+    """Location of its frame; empty if the frame was freed."""
 
 
 def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[UnusedGroup]:
-    """The last groups that were dropped or set aside, newest first; with `group` the one of that id."""
+    """Return the last groups that were dropped or quarantined, newest first. With `group`, only the one of that id."""
     names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
     states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
     query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
@@ -136,7 +136,7 @@ def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = N
 
 
 def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
-    """The ledger from the recorded states, and what is held."""
+    """Compute the ledger from the recorded states, and count what is held."""
     ledger = Ledger()
     totals = {"num_groups": 0, "held_groups": 0, "held_bytes": 0, "frame_bytes": 0, "num_tokens": 0}
     rows = log.rows(
@@ -155,6 +155,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
             totals["held_bytes"] += size
         if state == State.HELD:
             totals["held_groups"] += count
+    # Rows that lag behind the commit: move their samples to where the plane counts them already.
     for state, samples, size in _trained_since(log, next_step):
         ledger.add(state, "", -samples)
         ledger.add(State.COMMITTED, "", samples)
@@ -163,10 +164,14 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
 
 
 def _trained_since(log: LogReader, next_step: int) -> Iterator[tuple[State, int, int]]:
-    """(recorded state, samples, bytes) of groups that are trained, though the log says so one transaction later."""
+    """Yield (recorded state, samples, bytes) of groups that are trained although their rows do not say so yet.
+
+    A commit moves `next_step` in one transaction and the states of groups in the next one.
+    """
     query = "SELECT step, manifest FROM steps WHERE state IN (?, ?) ORDER BY step"
     done: set[int] = set()
     for step, data in log.rows(query, _UNDER_WAY):
+        # A group that step 4 trained and step 5 drew again is under way, not trained: 5 takes it out of `done`.
         done = (
             done.union(read_manifest(data).groups) if step < next_step else done.difference(read_manifest(data).groups)
         )

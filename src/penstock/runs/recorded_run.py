@@ -1,7 +1,7 @@
-"""A run as its log tells it: what was decided, in order, with the frames that its storage still has.
+"""A run as its log recorded it: every decision in order, with the frames that its storage still has.
 
-The plane may be at work meanwhile. What the log says is read once, in one consistent state. Frames are read one by one,
-later: one that was freed in between is `Gone`, which is a normal answer for a run that does not keep everything.
+The plane may be at work meanwhile. The log is read once, in one consistent state. Frames are read one by one, later: a
+frame that was freed in between raises `Gone`, which is a normal answer for a run that does not keep everything.
 """
 
 from __future__ import annotations
@@ -11,46 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, LOG, LogReader, State, is_run, reading
+from penstock.log import FORMAT, LOG, GroupRow, LogReader, is_run, reading
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.read_log import storage_of_run
 from penstock.storage import Gone, KeptStorage
 
-_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
-    """A group that was accepted."""
-
-    op: int
-    """The decision's number: the order in which groups arrived."""
-    id: str
-    digest: bytes
-    """XXH3-128 of its frame."""
-    policy_version: int | None
-    samples: int
-    tokens: int
-    size: int
-    """Bytes of its frame."""
-    run: str
-    prompt: str
-    kinds: tuple[tuple[str, str], ...]
-    """What all groups of a step must have in common, by column."""
-    evaluation: bool
-    at: float
-    """Seconds since 1970 at which it was accepted."""
-    location: str
-    """Of its frame; empty where that was freed."""
-
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """Any other decision: versions published, priorities, quarantine, shares."""
+    """A decision that is neither a group nor a step: versions published, priorities, quarantine, shares."""
 
     op: int
     data: bytes
@@ -62,16 +34,16 @@ class StepEntry:
 
     step: int
     op: int
-    """The decision by which its groups were drawn."""
+    """Number of the decision that drew its groups."""
     groups: tuple[int, ...]
-    """By op, in the order in which they were drawn."""
+    """Ops of its groups, in the order in which they were drawn."""
     digests: tuple[str, ...]
-    """Per rank, of its plan and samples; empty where the plan was freed."""
+    """Per rank, the digest of its plan and samples; empty if the plan was freed."""
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a run's folder says of the run."""
+    """A run's decisions, and access to its frames."""
 
     folder: Path
     storage: KeptStorage
@@ -79,8 +51,8 @@ class RecordedRun:
     run_id: str = ""
     retains_all: bool = False
     settings: list[tuple[int, str]] = field(default_factory=list)
-    """(first decision they hold for, the settings as plane.toml has them), in order."""
-    groups: dict[int, GroupEntry] = field(default_factory=dict)
+    """(first op they apply to, settings as TOML), in order. A plane restarted with other settings adds an entry."""
+    groups: dict[int, GroupRow] = field(default_factory=dict)
     records: dict[int, RecordEntry] = field(default_factory=dict)
     steps: dict[int, StepEntry] = field(default_factory=dict)
     """By number."""
@@ -89,7 +61,7 @@ class RecordedRun:
 
     @classmethod
     def open(cls, folder: str | Path) -> RecordedRun:
-        """Read what a run's log says, beside its plane or long after. Raises InvalidInput if there is no log."""
+        """Read a run's log, while its plane works or long after. Raises InvalidInput if there is no log."""
         root = Path(folder)
         if not is_run(root):
             raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
@@ -106,7 +78,7 @@ class RecordedRun:
         texts = ((name, meta[name]) for name in sorted(meta) if name.startswith(SETTINGS))
         self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
         self.run = "" if not self.settings else str(tomllib.loads(self.settings[-1][1]).get("run", ""))
-        self.groups = {entry.op: entry for entry in _groups(log)}
+        self.groups = {row.op: row for row in log.groups()}
         self.records = {op: RecordEntry(op, data) for op, data in log.rows("SELECT op, data FROM records")}
         query = "SELECT step, op, manifest FROM steps WHERE step < ? ORDER BY step"
         for step, op, data in log.rows(query, (int(meta.get("next_step", 1)),)):
@@ -122,35 +94,37 @@ class RecordedRun:
 
     @property
     def num_bytes(self) -> int:
-        """Of all frames."""
+        """Bytes of all frames that are kept."""
         return sum(entry.size for entry in self.groups.values() if self.has_frame(entry.op))
 
     def frame(self, op: int) -> bytes:
-        """A group's frame. Raises Gone if it was freed meanwhile, CorruptFile if it is not as it was written."""
+        """Read a group's frame. Raises Gone if it was freed meanwhile, CorruptFile if its bytes have changed."""
         entry = self.groups[op]
         try:
             frame = bytes(self.storage.read(entry.location)[0])
             if len(frame) == entry.size and xxhash.xxh3_128_digest(frame) == entry.digest:
                 return frame
-            words = f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
+            problem = (
+                f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
+            )
         except Gone as error:
-            words = f"group {entry.id!r}: {error}"
-        # The log forgets a location before its bytes are deleted: so this tells damage from a frame that was freed.
+            problem = f"group {entry.id!r}: {error}"
+        # The log forgets a location before its bytes are deleted. So if the log still has it, the frame is damaged.
         if self._is_freed(op):
             self.gone.add(op)
             raise Gone(f"group {entry.id!r}: its frame was freed meanwhile")
-        raise CorruptFile(f"{words}; restore the storage from a copy")
+        raise CorruptFile(f"{problem}; restore the storage from a copy")
 
     def _is_freed(self, op: int) -> bool:
         with reading(self.folder) as log:
             return not log.location_at(op)
 
-    def in_order(self) -> Iterator[GroupEntry]:
-        """The groups whose frames are kept, as they arrived."""
+    def in_order(self) -> Iterator[GroupRow]:
+        """Return the groups whose frames are kept, in order of arrival."""
         return (self.groups[op] for op in sorted(self.groups) if self.has_frame(op))
 
     def verify(self) -> int:
-        """Read every frame; returns how many. Raises CorruptFile at the first that is damaged; counts those `gone`."""
+        """Read every frame and return their number. Raises CorruptFile at the first damaged one; skips freed ones."""
         read = 0
         for entry in self.in_order():
             try:
@@ -159,14 +133,3 @@ class RecordedRun:
                 continue
             read += 1
         return read
-
-
-def _groups(log: LogReader) -> Iterator[GroupEntry]:
-    rows = log.rows(
-        "SELECT op, id, digest, policy_version, samples, tokens, size, run, prompt, kinds, state, at, location "
-        "FROM groups ORDER BY op"
-    )
-    for row in rows:
-        values = list(row)
-        values[9], values[10] = _KINDS.decode(row[9]), row[10] == State.EVALUATION
-        yield GroupEntry(*values)

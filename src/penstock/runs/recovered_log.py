@@ -1,6 +1,6 @@
-"""The log that a recovery makes: built beside the old one, then put in its place. The old one is copied first.
+"""Builds the log of a recovery beside the old one, then puts it in the old one's place. The old log is copied first.
 
-A recovery that is killed leaves the old log or the new one, never half of either, and can be called again.
+A recovery that is killed leaves the old log or the new one, never half of either, and can be started again.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ from penstock.storage import (
 
 As = Literal["held", "quarantined", "dropped"]
 WRITER = "recovered"
-"""Writer of segments that a recovery registers."""
+"""Writer's name of segments that a recovery registers."""
 _BATCH = 256
 _WHY = "recovered: release it if it was not trained before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What only an operator knows."""
+    """What only an operator can decide."""
 
     state: As = "held"
-    """What becomes of the groups."""
+    """The state that recovered groups get."""
     step: int | None = None
-    """The step that the trainer goes on with."""
+    """The step that the trainer continues with."""
     policy_version: int | None = None
     """The version that the trainer has published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What was done."""
+    """The result of a recovery."""
 
     groups: int
     segments: int
@@ -80,16 +80,16 @@ class Recovered:
     commits: int
     run_id: str
     aside: str = ""
-    """Where the log and the marker are as they were before."""
+    """Folder with the log and the marker as they were before."""
 
 
 def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
-    """Put lost groups back into the log of a run; the caller owns its folder."""
+    """Put lost groups back into the log of a run. The caller owns its folder (`owning`)."""
     if plan.run.log_url:
         return _recover_database(plan, choices, progress)
     folder, storage = plan.run.folder, plan.run.storage
     building = folder / BUILDING
-    shutil.rmtree(building, ignore_errors=True)  # what a recovery that was killed left of its own log
+    shutil.rmtree(building, ignore_errors=True)  # left by a recovery that was killed
     building.mkdir(mode=0o700)
     log = _begin(plan, building)
     try:
@@ -109,8 +109,10 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
 
 
 def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recovered:
-    """The same in a database, which keeps its own backups. The marker refuses planes until the log is past it, which is
-    the last thing that is written: a recovery that is killed can be called again."""
+    """Recover a log in a database, in place: the database has its own backups.
+
+    The marker keeps planes out until the log is past it, and moving the log past it is the last write. So a recovery
+    that is killed can be started again."""
     from penstock.log import PostgresLog
 
     log = open_existing(plan.run.folder)
@@ -137,7 +139,7 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
 
 
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:
-    """Copy groups into the run in another folder, which may be new."""
+    """Copy groups into the run of another folder, which may be new."""
     storage = open_storage(plan.run.storage.url)
     folder = plan.run.folder
     log = open_existing(folder) if plan.run.log_url else SqliteLog(folder, guard=partial(check_log, storage))
@@ -165,7 +167,7 @@ def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress)
 
 
 def _begin(plan: Plan, building: Path) -> Log:
-    """The log to go on with, in a folder of its own: the old one as it can be read, or an empty one."""
+    """Make the log to continue with, in a folder of its own: a copy of the old log, or an empty one."""
     path = building / LOG
     with typed_errors(str(path)):
         if plan.log is None:
@@ -173,7 +175,7 @@ def _begin(plan: Plan, building: Path) -> Log:
         else:
             copy_log(plan.run.folder, path)
         epoch = max(plan.run.marker.epoch if plan.run.marker else 0, plan.log.epoch if plan.log else 0)
-        # Behind everything that marker and witness have seen: else the plane would refuse this log too.
+        # Past everything that marker and witness have seen, or a plane would refuse this log too.
         seen = [
             plan.run.marker.commits if plan.run.marker else 0,
             plan.run.witness.commits if plan.run.witness else 0,
@@ -188,14 +190,14 @@ def _begin(plan: Plan, building: Path) -> Log:
 def _read_again(
     frames: Iterable[tuple[LostFrame, str]], progress: Progress
 ) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
-    """(frame, location, bytes, metadata); raises Conflict if it is not what the survey found."""
+    """Yield (frame, location, bytes, metadata). Raises Conflict if a frame is not what the survey found."""
     for name, some in groupby(frames, key=lambda one: one[0].part.name):
         places = list(some)
         part = places[0][0].part
         for (frame, data), (_, location) in zip(frames_of(part, [one for one, _ in places]), places, strict=True):
             metadata = metadata_of_frame(data)
             if metadata.group != frame.group or len(data) != frame.size:
-                raise Conflict(f"{name}: changed while it was read; is a plane at work on it? Call this again")
+                raise Conflict(f"{name}: changed while it was read; stop the plane that uses it, then call this again")
             progress(frame.size)
             yield frame, location, data, metadata
 
@@ -203,7 +205,7 @@ def _read_again(
 def _written(
     frames: Iterable[tuple[LostFrame, str, bytes, GroupMetadata]], writer: Writer
 ) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
-    """The same frames, in a storage: with one sync for each batch."""
+    """Write frames to a storage, with one sync per batch. Yields them with their new locations."""
     batch: list[tuple[LostFrame, str, bytes, GroupMetadata]] = []
     size = 0
     for one in frames:
@@ -229,7 +231,7 @@ def _accept(
     choices: Choices,
     members: set[str],
 ) -> None:
-    """Write groups to the log, as a put does."""
+    """Add groups to the log, as a put does."""
     batch: list[tuple[GroupRow, bytes]] = []
     for frame, location, _, metadata in frames:
         batch.append((_row(op + len(batch), frame, location, metadata, members), metadata.to_bytes()))
@@ -241,7 +243,7 @@ def _accept(
 
 
 def _add(log: Log, rows: Sequence[tuple[GroupRow, bytes]], state: As) -> int:
-    """Returns the number of the next decision."""
+    """Add a batch of groups in one transaction. Returns the number of the next decision."""
     op = rows[-1][0].op + 1
     with log.transaction():
         log.add_groups(rows)
@@ -261,6 +263,7 @@ def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, memb
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         size=parse_location(location).size,
+        # A tenant that the log does not know has no table: its groups go to the common one.
         run=metadata.run if metadata.run in members else "",
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
@@ -273,7 +276,7 @@ def _name_of(plan: Plan) -> str:
 
 
 def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
-    """Where trainer and plane go on: step, policy version, and a last decision that is behind the marker's."""
+    """Write where trainer and plane continue: step, policy version, and a last decision past the marker's."""
     known = 0 if plan.log is None else plan.log.policy_version
     last_step = 0 if plan.log is None else plan.log.last_step
     step = plan.next_step if choices.step is None else choices.step
@@ -285,7 +288,9 @@ def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
             log.add_record(op, Advance(policy_version=version))
         if plan.log is None or step != plan.log.next_step:
             log.set_meta("next_step", step)
-        if step > last_step + 1:  # a step without groups stands for those that the log has lost
+        if step > last_step + 1:
+            # The log has lost steps. One empty step stands for all of them, so that numbers go on without a hole: a log
+            # that ends at step 3 and a trainer that continues with 8 get an empty step 7.
             manifest = Manifest(groups=(), policy_version=version, samples=0, tokens=0)
             log.add_step(step - 1, op + 1, msgspec.msgpack.encode(manifest))
             log.set_meta("oldest_step", step)
@@ -297,9 +302,12 @@ def _go_on(log: Log, plan: Plan, choices: Choices, past: int) -> None:
 def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
     folder, storage = plan.run.folder, plan.run.storage
     aside = _copy_aside(folder, storage)
+    # The marker first: from here on the old log is behind it, and no plane can go on with it by mistake.
     _set_marker(plan, done)
     _carry_over(folder, is_sound=plan.log is not None)
-    for name in (LOG, WITNESS):  # in this order: a new log with the old witness is refused, and recovered again
+    # In this order: if we are killed in between, a plane refuses the new log with the old witness, and the recovery can
+    # be started again. The old log with a new witness would look damaged for ever.
+    for name in (LOG, WITNESS):
         sync(building / name)
         rename(building / name, folder / name)
     shutil.rmtree(building, ignore_errors=True)
@@ -307,7 +315,7 @@ def _install(plan: Plan, building: Path, done: Recovered) -> Recovered:
 
 
 def _copy_aside(folder: Path, storage: KeptStorage) -> str:
-    """Copy log, witness and marker as they are; returns where to, or nothing if there is none of them."""
+    """Copy log, witness and marker as they are into a new folder. Returns its path, or "" if there is none of them."""
     old = [path for path in (folder / LOG, folder / f"{LOG}-wal", folder / WITNESS) if path.exists()]
     marker = storage.marker()
     if not old and marker is None:
@@ -326,18 +334,18 @@ def _copy_aside(folder: Path, storage: KeptStorage) -> str:
 
 
 def _set_marker(plan: Plan, done: Recovered) -> None:
-    """Take the storage over: planes of earlier epochs delete nothing from now on."""
+    """Take the storage over. From now on planes of earlier epochs delete nothing."""
     storage, name = plan.run.storage, _name_of(plan)
     if plan.run.marker_problem:
         new = Marker(run_id=done.run_id, epoch=done.epoch, commits=done.commits, run=name)
         if not storage.set_marker(new.to_bytes(), storage.marker()):
-            raise Conflict(f"{storage.url}: somebody else wrote the marker; call this again")
+            raise Conflict(f"{storage.url}: another process wrote the marker; call this again")
         return
     Custody(storage, run_id=done.run_id, run=name, epoch=done.epoch, commits=done.commits)
 
 
 def _carry_over(folder: Path, *, is_sound: bool) -> None:
-    """Leave no write-ahead log behind, which SQLite would take for that of the new log; there are copies."""
+    """Remove the old write-ahead log, which SQLite would apply to the new log. A copy of it was made."""
     if is_sound and not carry_over(folder / LOG):
         raise CorruptFile(f"{folder / LOG}: another process has it open; stop it and call this again")
     for suffix in ("-wal", "-shm"):

@@ -1,11 +1,12 @@
-"""Frames that a log has lost, put back into it: what would be done, and then doing it. Nothing is ever deleted.
+"""Plans a recovery: which frames in storage the log has lost, and what putting them back would do.
 
     log missing, damaged or empty     a new log takes the run over, with all groups that storage holds
-    log older than its storage        the groups behind it are accepted again
-    segments that nobody registered   the groups in them are accepted, and the segments are registered
-    marker or witness in the way      the log goes on behind both, in a new epoch
+    log older than its storage        the groups it lacks are accepted again
+    unregistered segments             their groups are accepted, and the segments are registered
+    marker or witness ahead           the log continues past both, in a new epoch
 
-`recover_into` does the same with frames of any files, of old folders and archives too, and copies them to another run.
+`plan_copy` does the same for frames in any files, also of old folders and archives, to copy them into another run.
+Planning changes nothing; `recover` and `recover_into` carry a plan out. Neither ever deletes anything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from penstock.errors import Conflict, InvalidInput
 from penstock.frames import MAGIC
-from penstock.log import LOG, State, fork, is_run, own
+from penstock.log import LOG, State, is_run, own, release
 from penstock.runs.lost_frames import Progress, Source, Survey, no_progress, survey
 from penstock.runs.storage_check import sources_of
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
@@ -37,68 +38,69 @@ class Plan:
 
     run: StoredRun
     log: LogView | None
-    """The log that is gone on with; None: a new one is made."""
+    """The log to continue with; None: a new one is made."""
     run_id: str
-    """Empty: a new run."""
+    """Id of the run; empty: a new run."""
     found: Survey
     problems: dict[str, str] = field(default_factory=dict)
     """What keeps a plane from starting now."""
     register: list[str] = field(default_factory=list)
-    """Segments that the log will know."""
+    """Segments that the recovery registers."""
     left: list[str] = field(default_factory=list)
-    """Segments without a whole frame, which it will not know: they are for an operator to look at."""
+    """Segments without a sound frame. They stay unregistered, for an operator to look at."""
     without_frame: int = 0
-    """Groups that wait in the log and have no frame in storage any more."""
+    """Number of groups that wait in the log and have no frame in storage."""
     ended: int = 0
-    """Groups that a damaged log says were trained, dropped or only evaluated: they are left out."""
+    """Number of groups that a damaged log says were trained, dropped or only evaluated. They are left out."""
     copied: bool = False
-    """Whether frames are copied to a storage of their own."""
+    """Whether frames are copied to another storage."""
 
     @property
     def is_needed(self) -> bool:
         return bool(self.found.lost or self.problems or self.register)
 
     @property
-    def told(self) -> LogView:
-        """What is known of steps, versions and tenants, from a damaged log if there is no better one."""
+    def best_known(self) -> LogView:
+        """The best source for steps, versions and tenants: the log, or what could be read of a damaged one."""
         return self.log or self.run.salvaged or LogView()
 
     @property
     def next_step(self) -> int:
-        return self.told.next_step
+        return self.best_known.next_step
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that the log or a group names."""
-        return max([self.told.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
+        """The newest policy version in the log or in a group."""
+        return max([self.best_known.policy_version, *(frame.policy_version or 0 for frame in self.found.lost)])
 
 
 @contextmanager
 def owning(folder: Path) -> Iterator[None]:
-    """Keep planes away from a run; raises Conflict while one is at work on it."""
+    """Lock a run's folder, so that no plane opens it. Raises Conflict while one has it open."""
     if not folder.is_dir():
         raise InvalidInput(f"{folder}: no such folder; give the folder of a run")
     lock = own(folder)
     try:
         yield
     finally:
-        fork.close(lock)
+        release(lock)
 
 
 def plan_recovery(folder: str | Path, storage: str | Path | None = None, progress: Progress = no_progress) -> Plan:
-    """Find out what a run's log lacks. Changes nothing; raises where recovering would be wrong."""
+    """Find out what a run's log lacks. Changes nothing. Raises an error if a recovery would be wrong."""
     run = look_at(folder, storage)
     refuse_old(run)
     find_damage(run)
     log = run.usable
     _check_belongs(run, log)
     view = log or LogView()
+    # Groups that a damaged log says were trained count as known: putting them back would train them twice.
     known = {g.id: g.digest for g in view.groups.values()} | dict.fromkeys(_ended(run.salvaged))
     found = survey(sources_of(run.storage, view), known, progress)
     if log is None and not found.frames_in:
         raise InvalidInput(
-            f"{run.folder}: no log and no frames ({run.storage.place}); nothing can be recovered here. Where are the "
-            "frames? Give their folder with --storage, or the files that hold them with --into"
+            f"{run.folder}: no log and no frames ({run.storage.place}); nothing can be recovered here; give the folder "
+            "of the frames with --storage, or recover from the files that hold them with --into"
         )
     plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
     plan.register, plan.left = _sort_segments(run.storage, view, found)
@@ -107,7 +109,7 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
 
 
 def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_progress) -> Plan:
-    """Find the frames of any files, to be copied into the run in another folder."""
+    """Find the frames in any files, to copy them into the run of another folder."""
     root, target = Path(source), Path(into)
     if is_object_url(str(source)):
         sources = sources_of(open_storage(source), LogView())
@@ -132,7 +134,7 @@ def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_prog
 
 
 def _files(root: Path, without: Path) -> list[Source]:
-    """The files that may hold frames, oldest first."""
+    """List the files that may hold frames, oldest first."""
     if root.is_file():
         return [Source(file_part(root))]
     found = []
@@ -145,11 +147,11 @@ def _files(root: Path, without: Path) -> list[Source]:
     return sorted(found, key=lambda one: (one.part.modified_ns, one.part.name))
 
 
-# ------------------------------------------------------------------ what belongs together
+# ------------------------------------------------------------------ do log and storage belong together?
 
 
 def _check_belongs(run: StoredRun, log: LogView | None) -> None:
-    """Raise where frames of one run would come into the log of another, or where storage is not there."""
+    """Raise Conflict if frames of one run would enter the log of another, or the storage is missing."""
     marker = run.marker
     if log is not None and marker is not None and marker.run_id != log.run_id:
         raise Conflict(
@@ -165,12 +167,12 @@ def _check_belongs(run: StoredRun, log: LogView | None) -> None:
 
 
 def _ended(log: LogView | None) -> list[str]:
-    """The groups that no step will need."""
+    """Return the ids of groups that no step will need."""
     return [] if log is None else [group.id for group in log.groups.values() if group.state in _ENDED]
 
 
 def _run_id(run: StoredRun, log: LogView | None) -> str:
-    """Whose frames these are: as the log says, else as storage and witness say."""
+    """Return the id of the run the frames belong to: from the log, else from the marker or the witness."""
     if log is not None:
         return log.run_id
     if run.marker is not None:
@@ -181,7 +183,10 @@ def _run_id(run: StoredRun, log: LogView | None) -> str:
 
 
 def _sort_segments(storage: KeptStorage, log: LogView, found: Survey) -> tuple[list[str], list[str]]:
-    """Unregistered segments: those that hold frames of this run or nothing at all, and the others."""
+    """Sort unregistered segments into those to register and those to leave to an operator.
+
+    A segment is registered if it holds frames of this run, or no data at all.
+    """
     taken = {frame.segment for frame in found.lost}
     doubtful = {one.part.segment for one in (*found.conflicts, *found.unusable)}
     register: list[str] = []
@@ -197,12 +202,12 @@ def _holds_data(part: Part) -> bool:
     try:
         with part.opened() as file:
             return holds_data(file)
-    except OSError:  # it cannot be read: what it holds is unknown
+    except OSError:  # unreadable: assume that it holds something
         return True
 
 
 def _without_frame(storage: KeptStorage, log: LogView) -> int:
-    """Groups that wait and whose frames do not begin as one does."""
+    """Count waiting groups whose frames are missing. Reads the first bytes of each only."""
     missing = 0
     for group, at in log.kept:
         if group.state in _WAITING:

@@ -1,8 +1,8 @@
-"""A recorded run decided again: the same groups and decisions in the same order, step by step compared with the record.
+"""Decides a recorded run again, with the same groups and decisions in the same order, and compares every step.
 
-A plane is made in a folder of its own with the settings that were recorded. Groups are checked, drawn and planned by
-the code of today. The digest of a rank's step covers its plan and every value of every sample it is sent, so steps with
-the same digests would train the same.
+A plane is made in a folder of its own with the recorded settings. Groups are checked, drawn and planned by the current
+code. The digest of a rank's step covers its plan and every value of every sample the rank gets, so steps with equal
+digests would train the same.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from penstock.log import (
     Report,
     Shorten,
     SqliteLog,
+    State,
     read_record,
 )
 from penstock.plane import Dropped, Engine, Incoming, Intake, PlaneSettings, Refused, StepBuilder, storage_of
-from penstock.runs.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
+from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry
 from penstock.storage import Gone
 
 
@@ -42,11 +43,11 @@ class Rerun:
 
     same: bool
     sentence: str
-    """For people."""
+    """The result as a sentence."""
     steps: int = 0
-    """Compared and the same."""
+    """Number of steps that are the same."""
     skipped: int = 0
-    """Steps whose plan, or not all of whose frames, the run still has."""
+    """Number of steps that could not be compared: the run has freed their plan or some of their frames."""
     step: int | None = None
     rank: int | None = None
     recorded: str | None = None
@@ -64,14 +65,14 @@ class _Differs(Exception):
 def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = lambda _step: None) -> Rerun:
     """Decide a recorded run again in an empty folder, and compare its steps."""
     if not recorded.settings:
-        raise InvalidInput(f"{recorded.folder}: its log does not say which settings it began with")
+        raise InvalidInput(f"{recorded.folder}: its log does not hold the settings it was started with")
     if not recorded.steps:
         raise InvalidInput(f"run {recorded.run!r}: no step was committed yet; there is nothing to compare")
     life = _Life(recorded, folder)
     try:
         for entry in _in_order(recorded):
             life.begin(entry.op)
-            if isinstance(entry, GroupEntry):
+            if isinstance(entry, GroupRow):
                 life.put(entry)
             elif isinstance(entry, RecordEntry):
                 life.decide(entry)
@@ -101,22 +102,22 @@ def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = 
     )
 
 
-def _in_order(recorded: RecordedRun) -> Iterator[GroupEntry | RecordEntry | StepEntry]:
-    """What was decided, up to the last step that was committed."""
+def _in_order(recorded: RecordedRun) -> Iterator[GroupRow | RecordEntry | StepEntry]:
+    """Yield all decisions in order, up to the last committed step."""
     last = max(entry.op for entry in recorded.steps.values())
-    groups = [entry for entry in recorded.groups.values() if not entry.evaluation]
-    entries: list[GroupEntry | RecordEntry | StepEntry] = [*groups, *recorded.records.values()]
+    groups = [entry for entry in recorded.groups.values() if not entry.is_evaluation]
+    entries: list[GroupRow | RecordEntry | StepEntry] = [*groups, *recorded.records.values()]
     yield from sorted([*(e for e in entries if e.op <= last), *recorded.steps.values()], key=lambda entry: entry.op)
 
 
 class _Life:
-    """A plane that decides again; begun anew where the recorded one was started with other settings."""
+    """The plane that decides again. It is restarted where the recorded one was restarted with other settings."""
 
     def __init__(self, recorded: RecordedRun, folder: Path) -> None:
         self._recorded, self._folder = recorded, folder
         self._to_come = list(recorded.settings)
         self._without: set[int] = set()
-        """Groups that were put without a frame."""
+        """Ops of groups that were put without a frame."""
         self._next_step = 1
         self._engine: Engine | None = None
         self.same = self.skipped = 0
@@ -127,7 +128,7 @@ class _Life:
         return self._engine
 
     def begin(self, op: int) -> None:
-        """The settings that hold from a decision on."""
+        """Switch to the settings that apply to decision `op`."""
         while self._to_come and (self._engine is None or op >= self._to_come[0][0]):
             _, text = self._to_come.pop(0)
             self.close()
@@ -143,30 +144,20 @@ class _Life:
             self._engine.log.close()
             self._engine = None
 
-    def put(self, entry: GroupEntry) -> None:
+    def put(self, entry: GroupRow) -> None:
         frame = self._frame(entry)
         if frame is not None:
             self._put_frame(entry, frame)
             return
         self._without.add(entry.op)
-        row = GroupRow(
-            op=self.engine.state.op + 1,
-            id=entry.id,
-            digest=entry.digest,
-            policy_version=entry.policy_version,
-            samples=entry.samples,
-            tokens=entry.tokens,
-            size=entry.size,
-            run=entry.run,
-            prompt=entry.prompt,
-            kinds=entry.kinds,
-        )
+        # Its samples cannot be trained here, but it must be drawn as it was: as a waiting group without a frame.
+        row = replace(entry, op=self.engine.state.op + 1, state=State.HELD, reason="", uses=0, location="")
         with self.engine.recorder.transaction():
             self.engine.log.add_groups([(row, b"")])
         self.engine.state.take_in(row)
 
-    def _frame(self, entry: GroupEntry) -> bytes | None:
-        """A group's frame; None if it is freed or damaged: draws depend on the group all the same."""
+    def _frame(self, entry: GroupRow) -> bytes | None:
+        """Return a group's frame, or None if it is freed or damaged. Draws depend on the group even then."""
         if not self._recorded.has_frame(entry.op):
             return None
         try:
@@ -174,7 +165,7 @@ class _Life:
         except (Gone, CorruptFile):
             return None
 
-    def _put_frame(self, entry: GroupEntry, frame: bytes) -> None:
+    def _put_frame(self, entry: GroupRow, frame: bytes) -> None:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
         outcomes = [acceptance.offer(None, entry.id, digest, len(frame), entry.run)]
@@ -191,18 +182,20 @@ class _Life:
             if not isinstance(outcome, bool) and outcome.error is not None:
                 self._refused(entry, outcome.error)
 
-    def _refused(self, entry: GroupEntry, error: PenstockError) -> None:
-        words = f"Group {entry.id} was accepted when it was recorded, and is refused now: {error}"
-        raise _Differs(words, self._next_step)
+    def _refused(self, entry: GroupRow, error: PenstockError) -> None:
+        raise _Differs(
+            f"Group {entry.id} was accepted when it was recorded, and is refused now: {error}", self._next_step
+        )
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
+        # A put counts again what it shortens, and reports take effect with a decision of their own.
         if isinstance(record, (Shorten, Report)):
-            return  # a put counts again what it shortens; reports take effect with a decision of their own
+            return
         self.engine.recorder.decide(self._of_today(record))
 
     def _of_today(self, record: Record) -> Record:
-        """The same decision, about the same groups under the numbers they have here."""
+        """Return the same decision with the ops that its groups have here."""
         state = self.engine.state
         set_aside = {row.id: row.op for row in state.quarantined.values()}
         names = {op: entry.id for op, entry in self._recorded.groups.items()}
@@ -243,8 +236,10 @@ class _Life:
         self.engine.record(drawn, planned)
         for rank, pair in enumerate(zip(entry.digests, planned.digests, strict=False)):
             if pair[0] != pair[1]:
-                words = f"The run first differs at step {entry.step}, rank {rank}: recorded {pair[0]}, now {pair[1]}."
-                raise _Differs(words, entry.step, rank, pair)
+                sentence = (
+                    f"The run first differs at step {entry.step}, rank {rank}: recorded {pair[0]}, now {pair[1]}."
+                )
+                raise _Differs(sentence, entry.step, rank, pair)
         if len(entry.digests) != len(planned.digests):
             ranks = f"{len(entry.digests)} ranks when it was recorded, {len(planned.digests)} now"
             raise _Differs(f"Step {entry.step} is for {ranks}.", entry.step)
@@ -253,13 +248,13 @@ class _Life:
         names = [self._recorded.groups[op].id for op in entry.groups]
         for at, (was, now) in enumerate(zip_longest(names, drawn, fillvalue="none"), start=1):
             if was != now:
-                words = (
+                sentence = (
                     f"Step {entry.step} is made of other groups: number {at} was {was} when recorded, and is {now} now."
                 )
-                raise _Differs(words, entry.step, None, (was, now))
+                raise _Differs(sentence, entry.step, None, (was, now))
 
     def _draw_only(self, entry: StepEntry) -> None:
-        """A step that cannot be planned, for want of frames: its groups leave the tables all the same."""
+        """Draw a step that cannot be planned because frames are missing, so that its groups leave the tables."""
         engine = self.engine
         counts = engine.state.apportion(engine.settings.target)
         if counts is None:
@@ -274,11 +269,11 @@ class _Life:
 
 
 def settings_of(text: str) -> PlaneSettings:
-    """The settings that were recorded, for a plane that nobody talks to and nothing limits."""
+    """Return the recorded settings, changed for a plane without clients and without limits."""
     found = build(PlaneSettings, without_removed(tomllib.loads(text)), "the recorded settings")
     return replace(
         found,
-        # What was accepted was checked then; runs recorded before there was this setting truncated.
+        # Accepted groups passed the length check then. Runs from before this setting existed truncated.
         over_length="drop" if found.over_length == "drop" else "truncate",
         listen=(),
         keys=None,

@@ -1,16 +1,16 @@
-"""Copies a run to another folder, also while its plane is at work, and again and again beside it.
+"""Copies a run to another folder, even while its plane works, and keeps the copy up to date in further rounds.
 
 One round brings the copy to one consistent state of the source:
 
-    1. the log, in one consistent state, as an SQLite file beside the copy's log
-    2. every frame that this log needs and the copy lacks, read, compared with its digest, and synced
-    3. if one of them was freed meanwhile: from the beginning, with what was copied already
-    4. the new log takes the old one's place; then the witness and the marker follow it
-    5. frames that the new log does not need are deleted, by name
+    1. copy the log, in one consistent state, to an SQLite file beside the copy's log
+    2. copy every frame that this log needs and the copy lacks: read it, compare its digest, sync it
+    3. if one of them was freed meanwhile, start again at 1; frames that were copied stay
+    4. rename the new log over the old one, then update the witness and the marker
+    5. delete frames that the new log does not need, by name
 
 A process that is killed between any two of these leaves the old copy, the new one, or a first copy without a log, which
-no plane opens. Locations stay as they are. The copy is another run, with an id of its own: two planes that both believe
-to be one run must never share a storage or a client. Only a run that no plane has open may keep its id.
+no plane opens. Locations stay the same. The copy is another run with an id of its own, because two planes with the same
+run id must never share a storage or a client. Only a run that no plane has open may keep its id.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from penstock.log import (
     LogReader,
     Witness,
     copy_log,
-    fork,
     is_run,
     own,
     read_witness,
     reading,
     reading_sqlite,
+    release,
     sign_copy,
     typed_errors,
     url_of,
@@ -58,25 +58,25 @@ from penstock.storage import (
 )
 
 _ROUNDS = 20
-"""Logs that are read for one copy before it is given up: frames are freed faster than they can be copied."""
+"""How often one round starts again before it fails: frames are freed faster than they can be copied."""
 _NEW_LOG = f"{LOG}.copying"
 
 
 @dataclass(slots=True)
 class Copied:
-    """What one round did."""
+    """The result of one round."""
 
     run_id: str
-    """Of the copy."""
+    """Id of the copy."""
     commits: int = 0
-    """Transactions of the source that the copy has."""
+    """Number of the source's transactions that the copy has."""
     groups: int = 0
-    """Frames that were copied in this round."""
+    """Number of frames copied in this round."""
     num_bytes: int = 0
     freed: int = 0
-    """Frames and segments that were deleted in the copy, because the source does not need them any longer."""
+    """Number of frames and segments deleted in the copy, because the source no longer needs them."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Groups whose frames are damaged in the source, with the reason; the copy lacks these frames."""
+    """Groups whose frames are damaged in the source -> reason. The copy lacks these frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,10 @@ class _Needed:
 
 
 class RunCopy:
-    """A run's folder and its copy. Holds the copy's lock, so that no plane opens it between two rounds."""
+    """Copies one run. Holds the lock of the copy's folder, so that no plane opens it between two rounds."""
 
     def __init__(self, source: Path, target: Path, *, same_run: bool = False) -> None:
-        """`same_run`: the copy keeps the run's id; raises Conflict while a plane has the source open."""
+        """With `same_run` the copy keeps the run's id; raises Conflict while a plane has the source open."""
         self.source, self.target = source.resolve(), target.resolve()
         if self.target == self.source or self.source in self.target.parents or self.target in self.source.parents:
             raise InvalidInput(f"{target}: lies in the run that is copied, or around it; give a folder elsewhere")
@@ -102,12 +102,12 @@ class RunCopy:
         self._there: set[str] = set()
         """Locations and segments that the copy's storage may hold."""
         self._commits = 0
-        """Of the source, as far as the copy has them."""
+        """Number of the source's transactions that the copy has."""
         _check_target(self.target)
         with ExitStack() as undo:
             if same_run:
-                undo.callback(fork.close, _own_source(self.source))
-            undo.callback(fork.close, own(self.target, "plane or copy"))
+                undo.callback(release, _own_source(self.source))
+            undo.callback(release, own(self.target, "plane or copy"))
             copied_id = self._look() or secrets.token_hex(16)
             self.run_id = self._source_id if same_run else copied_id
             self._frames, self._storage = storage_of_run(self.source), FolderStorage(self.target / "storage")
@@ -120,7 +120,7 @@ class RunCopy:
         self._undo.close()
 
     def _look(self) -> str:
-        """What an earlier copy left in the target; returns its run id, empty for a new copy."""
+        """Read what an earlier copy left in the target. Returns its run id, or "" for a new copy."""
         if not is_run(self.target):
             _check_target(self.target)
             return ""
@@ -136,7 +136,7 @@ class RunCopy:
         return found["run_id"]
 
     def is_behind(self) -> bool:
-        """Whether the source committed something since the last round. Reads a small file or one row only."""
+        """Return whether the source committed anything since the last round. Reads only a small file or one row."""
         if url_of(self.source):
             return int(_meta(self.source)["commits"]) != self._commits
         seen = read_witness(self.source)
@@ -147,6 +147,8 @@ class RunCopy:
     def round(self) -> Copied:
         """Bring the copy up to date."""
         found = Copied(self.run_id)
+        # A plane frees a frame only after its log forgot it. So if a frame is gone, a newer log does not need it, and
+        # starting again with that log makes progress.
         for _ in range(_ROUNDS):
             needed = self._copy_log()
             if self._copy_frames(needed, found):
@@ -158,7 +160,7 @@ class RunCopy:
         )
 
     def _copy_log(self) -> dict[str, _Needed]:
-        """The source's log, beside that of the copy; returns the frames it needs."""
+        """Copy the source's log beside the copy's own. Returns the frames it needs, by location."""
         path = self.target / _NEW_LOG
         path.unlink(missing_ok=True)
         with typed_errors(f"copy of {self.source} to {self.target}"):
@@ -175,7 +177,7 @@ class RunCopy:
             return _needed(log)
 
     def _copy_frames(self, needed: dict[str, _Needed], found: Copied) -> bool:
-        """Copy the frames that the copy lacks. False: some were freed meanwhile."""
+        """Copy the frames that the copy lacks. Returns False if some were freed meanwhile."""
         found.damaged, freed = {}, 0
         todo = sorted((needed[name] for name in needed.keys() - self._have), key=lambda one: str(one.at))
 
@@ -193,7 +195,7 @@ class RunCopy:
 
         for segment, parts in groupby(todo, key=lambda one: one.at.segment):
             copied: list[_Needed] = []
-            self._there.add(segment)  # before its first byte: it must not stay if the source frees it
+            self._there.add(segment)  # before its first byte, so that it is deleted if the source frees it
             self._storage.restore(segment, frames(list(parts)))
             self._have.update(str(one.at) for one in copied)
             self._there.update(str(one.at) for one in copied)
@@ -202,30 +204,31 @@ class RunCopy:
         return not freed
 
     def _is_freed(self, one: _Needed) -> bool:
-        """Whether the source has freed a frame. The log forgets a location before its bytes are deleted."""
+        """Return whether the source has freed a frame. The log forgets a location before its bytes are deleted."""
         with reading(self.source) as log:
             return log.location_of(one.group) != str(one.at)
 
-    # -------------------------------------------------------------- the copy becomes what was copied
+    # -------------------------------------------------------------- switching the copy to the new state
 
     def _finish(self, needed: dict[str, _Needed], found: Copied) -> None:
         segments = {one.at.segment for one in needed.values()}
         dropped = sorted(name for name in self._there if _is_left(name, needed, segments))
         marker = self._sign(needed, dropped)
+        # All frames of the new log are on disk by now. Renaming switches the copy to it in one step.
         (self.target / _NEW_LOG).replace(self.target / LOG)
         sync(self.target)
         witness = Witness(self.target)
         witness.write(self.run_id, self._commits)
         witness.close()
         if not self._storage.set_marker(marker.to_bytes(), self._storage.marker()):
-            raise Conflict(f"{self._storage.url}: another process moved the marker; is a plane at work on the copy?")
+            raise Conflict(f"{self._storage.url}: another process moved the marker; stop the plane that uses the copy")
         self._storage.delete(dropped)
         self._have &= needed.keys()
         self._there = {*self._have, *segments}
         found.commits, found.freed = self._commits, len(dropped)
 
     def _sign(self, needed: dict[str, _Needed], dropped: list[str]) -> Marker:
-        """Make the new log that of the copy: its id, its storage, where it comes from, what it has yet to delete."""
+        """Turn the new log into the copy's own: its id, storage and origin, and what it still has to delete."""
         lacks = json.dumps(sorted(needed.keys() - self._have))
         meta = sign_copy(
             self.target / _NEW_LOG,
@@ -242,7 +245,7 @@ class RunCopy:
 
 
 def _as_it_was(one: _Needed, frame: Buffer | PenstockError) -> Buffer | str:
-    """A frame of the source, or why it cannot be copied."""
+    """Return a frame of the source, or the reason why it cannot be copied."""
     if isinstance(frame, Gone):
         return str(frame)
     if isinstance(frame, PenstockError):
@@ -251,14 +254,14 @@ def _as_it_was(one: _Needed, frame: Buffer | PenstockError) -> Buffer | str:
 
 
 def _is_left(name: str, needed: dict[str, _Needed], segments: set[str]) -> bool:
-    """Whether the copy's storage holds this and the new log does not need it. Frames go with their segment."""
+    """Return whether the new log needs neither this frame nor its segment. A deleted segment takes its frames along."""
     if is_segment_name(name):
         return name not in segments
     return name not in needed and parse_location(name).segment in segments
 
 
 def _check_target(target: Path) -> None:
-    """Refuse a folder that holds something else, before anything is written to it."""
+    """Raise InvalidInput for a folder that holds something else, before anything is written to it."""
     if is_run(target) or not target.exists():
         return
     there = sorted(path.name for path in target.iterdir() if path.name != "lock") if target.is_dir() else ["no folder"]
@@ -273,7 +276,7 @@ def _own_source(folder: Path) -> int:
     try:
         return own(folder)
     except Conflict as error:
-        raise Conflict(f"{error}; without --same-run a run is copied beside its plane, as another run") from None
+        raise Conflict(f"{error}; without --same-run a run is copied while its plane works, as another run") from None
 
 
 def _meta(folder: Path) -> dict[str, str]:
@@ -284,6 +287,6 @@ def _meta(folder: Path) -> dict[str, str]:
 
 
 def _needed(log: LogReader) -> dict[str, _Needed]:
-    """The frames that a log needs, by location."""
+    """Return the frames that a log needs, by location."""
     rows = log.rows("SELECT location, id, digest FROM groups WHERE location != ''")
     return {location: _Needed(group, digest, parse_location(location)) for location, group, digest in rows}

@@ -1,7 +1,7 @@
 """Compares a run's log with its storage: frames that are missing or damaged, and bytes that no group needs.
 
-Nothing is written, and a plane may be at work on the run. It may free a frame between the moment in which the log was
-read and the one in which the frame is looked at, so whatever is wrong with a frame is looked up in the log again.
+Nothing is written, and a plane may be at work. It may free a frame after the log was read and before the frame is. So
+whenever a frame looks wrong, the log is asked again whether it still needs it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import xxhash
 from penstock.arrays import sample_digests
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.frames import Buffer, GroupMetadata, describe
-from penstock.log import State, reading
+from penstock.log import GroupRow, State, reading
 from penstock.runs.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
-from penstock.runs.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
+from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import Away, Gone, KeptStorage, Location, Part, read_each
 
 _BATCH = 256
@@ -26,7 +26,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class BadFrame:
-    """A frame that the log needs and storage does not have as it was."""
+    """A frame that the log needs and that is missing or damaged in storage."""
 
     group: str
     location: str
@@ -35,7 +35,7 @@ class BadFrame:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found."""
+    """The result of a check."""
 
     folder: str
     storage: str
@@ -48,22 +48,22 @@ class Report:
     disagreements: dict[str, str] = field(default_factory=dict)
     """What keeps a plane from starting here: log, marker or witness -> why."""
     frames: int = 0
-    """Needed by the log."""
+    """Number of frames that the log needs."""
     bytes: int = 0
     missing: list[BadFrame] = field(default_factory=list)
     damaged: list[BadFrame] = field(default_factory=list)
     segments: int = 0
     unregistered: dict[str, int] = field(default_factory=dict)
-    """Segments that the log never registered -> bytes. While there are any, nothing is deleted."""
+    """Unregistered segment -> bytes. While there are any, a plane deletes nothing."""
     dead_bytes: int = 0
-    """In registered segments, that no group needs."""
+    """Bytes in registered segments that no group needs."""
     pending_frees: int = 0
-    """Frames and segments that are to be deleted."""
+    """Number of frames and segments that are still to be deleted."""
     lost: int = 0
-    """Groups in storage that the log does not have: `penstock storage recover` adds them."""
+    """Number of groups in storage that the log does not have. `penstock storage recover` adds them."""
     lost_groups: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    """Pieces of frames that the log does not know either."""
+    """Damaged frames that the log does not know either."""
 
     @property
     def ok(self) -> bool:
@@ -76,7 +76,7 @@ class Report:
 def check(
     folder: str | Path, *, storage: str | Path | None = None, fast: bool = False, progress: Progress = no_progress
 ) -> Report:
-    """Compare log and storage. `fast` looks at the sizes of segments only; otherwise every frame is read."""
+    """Compare log and storage. `fast` compares the sizes of segments only; otherwise every frame is read."""
     run = look_at(folder, storage)
     refuse_old(run)
     if not fast:
@@ -97,7 +97,7 @@ def check(
 
 
 def sources_of(storage: KeptStorage, log: LogView) -> list[Source]:
-    """The segments of a storage, oldest first, without the bytes that the log knows."""
+    """List the files of a storage, oldest first, with the byte ranges that the log knows."""
     extents = log.extents()
     found = [
         Source(part, extents.get(name, ()))
@@ -112,10 +112,10 @@ def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
     since = _groups_now(run) if found.lost else set()  # a plane at work accepts groups meanwhile
     report.lost_groups = [frame.group for frame in found.lost if frame.group not in since]
     report.lost = len(report.lost_groups)
-    report.broken = [_words(one) for one in (*found.unusable, *found.conflicts)]
+    report.broken = [_described(one) for one in (*found.unusable, *found.conflicts)]
 
 
-def _words(one: Unusable) -> str:
+def _described(one: Unusable) -> str:
     return f"{one.part.segment or one.part.name} at {one.part.start + one.offset}: {one.why}"
 
 
@@ -146,7 +146,7 @@ def _check_frames(run: StoredRun, log: LogView, report: Report, progress: Progre
                     _check_frame(next(frames), group, metadata.get(group.op))
             except PenstockError as error:
                 if isinstance(error, Away):
-                    run.storage.segments()  # raises Away, too, where all of the storage is away
+                    run.storage.segments()  # raises Away itself if the storage cannot be reached at all
                 if _is_needed(run, group):
                     found = BadFrame(group.id, group.location, str(error))
                     (report.missing if isinstance(error, Gone) else report.damaged).append(found)
@@ -162,7 +162,7 @@ def _check_size(parts: dict[str, list[Part]], at: Location) -> None:
         raise Gone(f"{mine[-1].name}: ends {at.end - end} bytes before the frame at {at.offset} does")
 
 
-def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, metadata: bytes | None) -> None:
+def _check_frame(frame: Buffer | PenstockError, group: GroupRow, metadata: bytes | None) -> None:
     """Raise unless the samples in storage are those that were accepted."""
     if isinstance(frame, PenstockError):
         raise frame
@@ -178,13 +178,13 @@ def _check_frame(frame: Buffer | PenstockError, group: KnownGroup, metadata: byt
 
 
 def _metadata(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
-    """The metadata of groups, by op."""
+    """Read the metadata of groups, by op."""
     with reading(run.folder) as log:
         return log.metadata_of(ops)
 
 
-def _is_needed(run: StoredRun, group: KnownGroup) -> bool:
-    """Whether the log still has the frame: a plane at work may have freed it since."""
+def _is_needed(run: StoredRun, group: GroupRow) -> bool:
+    """Return whether the log still has the frame. A plane at work may have freed it since."""
     with reading(run.folder) as log:
         return log.location_at(group.op) == group.location
 
@@ -202,7 +202,8 @@ def _count_bytes(storage: KeptStorage, log: LogView, report: Report) -> None:
     parts = storage.parts()
     for name, size in found.items():
         if name in log.segments:
-            # A file takes whole blocks, and less than its size where frames were deleted.
+            # Disk usage counts full blocks, and can be less than the size where frames were punched out. Whichever is
+            # smaller is closest to what was written.
             written = min(size, sum(part.size for part in parts.get(name, ())))
             report.dead_bytes += max(written - needed.get(name, 0), 0)
     report.pending_frees = len(log.frees)

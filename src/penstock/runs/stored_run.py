@@ -1,7 +1,7 @@
-"""A run's log and its storage side by side, read without owning either: do they belong together, and which lacks what?
+"""Reads a run's log and storage side by side, without owning either: do they belong together, and which lacks what?
 
-The order of reading matters beside a plane at work. It moves the witness after a commit and the marker after the
-decision it names, so both are read before the log: what is ahead of the log then is ahead for good.
+The order of reading matters while a plane works. It moves the witness after a commit, and the marker after the
+decision it names. So both are read before the log: if one of them is ahead of the log then, the log has lost something.
 """
 
 from __future__ import annotations
@@ -9,8 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, Advance, EvictRun, LogReader, Seen, State, Weigh, is_run, read_witness, reading, url_of
+from penstock.log import (
+    FORMAT,
+    Advance,
+    EvictRun,
+    GroupRow,
+    LogReader,
+    Seen,
+    Weigh,
+    is_run,
+    read_witness,
+    reading,
+    url_of,
+)
 from penstock.storage import (
     KeptStorage,
     Location,
@@ -23,22 +37,9 @@ from penstock.storage import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KnownGroup:
-    """A group that the log has."""
-
-    op: int
-    id: str
-    digest: bytes
-    """XXH3-128 of its frame."""
-    state: State
-    location: str
-    """Empty once its frame was freed."""
-
-
 @dataclass(slots=True)
 class LogView:
-    """What a log says, at one moment."""
+    """A log's contents at one moment, as far as recovery and checks need them."""
 
     run_id: str = ""
     epoch: int = 0
@@ -48,26 +49,26 @@ class LogView:
     last_step: int = 0
     policy_version: int = 0
     storage: str = ""
-    """Where its frames are; empty: in the folder of the log."""
+    """Where its frames are; empty: in the log's folder."""
     members: set[str] = field(default_factory=set)
     """Tenants that have a table of their own."""
-    groups: dict[str, KnownGroup] = field(default_factory=dict)
+    groups: dict[str, GroupRow] = field(default_factory=dict)
     segments: set[str] = field(default_factory=set)
     frees: set[str] = field(default_factory=set)
-    """Frames and segments that are to be deleted."""
+    """Frames and segments that are still to be deleted."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever decided in it."""
+        """Whether it holds no decision."""
         return not self.run_id or not (self.last_op or self.groups)
 
     @property
-    def kept(self) -> list[tuple[KnownGroup, Location]]:
-        """The groups whose frames are needed."""
+    def kept(self) -> list[tuple[GroupRow, Location]]:
+        """The groups whose frames are needed, with their locations."""
         return [(group, parse_location(group.location)) for group in self.groups.values() if group.location]
 
     def extents(self) -> dict[str, list[Range]]:
-        """Segment -> the bytes in it that the log knows: those of groups, and those that are to be deleted."""
+        """Return the byte ranges that the log knows, by segment: of groups, and of frames still to be deleted."""
         found: dict[str, list[Range]] = {}
         places = [at for _, at in self.kept]
         places += [parse_location(name) for name in self.frees if not is_segment_name(name)]
@@ -78,7 +79,7 @@ class LogView:
 
 @dataclass(slots=True)
 class StoredRun:
-    """A run's folder, as it is found."""
+    """A run's folder: its log, storage, marker and witness, and what is wrong with them."""
 
     folder: Path
     storage: KeptStorage
@@ -87,13 +88,13 @@ class StoredRun:
     """Why there is no log; empty if there is one."""
     log_format: int = FORMAT
     salvaged: LogView | None = None
-    """What could be read of a damaged log."""
+    """The readable part of a damaged log."""
     marker: Marker | None = None
     marker_problem: str = ""
-    """Why the marker cannot be read; empty also where there is none."""
+    """Why the marker cannot be read; empty also if there is none."""
     witness: Seen | None = None
     log_url: str = ""
-    """Of a log in a database, which needs no witness."""
+    """Address of a log in a database, which needs no witness."""
 
     @property
     def usable(self) -> LogView | None:
@@ -101,12 +102,11 @@ class StoredRun:
         return None if self.log is None or self.log.is_empty else self.log
 
     def disagreements(self) -> dict[str, str]:
-        """What is wrong between log, marker and witness: which of them -> what. A plane does not start while there is
-        anything here."""
+        """Compare log, marker and witness. Returns which of them disagrees -> how. A plane starts only if none does."""
         found = {}
         log, marker, seen = self.log, self.marker, self.witness
         if log is None or (log.is_empty and (marker is not None or seen is not None)):
-            found["log"] = self.log_problem or "empty, and the run began before"
+            found["log"] = self.log_problem or "empty, but the run was started before"
         if self.marker_problem or (marker is None and self.storage.segments()):
             found["marker"] = self.marker_problem or "missing"
         if log is None:
@@ -128,7 +128,7 @@ class StoredRun:
 
 
 def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
-    """A run's folder; `storage`: where its frames are, if they are elsewhere and the log cannot say so."""
+    """Read a run's folder. `storage` is where its frames are, if they are elsewhere and the log cannot tell."""
     root = Path(folder)
     if not root.is_dir():
         raise InvalidInput(f"{root}: no such folder; give the folder of a run")
@@ -150,7 +150,7 @@ def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:
 
 
 def refuse_old(run: StoredRun) -> None:
-    """Raise if the log is of an earlier version, or the folder is: its frames were elsewhere, without a marker."""
+    """Raise InvalidInput if log or folder are of an earlier version, which kept frames elsewhere without a marker."""
     is_old = not is_run(run.folder) and (run.folder / "frames").is_dir() and not run.storage.is_there()
     if run.log_format != FORMAT or is_old:
         raise InvalidInput(
@@ -160,7 +160,7 @@ def refuse_old(run: StoredRun) -> None:
 
 
 def find_damage(run: StoredRun) -> None:
-    """Have the database look for damage: a damaged log is none."""
+    """Have the database check itself. A damaged log is treated as missing; what was read of it stays in `salvaged`."""
     if run.log is None or run.log.is_empty:
         return
     with reading(run.folder) as log:
@@ -170,7 +170,7 @@ def find_damage(run: StoredRun) -> None:
 
 
 def _recorded(root: Path) -> str:
-    """Where the log says the frames are; in the folder itself if it says nothing."""
+    """Return where the log says the frames are; the folder's own storage if it says nothing."""
     try:
         log, _ = read_view(root, brief=True)
     except CorruptFile:
@@ -186,8 +186,8 @@ def _marker(storage: KeptStorage) -> tuple[Marker | None, str]:
 
 
 def read_view(folder: Path, *, brief: bool = False) -> tuple[LogView, int]:
-    """What a run's log says, and its format; `brief`: without groups and segments. Raises CorruptFile if it cannot be
-    read; a log without tables is empty."""
+    """Read a run's log and its format. With `brief`, without groups and segments. Raises CorruptFile if the log cannot
+    be read. A log without tables is empty."""
     view = LogView()
     if not is_run(folder):
         return view, FORMAT
@@ -202,7 +202,7 @@ def read_view(folder: Path, *, brief: bool = False) -> tuple[LogView, int]:
             return view, found
         try:
             _fill(view, log, meta)
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, msgspec.MsgspecError) as error:
             raise CorruptFile(f"{log.where}: {type(error).__name__}: {error}; the log cannot be read") from None
     return view, found
 
@@ -214,8 +214,7 @@ def _fill(view: LogView, log: LogReader, meta: dict[str, str]) -> None:
     view.last_op = log.last_op
     row = log.first("SELECT MAX(step) FROM steps")
     view.last_step = 0 if row is None else row[0] or 0
-    for op, name, digest, state, location in log.rows("SELECT op, id, digest, state, location FROM groups"):
-        view.groups[name] = KnownGroup(op, name, digest, State(state), location)
+    view.groups = {row.id: row for row in log.groups()}
     view.segments = {row.name for row in log.segments()}
     view.frees = set(log.frees())
     for _, record in log.records():

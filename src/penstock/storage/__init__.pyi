@@ -2,9 +2,9 @@ from penstock.storage.custody import Custody as Custody
 from penstock.storage.custody import Marker as Marker
 from penstock.storage.custody import check_log as check_log
 from penstock.storage.custody import read_marker as read_marker
-from penstock.storage.filesystem import is_shared as is_shared
 from penstock.storage.folder import FolderStorage as FolderStorage
 from penstock.storage.folder import file_part as file_part
+from penstock.storage.folder import is_shared as is_shared
 from penstock.storage.in_memory import MemoryStorage as MemoryStorage
 from penstock.storage.interface import Away as Away
 from penstock.storage.interface import Gone as Gone

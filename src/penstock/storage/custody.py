@@ -1,11 +1,11 @@
-"""The right to delete in a storage: its run, its newest epoch, and a log that is not older than the storage.
+"""The right to delete in a storage: only for its own run, in the newest epoch, with a log not older than the storage.
 
-The marker says which run the frames belong to, which epoch of its plane came last, and up to which transaction of
-its log frames were deleted. It moves forward *before* every batch of deletions. So a log that lags behind the marker
-is missing transactions, and a plane that cannot move the marker deletes nothing:
+The marker records which run the frames belong to, the last epoch of its plane, and up to which transaction of its log
+frames were deleted. It moves forward *before* every batch of deletions. So a log that is behind the marker has lost
+transactions, and a plane that cannot move the marker deletes nothing:
 
     epoch 3, commits 900   the log ends at 850: restored from a copy. Refused.
-    epoch 4, commits 0     the log says epoch 3: the copy of an earlier life. Refused.
+    epoch 4, commits 0     the log says epoch 3: a copy from before the last start. Refused.
     another run id         the log is empty, or of another run. Refused.
 """
 
@@ -26,16 +26,16 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     epoch: int
     commits: int
-    """How many transactions its log had when something was last deleted."""
+    """Number of transactions in its log when something was last deleted."""
     run: str = ""
-    """The run's name, for people."""
+    """The run's name, for messages."""
 
     def to_bytes(self) -> bytes:
         return msgspec.json.encode(self)
 
 
 def read_marker(storage: Writable) -> Marker | None:
-    """The marker of a storage; None when there is none."""
+    """Read the marker of a storage. Returns None if there is none."""
     return _decoded(storage, storage.marker())
 
 
@@ -52,17 +52,17 @@ def _decoded(storage: Writable, data: bytes | None) -> Marker | None:
 
 
 def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None:
-    """Raise Conflict unless a log may go on with this storage as `epoch`. Changes nothing.
+    """Raise Conflict unless a log may use this storage in `epoch`. Changes nothing.
 
-    `commits` is the number of the log's transactions, `held` the number of frames it needs; `is_new`: the log has just
-    been made.
+    `commits` is the log's number of transactions, `held` the number of frames it needs. `is_new` means that the log was
+    just created.
     """
     found = read_marker(storage)
     if found is None:
         there = storage.segments()
         if there:
             raise Conflict(
-                f"{storage.url}: holds {len(there)} segments and no marker, so nobody can say whose they are; "
+                f"{storage.url}: holds {len(there)} segments and no marker, so it is unknown whose they are; "
                 "restore the marker with its storage, make a new one with `penstock storage recover`, or use an empty "
                 "folder; nothing was deleted"
             )
@@ -82,6 +82,7 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: 
             f"{storage.url}: belongs to {whose}, and this log is of run {run_id[:12]}; use the storage of this run; "
             "nothing was deleted"
         )
+    # `>=` for the epoch, which must be new; `>` for commits, since a log may be exactly where the marker is.
     if found.epoch >= epoch or found.commits > commits:
         raise Conflict(
             f"{storage.url}: was last used in epoch {found.epoch} up to transaction {found.commits}, and this log "
@@ -92,10 +93,10 @@ def check_log(storage: Storage, *, run_id: str, epoch: int, commits: int, held: 
 
 
 class Custody:
-    """A plane's hold on its storage."""
+    """A plane's right to delete in its storage."""
 
     def __init__(self, storage: Storage, *, run_id: str, run: str, epoch: int, commits: int) -> None:
-        """Takes the storage over from earlier epochs; call `check_log` first. Raises Fenced if a later one has it."""
+        """Take the storage over from earlier epochs. Call `check_log` first. Raises Fenced if a later epoch has it."""
         self._storage = storage
         self._mine = Marker(run_id=run_id, epoch=epoch, commits=commits, run=run)
         self._move(commits)
@@ -105,7 +106,7 @@ class Custody:
         return self._mine
 
     def delete(self, names: Iterable[str], commits: int) -> None:
-        """Delete what transactions up to `commits` freed. May take as long as storage does."""
+        """Delete what transactions up to `commits` freed. Slow: waits for the storage."""
         self._move(commits)
         self._storage.delete(names)
 
@@ -127,8 +128,9 @@ class Custody:
                 f"epoch {mine.epoch} of run {mine.run_id[:12]} and deletes nothing"
             )
         new = msgspec.structs.replace(mine, commits=max(commits, mine.commits))
-        if found == new:
+        if found == new:  # nothing was committed since: the marker covers this batch already
             return True
+        # Compare and swap: between our read and this write another plane may have started.
         if not self._storage.set_marker(new.to_bytes(), old):
             return False
         self._mine = new

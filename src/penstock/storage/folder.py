@@ -1,12 +1,12 @@
-"""Storage in a folder, on a local disk or a filesystem that several hosts share.
+"""Storage in a folder, on a local disk or on a filesystem that several hosts share.
 
-    FOLDER/marker                        whose frames these are, and how far its log was
-    FOLDER/marker.lock                   held for the moment in which the marker is replaced
+    FOLDER/marker                        the run these frames belong to, and how far its log was
+    FOLDER/marker.lock                   held while the marker is replaced
     FOLDER/segments/3f9c21d07b6a4e58     [frame][frame][frame]...
 
-Every writing process appends to segments of its own and calls `fdatasync` before it names a location, so a torn tail
-is never referred to. A segment is never truncated and never reused: another process may be reading it. Deleted frames
-are punched out of their segment where the filesystem can do that; otherwise their bytes are free when the segment is.
+Every writing process appends to segments of its own and calls `fdatasync` before it returns a location, so no location
+ever points into a torn tail. A segment is never truncated and never reused: another process may be reading it. Deleted
+frames are punched out of their segment if the filesystem can do that; otherwise their bytes are freed with the segment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 from penstock.atomic import REMEDIES, replacing, sync
 from penstock.errors import Conflict, DiskFull, StorageError
 from penstock.frames import Buffer
-from penstock.storage.filesystem import is_shared
 from penstock.storage.interface import (
     Away,
     Gone,
@@ -43,27 +42,29 @@ from penstock.storage.scan import reading_file
 
 logger = logging.getLogger("penstock.storage")
 SEGMENT_BYTES = 256 << 20
-"""Each costs a registration and a frame that the plane reads back. Dead frames are punched out, so few are enough."""
+"""Large, because each segment costs a registration and a frame that the plane reads back. Dead frames are punched out,
+so a large segment wastes nothing."""
 SHARED_SEGMENT_BYTES = 8 << 20
-"""On a filesystem that many hosts write to: one live frame must not pin more than this for each of them."""
+"""On a shared filesystem, where holes cannot be punched: one live frame must not keep more than this from being freed.
+"""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _MAX_MARKER = 1 << 16
 _MOST_PIECES = 512
-"""Buffers of one `writev`; the kernel takes 1,024."""
+"""Buffers of one `writev`; the kernel's limit is 1,024."""
 
 
 class FolderStorage:
     """Segments as files of one folder."""
 
     batch_bytes = 32 << 20
-    """Written with one sync, at most: frames that come later wait for the next."""
+    """The most that is written with one sync. Frames that come later wait for the next one."""
     gather_s = 0.0
     lands_late = False
 
     def __init__(self, folder: str | Path, *, create: bool = True) -> None:
-        """`create`: make the folder if it is missing. Readers and writers elsewhere leave that to the plane."""
+        """`create` makes the folder if it is missing. Clients pass False and leave that to the plane."""
         self.folder = Path(folder)
         self.url = f"file://{self.folder}"
         self.segment_bytes = SHARED_SEGMENT_BYTES if is_shared(self.folder) else SEGMENT_BYTES
@@ -84,6 +85,7 @@ class FolderStorage:
                 file = os.open(self.path(segment), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             except FileExistsError:
                 raise Conflict(f"{self.path(segment)}: exists; two writers have one name") from None
+            # Sync the folder as well: after a power cut the file's data would be on disk and its name not.
             try:
                 sync(self._segments)
             except BaseException:
@@ -92,9 +94,9 @@ class FolderStorage:
         return FolderSegment(segment, self.path(segment), file)
 
     def restore(self, segment: str, frames: Iterable[tuple[Location, Buffer]]) -> None:
-        """Write frames of a segment that is copied from another storage, each at its place; durable when this returns.
+        """Write frames of a segment copied from another storage, each at its own offset. Durable when this returns.
 
-        What lies between them stays a hole. Writing a frame again changes nothing, so a copy may be repeated."""
+        Gaps between them stay holes. Writing a frame again changes nothing, so a copy may be repeated."""
         with _typed(self.folder):
             file = os.open(self.path(segment), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
@@ -122,11 +124,12 @@ class FolderStorage:
 
     @contextmanager
     def opened(self, segment: str) -> Iterator[int]:
-        """A descriptor to read a segment with. Opened for each use: network filesystems check a file's size then."""
+        """Open a segment to read it. Opened for each use, because network filesystems refresh a file's size then."""
         path = self.path(segment)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            # A missing file in a folder that is there is gone. Without the folder the storage may just not be mounted.
             if error.errno in _MISSING and self._segments.is_dir():
                 raise Gone(f"{path}: {error.strerror}") from None
             raise Away(f"{path}: {error.strerror}; is the storage mounted here?") from None
@@ -135,18 +138,18 @@ class FolderStorage:
         finally:
             os.close(file)
 
-    # -------------------------------------------------------------- looking for what no log knows
+    # -------------------------------------------------------------- for checks and recovery
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Where it is, for messages."""
         return str(self.folder)
 
     def is_there(self) -> bool:
         return self._segments.is_dir()
 
     def parts(self) -> dict[str, list[Part]]:
-        """The files of each segment."""
+        """Return the files of each segment."""
         return {name: [file_part(self.path(name), name)] for name in self.segments()}
 
     # -------------------------------------------------------------- deleting
@@ -167,6 +170,7 @@ class FolderStorage:
                 for entry in entries:
                     if is_segment_name(entry.name):
                         with suppress(FileNotFoundError):
+                            # Blocks, not the size: punched holes take no room.
                             found[entry.name] = entry.stat(follow_symlinks=False).st_blocks * 512
         except OSError as error:
             raise Away(f"{self._segments}: {error.strerror}") from None
@@ -197,8 +201,8 @@ class FolderStorage:
             return True
 
     def _overwrite_marker(self, new: bytes) -> None:
-        """On a full volume there is no room for a second file, and without the marker nothing could ever be deleted.
-        It is smaller than a sector, which reaches the disk as a whole."""
+        """Overwrite the marker in place. On a full volume there is no room for a second file, and a plane that cannot
+        move the marker could never delete anything. The marker is smaller than a sector, so the write is atomic."""
         file = os.open(self.folder / "marker", os.O_RDWR | os.O_CLOEXEC)
         try:
             os.pwrite(file, new.ljust(os.fstat(file).st_size), 0)
@@ -216,7 +220,7 @@ class FolderStorage:
             os.close(descriptor)
 
     def remove_marker(self) -> None:
-        """Of a run that is deleted."""
+        """Delete the marker, with the run."""
         with _typed(self.folder):
             (self.folder / "marker").unlink(missing_ok=True)
 
@@ -225,7 +229,7 @@ class FolderStorage:
 
 
 class FolderSegment:
-    """One segment file that this process writes."""
+    """A segment file that this process writes."""
 
     def __init__(self, name: str, path: Path, file: int) -> None:
         self.name, self.end, self._path, self._file = name, 0, path, file
@@ -239,14 +243,14 @@ class FolderSegment:
                     locations.append(f"{self.name}:{self.end}:{size}")
                     self.end += size
                 os.fdatasync(self._file)
-                self._check_name()
-        except DiskFull:  # what was written is of no use to anybody, and others may need the room
+                self._check_name()  # after the sync, before any location is returned
+        except DiskFull:  # free what was written: no location refers to it, and steps need the room
             _punch(self._path, Location(self.name, start, os.fstat(self._file).st_size - start))
             raise
         return locations
 
     def _check_name(self) -> None:
-        """A file that was removed or moved away still takes writes, and nobody will ever read them."""
+        """Raise StorageError if the file was removed or moved. Writes to it would succeed, and never be read again."""
         mine = os.fstat(self._file)
         try:
             found = self._path.stat()
@@ -262,7 +266,7 @@ class FolderSegment:
 
 
 def file_part(path: Path, segment: str = "") -> Part:
-    """A file that may hold frames."""
+    """Describe a file that may hold frames."""
     try:
         found = path.stat()
         size, modified_ns = found.st_size, found.st_mtime_ns
@@ -304,12 +308,14 @@ def _pread_into(file: int, path: Path, offset: int, view: memoryview) -> None:
 
 
 def _write(file: int, pieces: Pieces) -> int:
-    """Write all of it; returns the bytes."""
+    """Write all buffers. Returns the number of bytes."""
     views = [view for view in (memoryview(piece).cast("B") for piece in pieces) if len(view)]
     for first in range(0, len(views), _MOST_PIECES):
         batch = views[first : first + _MOST_PIECES]
         written = os.writev(file, batch)
-        for view in batch:  # a short write stops inside one of them
+        # A short write stops inside one of the buffers. Of buffers of 4, 6 and 2 bytes, 7 written leave 3 bytes of the
+        # second and all of the third: view[7:] of the first is empty, then 3 of the second are done, 0 of the third.
+        for view in batch:
             left, written = view[written:], max(written - len(view), 0)
             while len(left):
                 left = left[os.write(file, left) :]
@@ -317,7 +323,7 @@ def _write(file: int, pieces: Pieces) -> int:
 
 
 def _punch(path: Path, at: Location) -> None:
-    """Free the pages inside a file; where that cannot be done, they are free when the segment is."""
+    """Free a frame's pages inside a file. If the filesystem cannot, they are freed with the segment."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate"):
         return
@@ -333,14 +339,69 @@ def _punch(path: Path, at: Location) -> None:
 
 @contextmanager
 def _typed(path: Path) -> Iterator[None]:
-    """OSErrors become ours, with the path and what to do."""
+    """Turn OSError into our errors, with the path and what to do."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
         if error.errno in _NO_ROOM:
-            words = 'nothing was kept; make room (a run with retain="all" frees nothing by itself)'
-            raise DiskFull(f"{path}: {error.strerror}; {words}") from None
+            remedy = 'nothing was kept; make room (a run with retain="all" frees nothing by itself)'
+            raise DiskFull(f"{path}: {error.strerror}; {remedy}") from None
         remedy = REMEDIES.get(error.errno or 0, "look at the volume")
         raise StorageError(f"{error.filename or path}: {error.strerror}; {remedy}") from None
+
+
+# ------------------------------------------------------------------ is the folder shared between hosts?
+
+_SHARED = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "fuse.ceph",
+        "fuse.glusterfs",
+        "fuse.juicefs",
+        "fuse.sshfs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ocfs2",
+        "gfs2",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "virtiofs",
+        "wekafs",
+        "efs",
+    ]
+)
+"""Filesystem types, as the kernel names them, on which two hosts may have the same files open."""
+
+
+def is_shared(folder: str | Path, mounts: str | None = None) -> bool:
+    """Return whether other hosts may see this folder. `mounts` is the text of /proc/self/mountinfo.
+
+    >>> mounts = "36 35 98:0 / / rw - ext4 /dev/sda rw\\n40 36 0:45 / /mnt/all rw,noatime shared:1 - nfs4 host:/ rw"
+    >>> is_shared("/mnt/all/runs", mounts), is_shared("/mnt/other", mounts)
+    (True, False)
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:  # not Linux: assume that it is local
+            return False
+    path, best, kind = Path(folder).resolve(), -1, ""
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        point = Path(fields.split()[4].encode().decode("unicode_escape"))  # spaces are written as \\040
+        # The deepest mount above the folder counts, and of two at the same place the later one, which hides the other.
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), rest.split()[0]
+    return kind in _SHARED

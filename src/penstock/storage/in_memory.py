@@ -11,7 +11,7 @@ from penstock.storage.interface import Gone, Pieces, Range, Wanted, check_wanted
 
 
 class MemoryStorage:
-    """Segments in a dictionary. Nothing outlives the process."""
+    """Segments in a dictionary. Nothing survives the process."""
 
     url = "memory:"
     segment_bytes = 64 << 20
@@ -51,7 +51,7 @@ class MemoryStorage:
             view[:] = memoryview(self.read(str(at))[0])[start : start + len(view)]
 
     def replace(self, location: str, frame: bytes) -> None:
-        """Put another frame in place of one, as a failing disk would."""
+        """Replace a stored frame, as a failing disk would. For tests."""
         at = parse_location(location)
         self._frames[at.segment][at.offset] = frame
 

@@ -1,11 +1,11 @@
-"""What a storage engine does: hold the bytes of segments, and return ranges of them.
+"""The interface of a storage engine: hold the bytes of segments, and return ranges of them.
 
-A *segment* is written by one process, from front to end, and never changed afterwards. Its name is random and never
+A *segment* is written by one process, from start to end, and never changed afterwards. Its name is random and never
 used again. A *location* names a frame inside a segment:
 
     3f9c21d07b6a4e58:8192:310284        segment, offset, bytes
 
-Engines never delete anything by themselves. Whoever deletes names each frame and each segment.
+Engines never delete anything by themselves. The caller names each frame and each segment to delete.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from penstock.frames import Buffer
 Pieces: TypeAlias = Sequence[Buffer]
 """The buffers that make up one frame, end to end."""
 Range: TypeAlias = tuple[int, int]
-"""First byte of a frame, and the byte after the last."""
+"""First byte within a frame, and the byte after the last."""
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
 _LOCATION = re.compile(r"([0-9a-f]{16}):(\d{1,15}):(\d{1,15})")
 
 
 class Gone(CorruptFrame):
-    """The bytes are not in storage: their segment is missing, or shorter than it was."""
+    """The bytes are not in storage: their segment is missing, or shorter than when it was written."""
 
 
 class SegmentSealed(StorageError):
@@ -40,7 +40,7 @@ class SegmentSealed(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a frame is."""
+    """The place of a frame in storage."""
 
     segment: str
     offset: int
@@ -56,33 +56,34 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file that frames are looked for in: of a folder a whole segment, of an object store one object."""
+    """A file to search for frames: a segment of a folder, or an object of an object store."""
 
     name: str
-    """For people."""
+    """Its name in messages."""
     size: int
     modified_ns: int
     opened: Callable[[], AbstractContextManager[int]]
-    """A descriptor to read it with. Raises OSError."""
+    """Opens it to read and returns a descriptor. Raises OSError."""
     segment: str = ""
-    """Empty for a file that is no part of a storage."""
+    """Its segment; empty for a file that is not part of a storage."""
     start: int = 0
-    """Where in the segment it begins."""
+    """Its offset within the segment."""
 
 
 Wanted: TypeAlias = tuple[Location, int, memoryview]
-"""A frame, an offset in its segment that lies in the frame, and where the bytes from there on go."""
+"""A frame, an offset in its segment that lies inside the frame, and the buffer to fill with the bytes from there on."""
 
 
 def check_wanted(wanted: Sequence[Wanted]) -> None:
-    """Raise Gone for bytes that are not of the frame they are asked of."""
+    """Raise Gone for a range that is not inside its frame."""
     for at, offset, view in wanted:
         if not at.offset <= offset <= offset + len(view) <= at.end:
             raise Gone(f"location {at}: bytes {offset} to {offset + len(view)} are not in it")
 
 
 def parse_location(text: str) -> Location:
-    """
+    """Parse a location. Raises CorruptFrame if it is none.
+
     >>> parse_location("3f9c21d07b6a4e58:8192:310284").size
     310284
     """
@@ -108,10 +109,10 @@ class SegmentFile(Protocol):
     """Bytes written so far."""
 
     def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
-        """Write frames behind the others. Returns their locations when all of them are durable.
+        """Append frames. Returns their locations when all of them are durable.
 
-        After an error the segment must not be written to again: what the disk kept of it is unknown. An engine that
-        tries again after a failure stops at `deadline`, on the monotonic clock.
+        After an error the segment must not be written to again: it is unknown what reached the disk. An engine that
+        retries stops at `deadline`, on the monotonic clock.
         """
 
     def close(self) -> None: ...
@@ -121,45 +122,46 @@ class Writable(Protocol):
     """What a process needs that only writes segments."""
 
     url: str
-    """Where it is, as other processes open it."""
+    """Its address, as other processes open it."""
     segment_bytes: int
-    """A segment that has grown to this is finished."""
+    """Size at which a segment is finished."""
     batch_bytes: int
-    """Frames that are written together, at most."""
+    """The most bytes of frames that are written together."""
     gather_s: float
-    """How long a frame waits for others that are written with it."""
+    """How long a frame waits for others to be written with it."""
 
     def create(self, segment: str) -> SegmentFile:
-        """Begin a segment. Raises Conflict when one of that name exists."""
+        """Create a segment. Raises Conflict if one of that name exists."""
 
     def marker(self) -> bytes | None:
-        """The contents of the marker; None when there is none."""
+        """Return the contents of the marker, or None if there is none."""
 
     def close(self) -> None: ...
 
 
 class Storage(Writable, Protocol):
-    """Holds segments. `read` may be called from any thread, also while another one writes."""
+    """Holds segments. `read` may be called from any thread, even while another one writes."""
 
     lands_late: bool
-    """Whether a write that was given up may still arrive, also in a segment that was deleted meanwhile."""
+    """Whether a write that failed or timed out may still arrive, even in a segment that was deleted meanwhile."""
 
     def prove(self) -> str:
-        """Try out what the rest relies on, before a plane uses it. Returns why nothing may be deleted here, or "".
+        """Test what deletion relies on, before a plane uses the storage. Returns why nothing may be deleted, or "".
 
-        Raises StorageError where it cannot be used at all."""
+        Raises StorageError if the storage cannot be used at all."""
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
-        """The bytes of each range of a frame; None reads the whole frame. Raises Gone or Away."""
+        """Return the bytes of each range of a frame; None reads all of it. Raises Gone or Away."""
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
-        """Read bytes of any number of frames, at the same time where that is faster. Raises Gone or Away."""
+        """Read bytes of any number of frames into buffers, concurrently if that is faster. Raises Gone or Away."""
 
     def delete(self, names: Iterable[str]) -> None:
-        """Free the bytes of frames (locations) and of whole segments (names). Unknown names are ignored."""
+        """Free the bytes of frames (by location) and segments (by name). Unknown names are ignored."""
 
     def segments(self) -> dict[str, int]:
-        """Every segment, with the bytes it takes."""
+        """Return every segment with the bytes it takes."""
 
     def set_marker(self, new: bytes, old: bytes | None) -> bool:
-        """Replace the marker if it still is `old`; None: only if there is none. False: somebody else was faster."""
+        """Replace the marker if it still is `old` (None: if there is none). Returns False if another process was
+        faster."""

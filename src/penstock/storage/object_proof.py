@@ -1,8 +1,8 @@
-"""Tries out an object store before a plane relies on it.
+"""Tests an object store before a plane relies on it.
 
-Servers that speak S3 differ: one of two that were tried overwrites an object although it was told not to. In such a
-store a plane that was cut off could replace the marker, so nothing is deleted there. One that returns other bytes than
-were asked for is of no use at all.
+Servers that speak S3 differ: one of two that we tried overwrites an object in spite of If-None-Match. In such a store a
+plane that was cut off could replace the marker, so nothing is deleted there. A store that returns other bytes than
+requested cannot be used at all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _FIRST, _SECOND = b"0123456789" * 7, b"another" * 10
 _RANGES = ((0, 7), (31, 52), (60, 70))
 _PATIENCE_S = 5.0
 Ask: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Makes a request, again and again while the store is away."""
+"""Makes a request, and repeats it while the store does not answer."""
 
 
 def prove(storage: ObjectStorage) -> str:
-    """Why nothing may be deleted in a store, or "". Raises StorageError where it cannot be used."""
+    """Return why nothing may be deleted in a store, or "". Raises StorageError if it cannot be used."""
     return run(_prove(storage))
 
 
@@ -65,7 +65,7 @@ async def _refuses(ask: Ask, act: Callable[[], Awaitable[Any]]) -> bool:
 
 
 async def _check_ranges(storage: ObjectStorage, name: str, ask: Ask) -> None:
-    """Raise unless the store returns the bytes that are asked for."""
+    """Raise StorageError unless the store returns exactly the requested bytes."""
     import obstore
 
     try:
@@ -77,9 +77,9 @@ async def _check_ranges(storage: ObjectStorage, name: str, ask: Ask) -> None:
             bytes(await ask(partial(obstore.get_range_async, storage.store, name, start=start, end=end)))
             for start, end in _RANGES
         ]
-    except Away:  # a server that sends all of an object is taken for a connection that fails; a whole read went well
+    except Away:  # the client takes an answer with too many bytes for a broken connection; a plain read just worked
         found = []
     if whole != _FIRST or found != [_FIRST[start:end] for start, end in _RANGES]:
         raise StorageError(
-            f"{storage.url}: does not return the bytes of an object that were asked for (Range); use another store"
+            f"{storage.url}: does not return the requested bytes of an object (Range); use another store"
         )

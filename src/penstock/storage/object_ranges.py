@@ -1,7 +1,7 @@
-"""Which object holds which bytes of a segment, and the requests that read many ranges with little waiting.
+"""Which object holds which bytes of a segment, and how to read many ranges with few requests.
 
-Objects begin at multiples of 8 MiB of their segment's offsets and are named by that: the frame at 8396800 begins in
-object 000001, at byte 8192. A frame above 8 MiB has an object for itself.
+Objects begin at multiples of 8 MiB of their segment's offsets and are numbered accordingly: the frame at 8396800 lies
+in object 000001, at byte 8192. A frame above 8 MiB has an object of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from penstock.storage.interface import Wanted
 
 OBJECT_BYTES = 8 << 20
-"""Frames that share an object take at most this; a larger frame has one for itself."""
+"""The most that frames sharing an object may take. A larger frame has an object of its own."""
 _JOIN_BYTES = 256 << 10
-"""Ranges of an object that are this close are read with one request: 50 ms of waiting cost more than these bytes."""
+"""Ranges of an object that are this close are read with one request: 50 ms of latency cost more than these bytes."""
 READ_BYTES = 8 << 20
-"""Bytes of one request, unless a single range is larger: several at a time are faster than one."""
+"""The most bytes of one request, unless a single range is larger: several concurrent requests are faster than one."""
 
 
 @dataclass(slots=True)
 class Fetch:
-    """One request: bytes of an object, and which of them go where."""
+    """One request: a range of an object, and the buffers to fill from it (offset in the range, buffer)."""
 
     name: str
     start: int
@@ -64,12 +64,17 @@ def following(name: str, count: int) -> list[str]:
 
 
 def fetches_for(wanted: Sequence[Wanted]) -> list[Fetch]:
-    """The requests for these bytes: ranges of an object that lie close together are one."""
+    """Return the requests that read these ranges. Ranges of an object that lie close together share one.
+
+    Of ranges (0, 10), (1000, 1100) and (5000000, 5000010) in one object, the first two share a request: reading the 990
+    bytes between them is cheaper than a second round trip.
+    """
     found: list[Fetch] = []
     for at, offset, view in sorted(wanted, key=lambda one: (one[0].segment, one[0].offset, one[1])):
         if not len(view):
             continue
-        number = at.offset // OBJECT_BYTES  # of the frame: one above 8 MiB lies in the object that it begins in
+        # By the frame's offset, not by the range's: a frame above 8 MiB lies in the one object that it begins in.
+        number = at.offset // OBJECT_BYTES
         name, start = object_name(at.segment, number), offset - number * OBJECT_BYTES
         end, last = start + len(view), found[-1] if found else None
         is_near = last is not None and last.name == name and start - last.start >= 0 and start - last.end <= _JOIN_BYTES

@@ -1,11 +1,11 @@
 """Requests to an object store, with our own retries and our own errors. `obstore` speaks S3, Google Cloud and Azure.
 
 The client's own retries are switched off. They repeat a create-only write whose answer was lost and then report that
-the object exists, and they know nothing of a put's deadline. Messages of the client are never passed on: they hold
-headers, signed addresses and whatever a server chose to say. Only the status and a code of one word are taken.
+the object exists, and they know nothing of a put's deadline. The client's messages are never passed on: they hold
+headers, signed addresses and whatever text a server sent. Only the status and the error code are used.
 
     gone      404, or fewer bytes than were written           `Missing`, `Gone`
-    away      no connection, 5xx, 429, a time-out             tried again until the deadline, then `Away`
+    away      no connection, 5xx, 429, a time-out             repeated until the deadline, then `Away`
     refused   403, a wrong region, a clock that is off        `StorageError` at once, with what to do
 """
 
@@ -27,13 +27,13 @@ from penstock.extras import require
 
 T = TypeVar("T")
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "az", "azure": "az"}
-"""As they are written -> as we call them."""
+"""Scheme as written -> as we call it."""
 PATIENCE_S = 10.0
-"""How long a request is tried again where nobody gave a deadline."""
+"""How long a request is repeated if the caller gave no deadline."""
 _CONNECT_S = 5.0
 _ATTEMPT_S = 10.0
 _SLOW_LINK = 2_000_000
-"""Bytes per second: a request may take as much longer as its bytes need on such a link."""
+"""Bytes per second. A request's time limit grows by the time its bytes take on such a link."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9_=.-]{1,200}(/[A-Za-z0-9_=.-]{1,200}){0,15}")
@@ -67,7 +67,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ObjectUrl:
-    """Where an object storage is: `s3://bucket/prefix`, `gs://...`, `az://container/...`."""
+    """Address of an object storage: `s3://bucket/prefix`, `gs://...`, `az://container/...`."""
 
     scheme: str
     bucket: str
@@ -78,12 +78,12 @@ class ObjectUrl:
 
 
 def is_object_url(text: str) -> bool:
-    """Whether a storage is meant that is not a folder."""
+    """Return whether an address names an object store, not a folder."""
     return "://" in text and not text.startswith("file://")
 
 
 def parse_object_url(text: str) -> ObjectUrl:
-    """Read the address of an object storage. An address with credentials in it is refused, and never shown.
+    """Parse the address of an object storage. An address with credentials in it is rejected, and never shown.
 
     >>> str(parse_object_url("azure://frames/runs/mine/"))
     'az://frames/runs/mine'
@@ -109,7 +109,7 @@ def parse_object_url(text: str) -> ObjectUrl:
 
 
 def make_store(url: ObjectUrl) -> Any:
-    """The client. Credentials, endpoint and region come from the environment or the instance."""
+    """Make the client. Credentials, endpoint and region come from the environment or the instance."""
     require(f"storage {url.scheme}://", "obstore")
     from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -118,7 +118,7 @@ def make_store(url: ObjectUrl) -> Any:
     given: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),
-        "timeout": timedelta(hours=1),  # each attempt has a limit of its own, which depends on its size
+        "timeout": timedelta(hours=1),  # `persist` limits each attempt, depending on its size
         "pool_idle_timeout": timedelta(seconds=30),
     }
     if endpoint.startswith("http://"):
@@ -127,7 +127,7 @@ def make_store(url: ObjectUrl) -> Any:
     kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[url.scheme]
     try:
         return kind(url.bucket, prefix=url.prefix or None, client_options=options, retry_config=retries, **given)
-    except Exception as error:  # noqa: BLE001 - the client's words may hold credentials
+    except Exception as error:  # noqa: BLE001 - the client's message may hold credentials
         raise ConfigError(
             f"{url}: the client cannot be set up ({type(error).__name__}); look at the AWS_, GOOGLE_ or AZURE_ "
             "variables of the environment"
@@ -138,7 +138,7 @@ def make_store(url: ObjectUrl) -> Any:
 
 
 def failure_of(error: BaseException, where: str) -> PenstockError | Missing | Taken:
-    """Our error for one of the client's, without its words."""
+    """Return our error for one of the client's, without its message."""
     if isinstance(error, (PenstockError, Missing, Taken)):
         return error
     if isinstance(error, (TimeoutError, Refusal)):  # not the client's, which need not be installed here
@@ -165,7 +165,7 @@ def _judged(error: BaseException, where: str, status: int, *, is_missing: bool) 
         )
     if is_missing:
         return Missing()
-    if status == 409:  # two conditional writes at the same time: one of them may have been let in
+    if status == 409:  # two conditional writes at the same time: one of them may have succeeded
         return Taken()
     return _refusal(where, status, code, text) or _away(where, status, code, error)
 
@@ -176,7 +176,7 @@ def _code_in(text: str) -> str:
 
 
 def _refusal(where: str, status: int, code: str, text: str) -> StorageError | None:
-    """What asking again would not change."""
+    """Return the error for an answer that a retry would not change, or None."""
     shown = f"{status} {code}".strip()
     if code in ("RequestTimeTooSkewed", "RequestExpired"):
         return StorageError(f"{where}: the clock of this host is off ({shown}); set it (NTP), then start again")
@@ -211,7 +211,7 @@ _lock = threading.Lock()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One thread of this process in which all requests run; a forked process begins its own."""
+    """Return the event loop that runs all requests, on a thread of its own. A forked process starts its own."""
     with _lock:
         found = _loops.get(os.getpid())
         if found is None:
@@ -221,17 +221,17 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, from any thread but the loop's own."""
+    """Run a coroutine and return its result. Call it from any thread but the loop's own."""
     future = asyncio.run_coroutine_threadsafe(work, _loop())
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # the caller was interrupted: nobody waits for it
+        future.cancel()  # the caller was interrupted and does not need the result
         raise
 
 
 async def at_once(work: Sequence[Callable[[], Awaitable[T]]], most: int) -> list[T]:
-    """All results, in order, with at most `most` under way. After a failure the others are cancelled."""
+    """Run requests, at most `most` at a time. Returns results in order. A failure cancels the others."""
     places = asyncio.Semaphore(most)
 
     async def one(act: Callable[[], Awaitable[T]]) -> T:
@@ -249,15 +249,16 @@ async def at_once(work: Sequence[Callable[[], Awaitable[T]]], most: int) -> list
 async def persist(
     act: Callable[[], Awaitable[T]], where: str, *, size: int = 0, deadline: float | None, patience_s: float
 ) -> T:
-    """The result of a request, which is made again while the store is away and the deadline has not passed.
+    """Make a request and repeat it while the store does not answer, until the deadline. Returns its result.
 
-    Raises Missing, Taken, StorageError or Away. The first attempt is made however short the time is."""
+    Raises Missing, Taken, StorageError or Away. The first attempt is made however little time is left."""
     longer = size / _SLOW_LINK
     end = time.monotonic() + patience_s + longer
     if deadline is not None:
         end = min(end, deadline)
     pause = _FIRST_PAUSE_S
     while True:
+        # At least a second, also past the deadline: the first attempt should have a chance.
         left = max(end - time.monotonic(), 1.0)
         try:
             return await asyncio.wait_for(act(), min(_ATTEMPT_S + longer, left))

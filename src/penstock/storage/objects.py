@@ -1,18 +1,18 @@
 """Storage in an object store: S3, Google Cloud Storage, Azure, and servers that speak S3.
 
-    PREFIX/marker                                whose frames these are, and how far its log was
-    PREFIX/segments/3f9c21d07b6a4e58/begin       a segment: a prefix that one writer has for itself
-    PREFIX/segments/3f9c21d07b6a4e58/000000      [frame][frame]...: what was written together
+    PREFIX/marker                                the run these frames belong to, and how far its log was
+    PREFIX/segments/3f9c21d07b6a4e58/begin       a segment: a prefix that belongs to one writer
+    PREFIX/segments/3f9c21d07b6a4e58/000000      [frame][frame]...: frames that were written together
     PREFIX/segments/3f9c21d07b6a4e58/000001
 
 Frames that are put at the same time share an object. Every object is written with one create-only request, so nothing
-is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets, and are named by that. A location
-so names the object of its frame:
+is ever overwritten. Objects begin at multiples of 8 MiB of their segment's offsets and are numbered accordingly, so a
+location tells which object holds its frame:
 
     3f9c21d07b6a4e58:8396800:310284              object 000001, which begins at 8388608; bytes 8192 to 318476 of it
 
-An object is deleted when all frames in it were, or with its segment. A write that was given up may still arrive, even
-in a segment that was deleted: see `lands_late`.
+An object is deleted with its last frame, or with its segment. A write that timed out may still arrive, even in a
+segment that was deleted: see `lands_late`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from penstock.storage.object_requests import (
 from penstock.storage.object_writes import ObjectWrites, put_new
 
 _MOST_OBJECTS = 1_000_000
-"""In a segment: their names have six digits."""
+"""In one segment: object names have six digits."""
 _WRITES, _READS = 8, 32
-"""Requests under way at a time, of one call."""
+"""Concurrent requests of one call."""
 MARKER = "marker"
 _SURE_S = 1.0
 """How long a marker that was moved counts as still ours: a plane that replaces another takes longer to start."""
@@ -83,12 +83,12 @@ class ObjectStorage:
     lands_late = True
 
     def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
-        """Nothing is asked of the store yet. `patience_s`: how long it may be away before a call raises Away."""
+        """Makes no request yet. `patience_s` is how long the store may be unreachable before a call raises Away."""
         parsed, self._patience_s = parse_object_url(url), patience_s
         self.url = str(parsed)
         self.store = make_store(parsed)
         self._freed: dict[str, set[Range]] = {}
-        """Object -> the bytes of it that were deleted by this process, until all of them are."""
+        """Object -> ranges of it that this process deleted. The object goes when they cover all of it."""
         self._sizes: dict[str, float] = {}
         self._moved: bytes | None = None
         """The marker as this process wrote it; None while it has not."""
@@ -152,7 +152,7 @@ class ObjectStorage:
         async def act() -> Any:
             found = await obstore.get_range_async(self.store, one.name, start=one.start, end=one.end)
             if len(found) < one.end - one.start:
-                # An object that ends earlier is damaged; an answer that does is asked for again.
+                # Is the object too short, or only this answer? The first is damage, the second is worth a retry.
                 if (await obstore.head_async(self.store, one.name))["size"] < one.end:
                     raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}")
                 raise Away(f"{self.url}/{one.name}: {len(found):,} bytes instead of {one.end - one.start:,}")
@@ -165,14 +165,14 @@ class ObjectStorage:
         except Away:
             raise
         except StorageError:
-            if await self._size(one.name) < one.end:  # stores refuse a range that begins behind the end
+            if await self._size(one.name) < one.end:  # stores reject a range that begins past the end
                 raise Gone(f"{self.url}/{one.name}: ends before byte {one.end:,}") from None
             raise
         for start, view in one.parts:
             view[:] = data[start : start + len(view)]
 
     async def _size(self, name: str) -> float:
-        """Of an object, 0 where there is none; endless where that cannot be told."""
+        """Return an object's size: 0 if there is none, infinity if it cannot be told."""
         import obstore
 
         try:
@@ -183,7 +183,7 @@ class ObjectStorage:
             return math.inf
 
     async def get(self, name: str, *, deadline: float | None = None, most: int = 1 << 16) -> tuple[bytes, Any]:
-        """A whole object, or as much of it as tells that it is larger than `most`, and its version."""
+        """Read a small object and its version. For one larger than `most`, returns `most + 1` zero bytes instead."""
         import obstore
 
         async def act() -> tuple[bytes, Any]:
@@ -204,6 +204,7 @@ class ObjectStorage:
     # -------------------------------------------------------------- deleting
 
     def delete(self, names: Iterable[str]) -> None:
+        # An object cannot be shortened. Remember which ranges were freed; delete it when they add up to its size.
         whole, touched = set(), set()
         for name in names:
             if is_segment_name(name):
@@ -258,7 +259,7 @@ class ObjectStorage:
     # -------------------------------------------------------------- listing
 
     async def listed(self, prefix: str) -> list[dict[str, Any]]:
-        """Every object below a prefix."""
+        """List every object below a prefix."""
         import obstore
 
         async def act() -> list[dict[str, Any]]:
@@ -273,7 +274,7 @@ class ObjectStorage:
             return []
 
     def objects(self, segment: str = "") -> list[StoredObject]:
-        """The objects of a segment, or of all segments, in order."""
+        """Return the objects of a segment, or of all segments, in order."""
         found = []
         for meta in run(self.listed(f"segments/{segment}" if segment else "segments")):
             _, name, last = meta["path"].rsplit("/", 2)
@@ -284,22 +285,22 @@ class ObjectStorage:
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Where it is, for messages."""
         return self.url
 
     def is_there(self) -> bool:
         return True
 
     def parts(self) -> dict[str, list[Part]]:
-        """The objects of each segment. One that is opened is copied to a file without a name."""
+        """Return the objects of each segment. Opening one copies it to an unnamed temporary file."""
         found: dict[str, list[Part]] = {}
         for one in self.objects():
             some = found.setdefault(one.segment, [])
             if one.number >= 0:
                 name = object_name(one.segment, one.number)
                 opened, start = partial(self._opened, name, one.size), one.number * OBJECT_BYTES
-                words, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
-                some.append(Part(words, one.size, modified_ns, opened, one.segment, start))
+                shown, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
+                some.append(Part(shown, one.size, modified_ns, opened, one.segment, start))
         return found
 
     @contextmanager
@@ -350,6 +351,7 @@ class ObjectStorage:
         found = await self._marker()
         if (None if found is None else found[0]) != old:
             return False
+        # Conditional on the version we compared: the store rejects the write if another plane wrote in between.
         mode: Any = "create" if found is None else version_of(found[1])
         attempts = 0
 
@@ -361,7 +363,7 @@ class ObjectStorage:
         try:
             await self.ask(MARKER, act)
         except Taken:
-            # Somebody else was faster; or we were, and the answer was lost.
+            # Another process was faster; or an earlier attempt of ours succeeded and its answer was lost.
             now = await self._marker() if attempts > 1 else None
             return now is not None and now[0] == new
         except Missing:
@@ -379,12 +381,12 @@ class ObjectStorage:
             self._sure_at = asked
 
     def marked(self) -> list[str]:
-        """Every prefix below this one that has a marker, this one as an empty text."""
+        """Return every prefix below this one that has a marker, relative to it; itself as ""."""
         found = [meta["path"] for meta in run(self.listed(""))]
         return sorted(path.removesuffix(MARKER).rstrip("/") for path in found if path.split("/")[-1] == MARKER)
 
     def remove_marker(self) -> None:
-        """Of a run that is deleted."""
+        """Delete the marker, with the run."""
         self._moved = None
         run(self.remove([MARKER]))
 
@@ -400,7 +402,7 @@ def begin_segment(storage: ObjectWrites, name: str) -> ObjectSegment:
 
 
 class ObjectSegment:
-    """One segment that this process writes."""
+    """A segment that this process writes."""
 
     def __init__(self, storage: ObjectWrites, name: str) -> None:
         self.name, self.end = name, 0
@@ -414,6 +416,8 @@ class ObjectSegment:
                 locations.append(str(Location(self.name, at, len(frame))))
                 at += len(frame)
             objects.append((object_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
+            # The next object begins at the next multiple of 8 MiB: after 3 MiB in object 0 that is object 1, after one
+            # frame of 20 MiB in object 1 (8 to 28 MiB) it is object 4, which begins at 32 MiB.
             self._number = max(-(-at // OBJECT_BYTES), self._number + 1)
         if self._number > _MOST_OBJECTS:
             raise StorageError(f"{self._storage.url}: segment {self.name} has {_MOST_OBJECTS:,} objects")
@@ -430,16 +434,16 @@ class ObjectSegment:
 
 
 def version_of(meta: Any) -> dict[str, str]:
-    """What a conditional write compares with; the client refuses a field that is None."""
+    """Return what a conditional write compares with. The client rejects fields that are None."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
-def _bound(act: Callable[..., Awaitable[Any]], *words: Any) -> Callable[[], Awaitable[Any]]:
-    return lambda: act(*words)
+def _bound(act: Callable[..., Awaitable[Any]], *arguments: Any) -> Callable[[], Awaitable[Any]]:
+    return lambda: act(*arguments)
 
 
 def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
-    """Frames that share an object."""
+    """Split frames into those that share an object."""
     found: list[list[bytes]] = []
     size = OBJECT_BYTES
     for frame in frames:

@@ -1,4 +1,4 @@
-"""Many frames read from storage; samples picked out of them, for ranks that cannot read storage."""
+"""Reads many frames from storage, and picks samples out of them for ranks that cannot read storage themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.frames import Buffer, OpenFrame, gather, open_frame
 from penstock.storage.interface import Storage, Wanted, parse_location
 
 _BATCH_BYTES = 64 << 20
-"""Of frames that are read at the same time."""
+"""The most bytes of frames read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Pick:
     location: str
     group: str
     rows: tuple[int, ...]
-    """Which samples of its frame, ascending."""
+    """Indices of samples in its frame, ascending."""
 
 
 class DamagedFrame(CorruptFrame):
@@ -38,10 +38,11 @@ class DamagedFrame(CorruptFrame):
 
 
 def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[memoryview]:
-    """For each request one frame of exactly those samples, in that order. Every stored frame is opened once.
+    """Return one frame per request, with exactly its samples, in its order. Every stored frame is opened once.
 
-    Raises DamagedFrame, which names the group; Away while storage does not answer.
+    Raises DamagedFrame, which names the group, or Away if the storage does not answer.
     """
+    # By location: ranks of one step often need different samples of the same group.
     picks = {pick.location: pick for request in requests for pick in request}
     opened: dict[str, OpenFrame] = {}
     for pick, frame in zip(picks.values(), read_each(storage, picks), strict=True):
@@ -60,12 +61,12 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
 
 
 def read_each(storage: Storage, locations: Iterable[str]) -> Iterator[Buffer | PenstockError]:
-    """Each frame, or why it cannot be read. Many are read at the same time, where that is faster."""
+    """Yield each frame, or the error why it cannot be read. Reads many at the same time if that is faster."""
     batch: list[str] = []
     size = 0
     for location in locations:
         batch.append(location)
-        with suppress(CorruptFrame):  # a location that is none: said of this one when it is read
+        with suppress(CorruptFrame):  # not a location: reported for this one when it is read
             size += parse_location(location).size
         if size >= _BATCH_BYTES:
             yield from _read_batch(storage, batch)
@@ -80,7 +81,7 @@ def _read_batch(storage: Storage, locations: Sequence[str]) -> list[Buffer | Pen
             at = parse_location(location)
             wanted.append((at, at.offset, np.empty(at.size, np.uint8).data))
         storage.read_into(wanted)
-    except PenstockError:  # one after the other tells which
+    except PenstockError:  # read them one by one to find out which failed
         return [_read_one(storage, location) for location in locations]
     return [view for _, _, view in wanted]
 

@@ -14,28 +14,28 @@ from penstock.storage.object_requests import is_object_url, parse_object_url
 from penstock.storage.objects import ObjectStorage
 
 KeptStorage: TypeAlias = FolderStorage | ObjectStorage
-"""One that outlives the process, and that others may open by its address."""
+"""A storage that outlives the process, and that other processes open by its address."""
 
 _DEPTHS = ("", "*/", "*/*/", "*/*/*/")
-"""Where a folder is searched for runs: runs/demo/plane/storage is the deepest that commands make."""
+"""Levels at which a folder is searched for runs: runs/demo/plane/storage is the deepest that commands make."""
 
 
 def address_of(text: str | Path) -> str:
-    """The address of a storage as other processes open it: an absolute path, or the URL of an object store.
+    """Return a storage's address as other processes open it: an absolute path, or the URL of an object store.
 
     >>> address_of("s3://bucket/runs/mine/")
     's3://bucket/runs/mine'
     """
-    words = str(text)
-    return str(parse_object_url(words)) if is_object_url(words) else str(Path(words.removeprefix("file://")).resolve())
+    given = str(text)
+    return str(parse_object_url(given)) if is_object_url(given) else str(Path(given.removeprefix("file://")).resolve())
 
 
 def open_storage(text: str | Path, *, create: bool = True) -> KeptStorage:
-    """`create`: make the folder if it is missing. Buckets are never made."""
-    words = str(text)
-    if is_object_url(words):
-        return ObjectStorage(words)
-    return FolderStorage(words.removeprefix("file://"), create=create)
+    """Open a storage by its address. `create` makes a folder that is missing; buckets are never created."""
+    given = str(text)
+    if is_object_url(given):
+        return ObjectStorage(given)
+    return FolderStorage(given.removeprefix("file://"), create=create)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class StorageRun:
 
 
 def runs_below(text: str | Path) -> list[StorageRun]:
-    """The runs that have their storage at or below an address: every place with a marker."""
+    """Return the runs that have their storage at or below an address: every folder or prefix with a marker."""
     found = []
     for address in _marked(str(text)):
         storage = open_storage(address, create=False)
@@ -62,8 +62,8 @@ def runs_below(text: str | Path) -> list[StorageRun]:
 
 
 def erase(address: str, run_id: str) -> int:
-    """Delete all frames of a run, then its marker. Returns how many segments. Raises Conflict if the storage is that of
-    another run."""
+    """Delete all frames of a run, then its marker. Returns the number of segments. Raises Conflict if the storage
+    belongs to another run."""
     storage = open_storage(address, create=False)
     try:
         marker = read_marker(storage)
@@ -73,7 +73,7 @@ def erase(address: str, run_id: str) -> int:
             raise Conflict(f"{address}: holds run {marker.run_id[:12]}, not {run_id[:12]}; nothing was deleted")
         names = list(storage.segments())
         storage.delete(names)
-        storage.remove_marker()  # last: what is left of a deletion that was interrupted can still be found
+        storage.remove_marker()  # last, so that an interrupted deletion can be found and finished
         return len(names)
     finally:
         storage.close()

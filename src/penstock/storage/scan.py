@@ -1,9 +1,9 @@
-"""Finds frames in files without knowing where they begin: a frame starts with its magic and says its own size.
+"""Finds frames in files without knowing where they begin: a frame starts with its magic and holds its own size.
 
 Frames lie end to end in a segment, with holes where some were deleted and perhaps a torn one at the end. A file may
-also be damaged, or made to mislead. So nothing is believed before its checksums were verified, sizes are compared with
-the file before anything is read, and beginnings that turn out to be none use up an allowance that the file's size
-bounds:
+also be damaged, or crafted to mislead. So nothing is trusted before its checksums are verified, sizes are compared with
+the file before anything is read, and false starts use up an allowance that depends on the file's size. Without that, a
+file full of magics would make the scan quadratic:
 
     [frame][ hole ][frame][PENSTOCK...torn      two frames, one broken piece
 """
@@ -24,21 +24,21 @@ from penstock.frames import MAGIC, PREFIX_SIZE, frame_size, read_sizes, split
 from penstock.storage.interface import Range
 
 MAX_FRONT_BYTES = 64 << 20
-"""Of a frame's front; that of 65,536 samples takes about 15 MB."""
+"""Limit of a frame's front. The front of 65,536 samples takes about 15 MB."""
 MAX_FRAME_BYTES = 4 << 30
 _CHUNK = 1 << 20
 _FALSE_START = 4096
-"""What a beginning that is none costs of the allowance, beside the bytes that were hashed for it."""
+"""What a false start costs of the allowance, beside the bytes that were hashed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A frame in a file, or what is left of one."""
+    """A frame in a file, or the remains of one."""
 
     offset: int
     size: int
     problem: str = ""
-    """Why it is not a whole frame; empty: its checksums are right."""
+    """Why it is not a sound frame; empty: its checksums are right."""
 
     @property
     def end(self) -> int:
@@ -54,7 +54,7 @@ class _Front:
 
 @contextmanager
 def reading_file(path: Path) -> Iterator[int]:
-    """A descriptor to read a file with. Does not wait where the file is a pipe, which cannot be read by offset."""
+    """Open a file to read it by offset. O_NONBLOCK: opening a pipe by mistake must not wait for a writer."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         yield file
@@ -63,7 +63,7 @@ def reading_file(path: Path) -> Iterator[int]:
 
 
 def read_at(file: int, offset: int, size: int) -> bytes:
-    """The bytes there; fewer at the end of the file."""
+    """Read `size` bytes at an offset; fewer at the end of the file."""
     parts: list[bytes] = []
     while size > 0 and (part := os.pread(file, min(size, 1 << 30), offset)):
         parts.append(part)
@@ -72,8 +72,9 @@ def read_at(file: int, offset: int, size: int) -> bytes:
 
 
 def find_frames(file: int, known: Iterable[Range] = ()) -> Iterator[Piece]:
-    """Every frame of a file and every broken piece of one, outside the `known` ranges, in order."""
+    """Yield every frame of a file and every broken piece of one, outside the `known` ranges, in order."""
     found = os.fstat(file)
+    # By disk blocks, not by size: a sparse file of a terabyte that takes one block gets the allowance of one block.
     allowance = [4 * min(found.st_size, found.st_blocks * 512) + (256 << 20)]
     for start, end in gaps(found.st_size, known):
         yield from _find_in(file, start, end, allowance)
@@ -82,7 +83,7 @@ def find_frames(file: int, known: Iterable[Range] = ()) -> Iterator[Piece]:
 
 
 def holds_data(file: int) -> bool:
-    """Whether there is anything but zeros in a file."""
+    """Return whether a file holds anything but zeros."""
     at, end = 0, os.fstat(file).st_size
     while at < end:
         at = _skip_hole(file, at, end)
@@ -94,7 +95,7 @@ def holds_data(file: int) -> bool:
 
 
 def gaps(size: int, known: Iterable[Range]) -> Iterator[Range]:
-    """What ranges leave free of a file.
+    """Yield the parts of a file that no range covers.
 
     >>> list(gaps(10, [(6, 8), (0, 2), (1, 4)]))
     [(4, 6), (8, 10)]
@@ -114,28 +115,29 @@ def _find_in(file: int, at: int, end: int, allowance: list[int]) -> Iterator[Pie
     while (start := _next_magic(file, at, end)) is not None:
         front = _front_at(file, start, end, allowance)
         if allowance[0] < 0:
-            yield Piece(start, end - start, "too many false beginnings of frames: the rest was not read")
+            yield Piece(start, end - start, "too many false starts of frames: the rest was not read")
             return
         if front is None:
             at = start + 1
         elif start + front.frame_size > end:
             yield Piece(start, end - start, f"torn: {end - start:,} of {front.frame_size:,} bytes")
-            at = start + front.size  # no frame begins inside a front that is whole
+            at = start + front.size  # no frame begins inside a sound front
         elif front.frame_size > MAX_FRAME_BYTES:
             yield Piece(start, front.frame_size, f"{front.frame_size:,} bytes; at most {MAX_FRAME_BYTES:,} are read")
             at = start + front.frame_size
         else:
-            # The front's checksum is right, so its sizes are: a damaged body is skipped as a whole.
+            # The front's checksum is right, so its sizes are too: skip all of a damaged body.
             at = start + front.frame_size
             good = _hash_of(file, start + front.size, at) == front.body_hash
             yield Piece(start, front.frame_size, "" if good else "body checksum does not match")
 
 
 def _next_magic(file: int, at: int, end: int) -> int | None:
-    """Where the next frame may begin."""
+    """Return where the next frame may begin, or None."""
     if end - at >= len(MAGIC) and os.pread(file, len(MAGIC), at) == MAGIC:
         return at  # frames lie end to end: no need to search
-    chunk = 1 << 12  # the next frame is near, or nowhere: a file of false beginnings must not cost a chunk for each
+    # Start with 4 KiB and double. The next frame is usually near, and a file of false starts must not cost 1 MiB each.
+    chunk = 1 << 12
     while end - at >= PREFIX_SIZE:
         at, chunk = _skip_hole(file, at, end), min(2 * chunk, _CHUNK)
         data = os.pread(file, min(chunk, end - at), at)
@@ -144,7 +146,7 @@ def _next_magic(file: int, at: int, end: int) -> int | None:
         found = data.find(MAGIC)
         if found >= 0:
             return at + found
-        at += len(data) - len(MAGIC) + 1
+        at += len(data) - len(MAGIC) + 1  # the magic may begin in this chunk and end in the next
     return None
 
 
@@ -152,11 +154,11 @@ def _skip_hole(file: int, at: int, end: int) -> int:
     try:
         return min(os.lseek(file, at, os.SEEK_DATA), end)
     except OSError as error:
-        return end if error.errno == errno.ENXIO else at  # ENXIO: nothing but a hole follows
+        return end if error.errno == errno.ENXIO else at  # ENXIO: only a hole follows
 
 
 def _front_at(file: int, start: int, end: int, allowance: list[int]) -> _Front | None:
-    """The front of the frame that begins there; None if none does, which uses up some of the allowance."""
+    """Return the front of the frame that begins at `start`, or None if none does: that uses up some allowance."""
     size = 0
     try:
         prefix = read_at(file, start, PREFIX_SIZE)

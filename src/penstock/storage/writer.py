@@ -1,8 +1,8 @@
-"""Writes frames to segments of this process, with one sync for all that are written together.
+"""Writes frames to segments of this process, with one sync for all frames that are written together.
 
-A segment belongs to one process. Its name is registered in the log before its first byte, so `next_segment` asks
-whoever holds the log. After a failed write the segment is abandoned: the kernel may have dropped what it could not
-sync, and a later sync of the same file would succeed without it.
+A segment belongs to one process. Its name is registered in the log before its first byte, so `next_segment` asks the
+process that holds the log. After a failed write the segment is abandoned: the kernel may have dropped pages it could
+not sync, and a later sync of the same file would succeed without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from penstock.storage.interface import Pieces, SegmentFile, SegmentSealed, Writable
 
 SEGMENT_AGE_S = 300.0
-"""A segment this old is finished. The plane seals it after twice this time, by its own clock."""
+"""Age at which a segment is finished. The plane seals it after twice this time, by its own clock."""
 
 
 class Writer:
@@ -29,15 +29,16 @@ class Writer:
         segment_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`next_segment` returns a registered name; `finished` is called with a segment that gets no more frames, and
-        with its size."""
+        """`next_segment` returns a registered name. `finished` is called with a segment that will get no further
+        frames, and with its size."""
         self.storage, self._next, self._finished = storage, next_segment, finished
         self._segment_bytes, self._clock = segment_bytes or storage.segment_bytes, clock
         self._open: SegmentFile | None = None
         self._opened_at = 0.0
 
     def write(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
-        """The locations of these frames, which are durable; or raises, and none of them counts."""
+        """Write frames and return their locations. All of them are durable when this returns; after an error none
+        counts."""
         try:
             return self._append(frames, deadline)
         except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
@@ -48,7 +49,7 @@ class Writer:
         try:
             return segment.append(frames, deadline)
         except BaseException:
-            self.finish()
+            self.finish()  # never write to it again, see above; the next write opens a new segment
             raise
 
     def _segment(self) -> SegmentFile:
@@ -62,7 +63,7 @@ class Writer:
         return segment.end >= self._segment_bytes or self._clock() - self._opened_at >= SEGMENT_AGE_S
 
     def finish(self, segment: str = "") -> None:
-        """Write to this segment no longer; empty: to whichever is open."""
+        """Close a segment to further frames. "" closes the one that is open, whichever it is."""
         found = self._open
         if found is None or (segment and found.name != segment):
             return

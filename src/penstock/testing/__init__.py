@@ -1,0 +1,24 @@
+"""Tests for what you build on Penstock: strategies, references and conformance suites.
+
+    strategies       `samples`, `batches`; `packable`, `branching`, `packings`, `tree_packings` for packing (Hypothesis)
+    storage          `StorageSuite`: subclass it and run it over your storage engine (pytest)
+    log              `LogSuite`: the same for a decision log (pytest)
+    transport        `TransportSuite`, `RestartableSuite`, `UnreliableClient`
+    selectors        `check_selector`: a sampler or remover of your own for a replay table
+    blob stores      `STORE_CHECKS`: one check per promise, for a store of images
+    trainers         `penstock.testing.trainer.check`: which of the field's published bugs does your trainer have?
+    frames           `read_frame`: a reader in plain Python, written from docs/wire-format.md alone
+    TRL on a CPU     `trl_on_cpu`, `NoTransfer`
+
+References do what a fast path does, in plain Python that is short enough to check by eye. Import them as modules:
+
+    reference            codings and samples                reference_pack       packing and forests
+    reference_convert    trajectories to samples            reference_table      the replay table
+    reference_images     patches and image positions        reference_loss       losses, token by token
+
+Names are loaded when they are used: nothing here needs pytest, Hypothesis or torch until you import what needs it.
+"""
+
+from penstock.lazy import exports_of
+
+__getattr__, __dir__, __all__ = exports_of(__name__, __file__)

@@ -1,4 +1,4 @@
-"""What every log must do, as a suite to run over yours.
+"""A conformance suite for decision logs: subclass it and run it over yours.
 
     class TestMine(LogSuite):
         opener = "from mine import MyLog\\nlog = MyLog(sys.argv[1])"
@@ -17,13 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.frames import encode
 from penstock.log import FORMAT, Advance, Discard, GroupRow, Log, LogReader, SegmentRow, State, reading
-from penstock.packing import Packing
-from penstock.plane import PlaneSettings, Target
-from penstock.protocol import Staged
-from tests.support.engines import DirectEngine
-from tests.support.groups import named_group
 
 _TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
 _WRITE = """
@@ -50,21 +44,21 @@ def add(log: Log, *ops: int) -> None:
 
 
 class LogSuite:
-    """What every log must do."""
+    """Every log passes these tests."""
 
     opener: ClassVar[str]
-    """Python that opens the log of the folder in sys.argv[1] as `log`, also while another process has it."""
+    """Python code that opens the log of the folder in sys.argv[1] as `log`, even while another process has it."""
 
     def open(self, folder: Path, **options: Any) -> Log:
-        """Open the log of a folder: new the first time, the same log again later."""
+        """Open the log of a folder. The first call creates it, later calls open the same log."""
         raise NotImplementedError
 
     def set_format(self, folder: Path, number: int) -> None:
-        """Have a closed log say that it is of another format."""
+        """Change the format number in a closed log."""
         raise NotImplementedError
 
     def other_process(self, folder: Path, program: str) -> subprocess.Popen[str]:
-        """Another process that opens the same log and runs a program with it."""
+        """Start a process that opens the same log and runs a program with it."""
         text = f"import sys\n{self.opener_of(folder)}\n{program}"
         command = [sys.executable, "-c", text, str(folder)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
@@ -72,7 +66,7 @@ class LogSuite:
     def opener_of(self, folder: Path) -> str:  # noqa: ARG002 - for those that need it
         return self.opener
 
-    # -------------------------------------------------------------- what is written is read
+    # -------------------------------------------------------------- what was written is read
 
     def test_everything_comes_back_after_a_restart(self, tmp_path: Path) -> None:
         log = self.open(tmp_path)
@@ -189,25 +183,25 @@ class LogSuite:
         assert (log.commits, [found.op for found in log.groups()]) == (before + 1, [1, 2])
         log.close()
 
-    def test_a_killed_process_loses_nothing_it_told_and_leaves_no_half(self, tmp_path: Path) -> None:
+    def test_a_killed_process_loses_nothing_it_reported_and_leaves_no_half(self, tmp_path: Path) -> None:
         self.open(tmp_path).close()
-        told = 0
+        reported = 0
         for _ in range(3):
             writer = self.other_process(tmp_path, _WRITE)
             assert writer.stdout is not None
             for _ in range(20):
-                told = int(writer.stdout.readline())
+                reported = int(writer.stdout.readline())
             writer.send_signal(signal.SIGKILL)
-            told = max([told, *(int(line) for line in writer.stdout.read().split())])
+            reported = max([reported, *(int(line) for line in writer.stdout.read().split())])
             _end(writer)
             log = self.open(tmp_path)
             last = log.meta("last", 0)
-            assert last >= told
+            assert last >= reported
             assert [found.op for found in log.groups()] == list(range(1, last + 1))
             assert len(log.with_frames()) == last
             log.close()
 
-    # -------------------------------------------------------------- whose it is
+    # -------------------------------------------------------------- ownership
 
     def test_a_plane_that_was_taken_over_writes_nothing(self, tmp_path: Path) -> None:
         log = self.open(tmp_path)
@@ -253,7 +247,7 @@ class LogSuite:
         with pytest.raises(CorruptFile, match=f"format {number}; this version reads format {FORMAT}"):
             self.open(tmp_path)
 
-    # -------------------------------------------------------------- readers, and the engine
+    # -------------------------------------------------------------- readers
 
     def test_a_reader_sees_one_moment_beside_the_plane(self, tmp_path: Path) -> None:
         log = self.open(tmp_path)
@@ -266,30 +260,6 @@ class LogSuite:
             assert _view(reader) == ([1, 2], str(log.commits), log.run_id)
             assert reader.all_meta()["format"] == str(FORMAT)
         log.close()
-
-    def test_an_engine_goes_on_where_it_was(self, tmp_path: Path) -> None:
-        packing = Packing(ranks=2, seq_len=64)
-        settings = PlaneSettings(packing=packing, target=Target(groups=2), storage=str(tmp_path / "storage"))
-        engine = DirectEngine(settings, self.open(tmp_path))
-        for name in "abcdef":
-            assert engine.put(name, name, encode(named_group(name))) is None
-        assert all(outcome.error is None for outcome in engine.flush())
-        for step in (1, 2):
-            assert isinstance(engine.plan_step(step), Staged)
-        engine.received(1)
-        engine.commit(1, 5)
-        ledger = engine.ledger.as_dict()
-        planned = engine.planned(2)
-        engine.log.close()  # as after a kill: nothing is tidied up
-        again = DirectEngine(settings, self.open(tmp_path))
-        assert (again.next_step, again.last_step, again.policy_version) == (2, 2, 5)
-        assert again.ledger.as_dict() == ledger
-        assert again.planned(2) == planned
-        repeated = again.put("x", "a", encode(named_group("a")))
-        assert repeated is not None
-        assert repeated.duplicate
-        again.close()
-        again.log.close()
 
 
 def _view(reader: LogReader) -> tuple[list[int], str, str]:

@@ -17,14 +17,14 @@ except ImportError as error:
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.packing import Cost, PackedImages, Packing
-from penstock.testing.own import OWN_COLUMNS, values_of
+from penstock.testing.strategies import OWN_COLUMNS, values_of
 
 
 @st.composite
 def packable(draw: st.DrawFn, most: int = 24, *, advantages: bool | None = None) -> list[Sample]:
-    """Samples of several runs, modes and modalities, short and long, with and without optional columns.
+    """Samples of several tenants, modes and modalities, short and long, with and without optional columns.
 
-    Advantages are in all of them or in none, since packing asks for that; by default drawn.
+    Advantages are in all samples or in none, because packing requires that; None draws which.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     runs = draw(st.integers(1, 3))
@@ -76,7 +76,7 @@ def _optional(name: str, rng: np.random.Generator, length: int) -> dict[str, Any
 
 
 def _kept(rng: np.random.Generator, ids: NDArray[np.int64]) -> dict[str, Any]:
-    """A set for most tokens, of one id to four."""
+    """Sets of one to four ids, for most tokens."""
     sets = [[] if rng.random() < 0.3 else sorted({one, *rng.integers(0, 1000, 3).tolist()}) for one in ids.tolist()]
     return {"sampling_mask": sets}
 
@@ -120,7 +120,10 @@ def packings(draw: st.DrawFn, lengths: tuple[int, ...] = (8, 30, 64)) -> Packing
 
 @st.composite
 def branching(draw: st.DrawFn, most_groups: int = 4, most: int = 6) -> list[Sample]:
-    """Groups whose samples branch from one another at any depth, with columns that agree and columns that differ."""
+    """Groups whose samples branch from one another at any depth, with columns that agree and columns that differ.
+
+    The order of samples is sometimes shuffled, so that a planner cannot rely on it.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     routed, imaged, moded = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     optional = draw(st.sets(st.sampled_from(["rewards", "temperatures", "ce_weights", "teacher", "sampling_mask"])))
@@ -150,7 +153,7 @@ def _branch(
     routed: bool,
     names: list[str],
 ) -> Sample:
-    """A sample that repeats the first `at` tokens of another; now and then with other experts or another image."""
+    """A sample that repeats the first `at` tokens of another, sometimes with other experts or another image."""
     ids = rng.integers(1, 5, length)
     experts = rng.integers(0, 9, (length, 2, 2), np.uint8)
     if kept is not None:

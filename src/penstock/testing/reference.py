@@ -1,7 +1,7 @@
-"""Plain-Python references of what `arrays` and `encode` do with numpy: slow, and short enough to check by eye.
+"""Plain-Python references for what `arrays` and `frames` do with numpy: slow, and short enough to check by eye.
 
-Every fast path has a property test against its namesake here. They are shipped so that a reader or writer in
-another language can be checked against them as well.
+Every fast path has a property test against the function of its name here. They are shipped so that a reader or writer
+in another language can be checked against them as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def runs(values: Iterable[Item]) -> list[tuple[Item, int]]:
-    """(value, length) of each run of equal values.
+    """Return (value, length) of each run of equal values.
 
     >>> runs([7, 7, 7, 2])
     [(7, 3), (2, 1)]
@@ -25,7 +25,7 @@ def runs(values: Iterable[Item]) -> list[tuple[Item, int]]:
 
 
 def pack_uints(values: Sequence[int], low_bits: int, high_bits: int) -> tuple[bytes, bytes]:
-    """(low plane, high plane): low bits byte by byte, high bits packed from the lowest bit of each byte up.
+    """Return (low plane, high plane): low bits byte by byte, high bits packed from the lowest bit of each byte up.
 
     >>> pack_uints([0x10203, 0x20405], 16, 2)
     (b'\\x03\\x02\\x05\\x04', b'\\t')
@@ -38,7 +38,7 @@ def pack_uints(values: Sequence[int], low_bits: int, high_bits: int) -> tuple[by
 
 
 def byte_planes(values: Sequence[int], size: int) -> list[bytes]:
-    """All lowest bytes, then all second bytes, and so on, of unsigned integers of `size` bytes.
+    """Return all lowest bytes, then all second bytes, and so on, of unsigned integers of `size` bytes.
 
     >>> byte_planes([0x0102, 0x0304], 2)
     [b'\\x02\\x04', b'\\x01\\x03']
@@ -47,7 +47,7 @@ def byte_planes(values: Sequence[int], size: int) -> list[bytes]:
 
 
 def rotate_sign_down(bits: int) -> int:
-    """32 bits rotated left by one: the sign goes to the bottom and the exponent fills the top byte.
+    """Rotate 32 bits left by one: the sign goes to the bottom and the exponent fills the top byte.
 
     >>> hex(rotate_sign_down(0xC0000001))
     '0x80000003'
@@ -56,7 +56,7 @@ def rotate_sign_down(bits: int) -> int:
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many first items two sequences share.
+    """Return the number of first items that two sequences share.
 
     >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
     2
@@ -65,7 +65,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def unfold(stored: Sequence[Sequence[Item]], parents: Sequence[int], shared: Sequence[int]) -> list[list[Item]]:
-    """Whole rows from rows without the prefixes that earlier rows have.
+    """Restore rows that were stored without the prefix they share with an earlier row.
 
     >>> unfold([[1, 2, 3], [9]], parents=[-1, 0], shared=[0, 2])
     [[1, 2, 3], [1, 2, 9]]
@@ -77,14 +77,14 @@ def unfold(stored: Sequence[Sequence[Item]], parents: Sequence[int], shared: Seq
 
 
 def record(sample: Sample) -> dict[str, Any]:
-    """All that a sample says, as plain data; floats as their bits, so that `==` means equal to the bit.
+    """Return a sample as plain data, with floats as their bits, so that `==` compares bit by bit.
 
     >>> record(Sample(id="a", token_ids=[5, 6], rewards=1.0))["columns"]["rewards"]
     1065353216
     """
     return {
         "text": [sample.id, sample.group, sample.env, sample.run, sample.mode],
-        # As in frames: only where there is one.
+        # As in frames: left out where empty.
         **{name: getattr(sample, name) for name in ("prompt", "rollout") if getattr(sample, name)},
         "policy_version": sample.policy_version,
         "images": [

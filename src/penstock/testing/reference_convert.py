@@ -1,7 +1,7 @@
 """Plain-Python references for turning rollouts into samples: lists and loops, short enough to check by eye.
 
-Each follows the written rule as directly as it can and knows nothing of the fast paths: sequences are compared token
-by token, every sample carries its own copy, advantages are written out term by term.
+Each follows the written rule as directly as it can and shares nothing with the fast paths: sequences are compared token
+by token, every sample has its own copy, advantages are computed term by term.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ class PlainSample:
 
 
 def interleave(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
-    """Samples of cumulative steps, without those that train nothing."""
+    """Return the samples of cumulative steps, without those that train nothing."""
     return _trainable(interleaved(steps))
 
 
 def interleaved(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
-    """All samples of cumulative steps: continue the longest one that is a prefix of the prompt, else start one."""
+    """Return all samples of cumulative steps. A step continues the longest sample that is a prefix of its prompt, or
+    starts a new one."""
     samples: list[PlainSample] = []
     for step in steps:
         prompt, completion = list(step["prompt_ids"]), list(step["completion_ids"])
@@ -49,7 +50,7 @@ def interleaved(steps: Sequence[Mapping[str, Any]]) -> list[PlainSample]:
 def branches(
     turns: Sequence[Mapping[str, Any]], parents: Sequence[int], keeps: Sequence[int | None]
 ) -> list[PlainSample]:
-    """Samples of a tree of turns: one per path that nothing continues, each sampled token trained by the first.
+    """Return the samples of a tree of turns: one per leaf. A sampled token is trained by the first path it is on.
 
     A turn is `{"token_ids", "mask", "logprobs"}` with one value per token.
     """
@@ -64,8 +65,8 @@ def branches(
     def continues(child: int, turn: int) -> bool:
         return parents[child] == turn and keeps[child] in (None, len(turns[turn]["token_ids"]))
 
-    # A branch is named by the turn that opened it: a root, a turn that keeps part of its parent, or one that continues
-    # a turn another continued before.
+    # A branch is named by the turn that opens it: a root, a turn that keeps only part of its parent, or a second turn
+    # that continues the same parent. With parents [-1, 0, 1, 1]: turns 0, 1, 2 are branch 0, turn 3 opens branch 3.
     opener: list[int] = []
     ends: dict[int, int] = {}
     for i, parent in enumerate(parents):
@@ -87,7 +88,7 @@ def branches(
 
 
 def _trainable(samples: list[PlainSample]) -> list[PlainSample]:
-    """Without those that train nothing, unless none does; a first token is never trained."""
+    """Remove samples that train nothing, unless all are such. A first token is never trained."""
     for sample in samples:
         if sample.mask:
             sample.mask[0] = False
@@ -120,7 +121,7 @@ def max_rl(rewards: Sequence[float]) -> list[float]:
 
 
 def efficiency(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
-    """Shaped rewards: correct ones cheaper than the average correct one are raised."""
+    """Shape rewards: raise those of correct rollouts that cost less than the average correct one."""
     best = max(rewards)
     correct_costs = [c for r, c in zip(rewards, costs, strict=True) if r >= best]
     typical = math.fsum(correct_costs) / len(correct_costs)
@@ -131,7 +132,7 @@ def efficiency(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
 
 
 def length_penalty(rewards: Sequence[float], weighted: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
-    """Shaped rewards: lowered by the mean reward times each count's share of the largest."""
+    """Shape rewards: lower each by the mean reward times its count's share of the largest count."""
     mean = math.fsum(rewards) / len(rewards)
     return [
         reward - mean * math.fsum(weight * counts[i] / max(max(counts), 1) for weight, counts in weighted)
@@ -142,7 +143,7 @@ def length_penalty(rewards: Sequence[float], weighted: Sequence[tuple[float, Seq
 def gibberish(
     ids: Sequence[int], logprobs: Sequence[float], sampled: Sequence[bool], *, rare_above: int, below: float
 ) -> int | None:
-    """The number, among sampled tokens, of the first that is rare and unlikely; one log-probability per token."""
+    """Return the index, among sampled tokens, of the first that is rare and unlikely, or None."""
     number = 0
     for token, logprob, was_sampled in zip(ids, logprobs, sampled, strict=True):
         if was_sampled:
@@ -153,7 +154,7 @@ def gibberish(
 
 
 def repetition(logprobs: Sequence[float], sampled: Sequence[bool], *, window: int, above: float) -> int | None:
-    """The number, among sampled tokens, of the one with which a run of likely ones became `window` long."""
+    """Return the index, among sampled tokens, at which a run of likely tokens reaches length `window`, or None."""
     number = run = 0
     for logprob, was_sampled in zip(logprobs, sampled, strict=True):
         if was_sampled:

@@ -1,4 +1,4 @@
-"""Plain versions of the image path, short enough to check by eye, and images to run them on."""
+"""Plain references for images, short enough to check by eye, and images to run them on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.assets import Layout
 
 
 def draw_screenshot(*, seed: int, width: int = 1280, height: int = 720) -> bytes:
-    """A PNG that looks like a desktop: windows, bars of text, a noisy picture."""
+    """Draw a PNG that looks like a desktop: windows, bars of text, a noisy picture."""
     from PIL import Image, ImageDraw
 
     rng = random.Random(seed)  # noqa: S311 - a picture, not a secret
@@ -29,7 +29,7 @@ def draw_screenshot(*, seed: int, width: int = 1280, height: int = 720) -> bytes
         draw.rectangle((x, y, x + w, y + h), fill=tuple(rng.randrange(256) for _ in range(3)), outline=(0, 0, 0))
         for line in range(y + 8, y + h - 8, 14):
             draw.text((x + 6, line), f"{rng.getrandbits(160):x}"[: max(1, w // 7)], fill=(10, 10, 10))
-    # A photograph in the corner: screenshots of flat colour alone would flatter every compressor.
+    # Noise like a photograph: images of flat colour alone would make every compressor look good.
     noise = np.random.default_rng(seed).integers(0, 256, (max(1, height // 4), max(1, width // 4), 3), np.uint8)
     image.paste(Image.fromarray(noise), (width // 2, height // 2))
     buffer = io.BytesIO()
@@ -42,7 +42,7 @@ def as_data_uri(data: bytes, media_type: str = "image/png") -> str:
 
 
 def reference_patches(rgb: NDArray[np.uint8], layout: Layout) -> NDArray[np.float32]:
-    """The eager path: resize, scale, normalise and cut one patch at a time."""
+    """Resize, scale, normalise and cut one patch at a time."""
     from PIL import Image
 
     width, height = reference_fit(rgb.shape[1], rgb.shape[0], layout)
@@ -61,7 +61,7 @@ def reference_patches(rgb: NDArray[np.uint8], layout: Layout) -> NDArray[np.floa
 
 
 def reference_fit(width: int, height: int, layout: Layout) -> tuple[int, int]:
-    """The size an image is resized to, written out with whole pixels."""
+    """Return the size in pixels that an image is resized to."""
     factor = layout.patch * layout.merge
     w, h = round(width / factor) * factor, round(height / factor) * factor
     if w * h > layout.max_pixels:
@@ -74,7 +74,7 @@ def reference_fit(width: int, height: int, layout: Layout) -> tuple[int, int]:
 
 
 def reference_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> list[list[int]]:
-    """Time, height and width position of every token, one token at a time."""
+    """Return time, height and width position of every token, one token at a time."""
     axes: list[list[int]] = [[], [], []]
     at = {span.offset: span for span in spans}
     token = current = 0
@@ -97,6 +97,6 @@ def reference_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> list[lis
 
 
 def reference_delta(before: Sequence[str], after: Sequence[str]) -> Counter[str] | None:
-    """The multiset of images a step adds; None when it does not show all that were there."""
+    """Return the multiset of images a step adds, or None if it does not show all earlier ones."""
     held, shown = Counter(before), Counter(after)
     return None if held - shown else shown - held

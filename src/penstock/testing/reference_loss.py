@@ -1,4 +1,4 @@
-"""Losses in plain Python floats, one token at a time: what `penstock.train.loss` and `logits` must agree with."""
+"""Losses in plain Python floats, one token at a time: `penstock.train.loss` and `logits` must agree with them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What a loss looks at."""
+    """The inputs of a loss, for one token."""
 
     trained: bool
     trainer: float
-    """Log-probability of the model being trained."""
+    """Log-probability under the model being trained."""
     sampler: float
     advantage: float = 0.0
     teacher: float = 0.0
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def gap(token: Token) -> dict[str, float]:
-    """The four measures of how far trainer and sampler are apart."""
+    """Return the four measures of how far trainer and sampler are apart."""
     log_ratio = token.trainer - token.sampler
     ratio = math.exp(log_ratio)
     return {
@@ -102,7 +102,7 @@ def sft(token: Token) -> Outcome:
 
 
 def mean_loss(tokens: Sequence[Token], counts: Mapping[str, int]) -> float:
-    """The default loss of a mixed step: each part over its own count of tokens."""
+    """Return the default loss of a mixed step: each part divided by its own count of tokens."""
     rl = sum(t.rl * dppo(t).loss for t in tokens if t.rl)
     ce = sum(t.ce * sft(t).loss for t in tokens if t.ce)
     kl = sum(t.ref_kl * opd(t).loss for t in tokens if t.ref_kl)
@@ -116,15 +116,15 @@ def token_logprobs(
     temperatures: Sequence[float],
     kept: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[float, float]]:
-    """Log-probability and entropy of each token, predicted by the one before it in the same segment.
+    """Return log-probability and entropy of each token, predicted by the one before it in the same segment.
 
-    With `kept`, over the ids in each token's list; an empty list stands for all ids.
+    With `kept`, over the ids in each token's list only; an empty list means all ids.
     """
     out: list[tuple[float, float]] = []
     start = 0
     for length in sequence_lengths:
         for i in range(start, start + length):
-            if i == start:
+            if i == start:  # a first token has no prediction: count it as uniform
                 out.append((-math.log(len(logits[0])), math.log(len(logits[0]))))
                 continue
             ids = kept[i] if kept and kept[i] else range(len(logits[0]))
@@ -147,7 +147,7 @@ def topk_kl(
     forward: bool,
     min_tail: float = 1e-6,
 ) -> list[float]:
-    """The divergence of each token between the model and a teacher's k best ids, all other ids in one bucket."""
+    """Return each token's divergence between the model and a teacher's k best ids, with all other ids in one bucket."""
     out: list[float] = []
     start = 0
     for length in sequence_lengths:

@@ -1,8 +1,9 @@
-"""Packing in plain Python, slow and short enough to check by eye: what `penstock.packing` must agree with."""
+"""Packing and forests in plain Python, slow and short enough to check by eye: `penstock.packing` must agree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.arrays import Sample
@@ -16,7 +17,7 @@ WEIGHTS = {
 
 
 def best_fit(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Longest first, into the fullest bin with room; of equally full ones the oldest."""
+    """Pack longest first, into the fullest bin with room; among equally full ones, the oldest."""
     bins: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         room = [cap - sum(lengths[j] for j in b) for b in bins]
@@ -31,7 +32,9 @@ def best_fit(lengths: Sequence[int], cap: int) -> list[list[int]]:
 def spread(
     lengths: Sequence[int], costs: Sequence[float], targets: Sequence[float], cap: int
 ) -> list[list[int]] | None:
-    """Dearest first, into the bin furthest below its target that has room; of equals the first."""
+    """Pack costliest first, into the bin with room that is furthest below its target; among equals, the first.
+
+    Returns None if one does not fit anywhere."""
     bins: list[list[int]] = [[] for _ in targets]
     above = [-target for target in targets]
     for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):
@@ -45,7 +48,11 @@ def spread(
 
 
 def cheapest_step(lengths: Sequence[int], costs: Sequence[float], ranks: int, cap: int) -> float:
-    """The lowest possible sum over rows of the costliest micro-batch, by trying every partition into bins."""
+    """Return the lowest possible cost of a step, by trying every partition into bins.
+
+    A step is rows of `ranks` micro-batches, and a row costs as much as its costliest one. With bins sorted by cost and
+    two ranks, bins 0, 2, 4... are the costliest of their rows: `sums[::ranks]`.
+    """
     best = float("inf")
 
     def put(i: int, bins: list[list[int]]) -> None:
@@ -68,7 +75,7 @@ def cheapest_step(lengths: Sequence[int], costs: Sequence[float], ranks: int, ca
 
 
 def token_rows(samples: Sequence[Sample], rank_plan: RankPlan, m: int) -> list[dict[str, Any]]:
-    """Micro-batch `m` of a rank plan as one record per token, column by column from the samples themselves."""
+    """Return micro-batch `m` of a rank plan as one record per token, read column by column from the samples."""
     rows: list[dict[str, Any]] = []
     dummy = bool(rank_plan.dummy[m])
     for s in range(int(rank_plan.starts[m]), int(rank_plan.starts[m + 1])):
@@ -106,7 +113,7 @@ def _padding(name: str, rank_plan: RankPlan) -> Any:
 
 
 def _constant(name: str, value: Any, rank_plan: RankPlan) -> Any:
-    """A value for one token that has none: an empty list, or the value as often as a row has places."""
+    """Return the value for a token that has none: an empty list, or `value` in the shape of the column's rows."""
     if rank_plan.table[name].ragged:
         return []
     for size in reversed(rank_plan.shapes[name][1] if rank_plan.table[name].trailing else ()):
@@ -115,7 +122,7 @@ def _constant(name: str, value: Any, rank_plan: RankPlan) -> Any:
 
 
 def count_step(step: Step) -> dict[str, int]:
-    """What is in a step, counted in its filled micro-batches, token by token."""
+    """Count the contents of a step in its filled micro-batches, token by token."""
     counts = dict.fromkeys(
         ("tokens", "loss_tokens", "samples", "micro_batches", "dummy_micro_batches", "padding_tokens", "dummy_tokens"),
         0,
@@ -133,3 +140,62 @@ def count_step(step: Step) -> dict[str, int]:
             counts["dummy_tokens" if batch.is_dummy else "padding_tokens"] += length - sum(own)
             longest = max(longest, length)
     return {**counts, "max_micro_batch_tokens": longest}
+
+
+# ------------------------------------------------------------------ forests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainForest:
+    index: list[list[int]]
+    """Per sample, the place of each of its tokens in the forest."""
+    sources: list[int]
+    """Per place, the place before it on its path; -1 for a first token."""
+    sees: list[set[int]]
+    """Per place, the places on its path, itself included."""
+    segments: list[list[int]]
+    """Maximal chains of places that no sample ends or branches inside of."""
+    parents: list[int]
+    """Per segment, the segment before it; -1 for a root."""
+    paths: list[list[int]]
+    """Per sample, its segments."""
+
+
+def plain_forest(lengths: Sequence[int], shared: Sequence[int]) -> PlainForest:
+    """Build the forest of samples in depth-first order. Sample i shares its first `shared[i]` tokens with sample i - 1.
+
+    Lengths [3, 4] and shared [0, 2]: places 0, 1, 2 are the first sample; 0, 1, 3, 4 the second, which branches at 1.
+    """
+    index: list[list[int]] = []
+    sources: list[int] = []
+    for n, s in zip(lengths, shared, strict=True):
+        path = index[-1][:s] if index else []
+        while len(path) < n:
+            sources.append(path[-1] if path else -1)
+            path = [*path, len(sources) - 1]
+        index.append(path)
+    sees: list[set[int]] = []
+    for place, source in enumerate(sources):
+        sees.append({place} | (sees[source] if source >= 0 else set()))
+    ends = {path[-1] for path in index}
+    children = [sources.count(place) for place in range(len(sources))]
+    segments: list[list[int]] = []
+    for place, source in enumerate(sources):
+        if source >= 0 and source not in ends and children[source] == 1:
+            segments[-1].append(place)
+        else:
+            segments.append([place])
+    of = {place: k for k, own in enumerate(segments) for place in own}
+    return PlainForest(
+        index=index,
+        sources=sources,
+        sees=sees,
+        segments=segments,
+        parents=[of[sources[own[0]]] if sources[own[0]] >= 0 else -1 for own in segments],
+        paths=[sorted({of[place] for place in path}) for path in index],
+    )
+
+
+def unique_prefixes(paths: Sequence[Sequence[object]]) -> int:
+    """Return the number of tokens in a trie of these paths: the fewest that any method can compute."""
+    return len({tuple(path[: n + 1]) for path in paths for n in range(len(path))})

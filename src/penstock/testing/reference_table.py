@@ -1,8 +1,7 @@
-"""A replay table as a plain list, short enough to check by eye: what `penstock.replay.Table` must agree with.
+"""A replay table as a plain list, short enough to check by eye: `penstock.replay.Table` must agree with it.
 
-The model makes no choices. It is told what the table chose (which keys were sampled, which were evicted) and
-says whether that was allowed, then does the same to its list. Where a selector leaves nothing to chance,
-exactly one choice is allowed.
+The model makes no choices. It gets what the table chose (which keys were sampled, which were evicted), checks that this
+was allowed, and does the same to its list. Where a selector leaves nothing to chance, exactly one choice is allowed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ReferenceTable:
         self.refused_stale = 0
         self.evicted: Counter[Reason] = Counter()
         self.evicted_unsampled = 0
-        self._in_this_pass: set[int] = set()  # arrivals the Fifo sampler has handed out since it last started over
+        self._in_this_pass: set[int] = set()  # arrivals the Fifo sampler has returned since it last started over
 
     def find(self, key: Key) -> Held | None:
         return next((held for held in self.held if held.key == key), None)
@@ -106,7 +105,7 @@ class ReferenceTable:
     # -- what happened -----------------------------------------------------------------------------------------
 
     def insert(self, new: Held, victims: Sequence[Key]) -> None:
-        """The table inserted `new` after giving up `victims`, in this order."""
+        """Check and repeat an insert of `new` that evicted `victims`, in this order."""
         old = self.find(new.key)
         if old is not None:
             self._drop(old, "replaced")
@@ -121,7 +120,7 @@ class ReferenceTable:
         self.held.append(new)
 
     def sample(self, keys: Sequence[Key], *, replace: bool) -> None:
-        """The table sampled `keys`, in this order."""
+        """Check and repeat a sampling of `keys`, in this order."""
         chosen = [self.find(key) for key in keys]
         found = [held for held in chosen if held is not None]
         assert len(found) == len(keys), "sampled what is not held"
@@ -192,7 +191,7 @@ class ReferenceTable:
                 assert list(found) == self._only_choice(len(found)), "not in order"
 
     def _check_preferred(self, found: Sequence[Held], preferred: Sequence[Held], *, replace: bool) -> None:
-        """Others are drawn only when all preferred ones are, or there are none."""
+        """Check that others were drawn only after all preferred ones, or if there are none."""
         num_preferred = sum(one in preferred for one in found)
         if replace:
             assert num_preferred == (len(found) if preferred else 0)

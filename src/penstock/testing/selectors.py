@@ -1,10 +1,10 @@
-"""A conformance test for selectors: run it on one of your own before giving it to a table.
+"""A conformance test for selectors: run it on your own before you use it in a table.
 
-    from penstock.testing.selectors import check_selector
+    from penstock.testing import check_selector
     def test_my_selector(): check_selector(MySelector())
 
-It drives the selector's indexes through thousands of random inserts, removals, updates, draws and victims
-beside a plain set, and raises AssertionError, with the operation that went wrong, at the first breach.
+It drives the selector's indexes through thousands of random inserts, removals, updates, draws and evictions, compares
+them with a plain set, and raises AssertionError with the operation that went wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_selector(selector: Selector, *, seed: int = 0, num_operations: int = 3
 
 
 class _Trial:
-    """One index, a set of the slots it must know, and a twin restored from its state now and then."""
+    """One index, the set of slots it must hold, and sometimes a twin restored from its state."""
 
     def __init__(self, selector: Selector, capacity: int, role: Role, seed: int) -> None:
         self.selector, self.capacity, self.role = selector, capacity, role
@@ -87,7 +87,7 @@ class _Trial:
             assert slot in self.live, f"victim {slot} is not live"
 
     def continue_from_state(self) -> None:
-        """A restored index must go on exactly as the original, given the same random numbers."""
+        """Check that a restored index continues exactly as the original, given the same random numbers."""
         twin = self.selector.build(self.capacity, self.role)
         twin.restore(self.index.state())
         if self.live:
@@ -126,7 +126,7 @@ def _play(index: Index, num_live: int, seed: int) -> list[list[int]]:
 
 
 def _check_independence(selector: Selector) -> None:
-    """Two indexes of one selector must share nothing."""
+    """Check that two indexes of one selector share nothing."""
     one, other = selector.build(4, "sample"), selector.build(4, "sample")
     one.insert(0, 1.0, 0)
     other.insert(3, 1.0, 0)

@@ -1,4 +1,4 @@
-"""What every storage engine must do, as a suite to run over yours.
+"""A conformance suite for storage engines: subclass it and run it over yours.
 
     class TestMine(StorageSuite):
         def storage(self, folder): return MyStorage(folder)
@@ -20,7 +20,7 @@ from penstock.storage import DamagedFrame, Gone, Pick, Storage, Wanted, gather_p
 
 
 def stored_group(name: str, *, samples: int = 3, tokens: int = 40) -> list[Sample]:
-    """Samples of one prompt, some of whose tokens and experts are shared."""
+    """Make samples of one prompt that share some tokens and experts. The same name makes the same samples."""
     rng = np.random.default_rng(list(name.encode()))
     prompt = rng.integers(0, 200, tokens, np.uint32)
     found = []
@@ -36,14 +36,14 @@ def stored_frame(name: str) -> bytes:
 
 
 class StorageSuite:
-    """What every storage engine must do."""
+    """Every storage engine passes these tests."""
 
     def storage(self, folder: Path) -> Storage:
-        """An empty one. Called again with the same folder, it opens the same storage."""
+        """Open the storage of a folder: empty the first time, the same storage in later calls."""
         raise NotImplementedError
 
     def write(self, storage: Storage, *names: str) -> list[str]:
-        """Frames of these groups in one new segment."""
+        """Write frames of these groups to a new segment. Returns their locations."""
         segment = storage.create(new_segment_name())
         locations = segment.append([[stored_frame(name)] for name in names])
         segment.close()

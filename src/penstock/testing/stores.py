@@ -1,6 +1,6 @@
-"""What every blob store must do, as checks anyone can run on their own.
+"""Conformance checks for blob stores: run them over yours.
 
-Each check takes an empty `Blobs` and raises AssertionError where it falls short:
+Each check takes an empty `Blobs` and raises AssertionError if the store breaks a promise:
 
     @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
     def test_my_store(check):

@@ -1,14 +1,14 @@
-"""Hypothesis strategies for samples: everything that is allowed, and most of what is unlikely.
+"""Hypothesis strategies for samples: everything that is allowed, including most of what is unlikely.
 
-They draw one-token samples, prefixes shared between samples, NaNs of any payload, negative zeros, ids up to
-2**32 - 1, columns that are absent, given once or given per token, routed experts and images. Use them to test
-what you build on Penstock:
+They draw one-token samples, prefixes shared between samples, NaNs of any payload, negative zeros, ids up to 2**32 - 1,
+columns that are absent, given once or given per token, routed experts and images. Use them to test what you build on
+Penstock:
 
     @given(batches())
     def test_my_exporter_keeps_every_token(samples): ...
 
-Which columns there are and what they are like is drawn; the values along the tokens are filled from a drawn
-seed, because drawing each of them would be slow and shrink badly. Needs the `hypothesis` package.
+Columns and their properties are drawn. The values along the tokens come from a drawn seed, because drawing each of them
+would be slow and shrink badly. Needs the `hypothesis` package.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ except ImportError as error:
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from penstock.arrays import MODES, TOKEN_COLUMNS, Array, Cells, Column, ImageSpan, Ragged, Sample
-from penstock.testing.own import OWN_COLUMNS, values_of
+from penstock.arrays import MODES, TOKEN_COLUMNS, Array, Cells, Column, ImageSpan, Ragged, Sample, offsets_of
 
 _LARGEST_IDS = (0, 1, 255, 256, 65_535, 65_536, 2**18 - 1, 2**18, 2**32 - 1)
 _STRANGE = (0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC0BEEF, 0xFFFFFFFF, 0x80000000)
@@ -37,6 +36,21 @@ _FLOATS = tuple(name for name, column in TOKEN_COLUMNS.items() if column.numpy.k
 _OTHERS = ("routed_experts", "images", "weight_versions", "sampling_mask", "teacher_topk", "own")
 ROLLOUTS: list[str | dict[str, Any]] = ["", "", {"metrics": {"format": 0.5, "數": None}}, {"seconds": 1.5}]
 _OPTIONAL = (*_FLOATS, *_FLOATS, *_OTHERS)  # floats twice as often
+OWN_COLUMNS = (
+    Column("token_halves", dtype="float16", fill=0.5, pad=-1.0),
+    Column("token_longs", dtype="int64", fill=-1),
+    Column("token_flags", dtype="bool", fill=True, pad=False),
+    Column("token_bytes", dtype="int8"),
+    Column("sample_doubles", dtype="float64", per="sample", fill=math.nan),
+    Column("sample_words", dtype="uint64", per="sample", fill=2**64 - 1),
+    Column("either_shorts", dtype="uint16", per="either", fill=7),
+    Column("row_singles", dtype="float32", trailing=1),
+    Column("row_longs", dtype="uint32", trailing=2, fill=3),
+    Column("row_bytes", dtype="uint8", trailing=2),
+    Column("list_shorts", dtype="int16", ragged=True),
+    Column("list_doubles", dtype="float64", ragged=True),
+)
+"""Columns of a run's own, one of every shape and of many dtypes. Rows have the shapes [2] and [2, 3]."""
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
@@ -45,7 +59,7 @@ def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
 
 
 def lengths(most: int = 80) -> st.SearchStrategy[int]:
-    """Token counts, short ones first; 1 often, and around 32, where prefixes begin to be shared."""
+    """Token counts, short ones first; often 1, and around 32, the length from which prefixes are shared."""
     return st.one_of(st.just(1), st.integers(1, 5), st.integers(30, 36), st.integers(1, most))
 
 
@@ -80,9 +94,9 @@ def loss_masks(draw: st.DrawFn, count: int) -> NDArray[np.bool_]:
 
 @st.composite
 def floats(draw: st.DrawFn, name: str, mask: NDArray[np.bool_]) -> Array:
-    """Values that the column allows for tokens with this mask: one number where it may be one, or [T].
+    """Values that the column allows for tokens with this mask: [T], or one number if the column may have one.
 
-    Few distinct values, or all the same; where NaN is allowed also any NaN, and always negative zeros.
+    Few distinct values, or all the same; negative zeros, and any NaN where the column allows it.
     """
     column, rng = TOKEN_COLUMNS[name], draw(generators())
     form = draw(st.sampled_from(["once", "constant", "mixed", "mixed", "zero where untrained"]))
@@ -114,6 +128,7 @@ def _pool(column: Column, drawn: float) -> NDArray[np.float32]:
 
 
 def _range(column: Column) -> tuple[float, float]:
+    # Columns bounded above (log-probabilities) have 0 as their largest value, positive ones 0 as their exclusive least.
     top = float(np.finfo(np.float32).max)
     return (0.0 if column.above == 0.0 else -top), (0.0 if math.isfinite(column.at_most) else top)
 
@@ -128,7 +143,7 @@ def routed_experts(draw: st.DrawFn, count: int, shape: tuple[int, int] = (2, 3))
 
 @st.composite
 def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bool_]) -> Ragged:
-    """For each token, or each trained one, nothing, its own id alone, or up to a few dozen with its own among them."""
+    """A set of ids for each token, or for each trained one: empty, its own id alone, or its own among a few dozen."""
     rng, most = draw(generators()), draw(st.sampled_from([0, 1, 4, 40]))
     top = draw(st.sampled_from(_LARGEST_IDS))
     sizes = rng.integers(0, most, len(ids), endpoint=True) * (mask if draw(st.booleans()) else 1)
@@ -143,7 +158,7 @@ def sampling_masks(draw: st.DrawFn, ids: NDArray[np.uint32], mask: NDArray[np.bo
 
 @st.composite
 def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[str, Array]:
-    """A teacher's k ids and log-probabilities: rows for all tokens, or zeros where nothing is trained."""
+    """A teacher's k ids and log-probabilities: rows for all tokens, or zeros for tokens that are not trained."""
     rng, top = draw(generators()), draw(st.sampled_from(_LARGEST_IDS))
     rows = mask[:, None] if draw(st.booleans()) else np.ones((len(mask), 1), np.bool_)
     ids = rng.integers(0, top, (len(mask), k), np.uint32, endpoint=True)
@@ -151,16 +166,38 @@ def teacher_topk(draw: st.DrawFn, mask: NDArray[np.bool_], k: int = 3) -> dict[s
     return {"teacher_topk_ids": ids * rows, "teacher_topk_logprobs": np.where(rows, logprobs, np.float32(0))}
 
 
+def values_of(rng: Generator, column: Column, count: int) -> Cells:
+    """Make values for a sample of `count` tokens, among them the extremes of the dtype, and NaN."""
+    if column.ragged:
+        lengths = rng.integers(0, 4, count) * (rng.random(count) < 0.7)
+        return Ragged(_numbers(rng, column, (int(lengths.sum()),)), offsets_of(lengths))
+    if column.per == "sample" or (column.per == "either" and rng.random() < 0.5):
+        return _numbers(rng, column, ())
+    values = _numbers(rng, column, (count, *(2, 3)[: column.trailing]))
+    if count > 2 and rng.random() < 0.3:
+        values[rng.integers(count) :] = values[-1]
+    return values
+
+
+def _numbers(rng: Generator, column: Column, shape: tuple[int, ...]) -> Array:
+    dtype = column.numpy
+    if dtype.kind == "b":
+        return np.asarray(rng.random(shape) < 0.5)
+    info: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    pool = [0, 1, 2, info.min, info.max] + ([math.nan, -0.0, 0.25, -math.inf] if dtype.kind == "f" else [])
+    return np.asarray(np.array(pool, dtype)[rng.integers(0, len(pool), shape)])
+
+
 @st.composite
 def own_columns(draw: st.DrawFn, count: int) -> dict[Column, Cells]:
-    """Some of the columns that `penstock.testing.own` declares."""
+    """Some of `OWN_COLUMNS`."""
     rng, chosen = draw(generators()), draw(st.sets(st.sampled_from(OWN_COLUMNS), min_size=1))
     return {column: values_of(rng, column, count) for column in OWN_COLUMNS if column in chosen}
 
 
 @st.composite
 def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[np.uint8]]:
-    """Images that fit into `count` tokens, apart and in order, and the token types that go with them."""
+    """Images that fit into `count` tokens, in order and without overlap, and the matching token types."""
     rng = draw(generators())
     spans: list[ImageSpan] = []
     types = np.zeros(count, np.uint8)
@@ -177,7 +214,7 @@ def image_spans(draw: st.DrawFn, count: int) -> tuple[list[ImageSpan], NDArray[n
 
 @st.composite
 def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str | None = None) -> Sample:
-    """One valid sample; its tokens begin with `prefix` where one is given."""
+    """One valid sample. Its tokens begin with `prefix` if one is given."""
     start = np.zeros(0, np.uint32) if prefix is None else prefix
     ids = np.concatenate([start, draw(token_ids(draw(lengths())))])
     mask = draw(loss_masks(len(ids)))
@@ -214,7 +251,7 @@ def samples(draw: st.DrawFn, prefix: NDArray[np.uint32] | None = None, name: str
 
 @st.composite
 def batches(draw: st.DrawFn, most: int = 5) -> list[Sample]:
-    """From no sample to `most`, with distinct ids; some begin as an earlier one does."""
+    """Zero to `most` samples with distinct ids. Some share a prefix with an earlier one."""
     made: list[Sample] = []
     for i in range(draw(st.integers(0, most))):
         prefix = None

@@ -1,18 +1,22 @@
-"""A conformance test for trainers: which of the field's published bugs does this one have?
+"""A conformance test for trainers: which of the field's published bugs does yours have?
 
     from penstock.testing.trainer import check, each_rank
 
-    def step_fn(step, world):                  # one rank's step, as `source.step()` gives it
+    def step_fn(step, world):                  # one rank's step, as `source.step()` returns it
         ...                                    # forward and backward of all micro-batches
         return loss, gradients                 # before clipping and before the optimizer
     report = check(each_rank(step_fn), vocabulary=len(tokenizer))
     assert report.ok, report
 
-Nothing has to be known of the model or of the loss. Where samples are trained token by token and divided by a count of
-the step, the gradient of a step is the weighted mean of the gradients of its samples. So every sample is trained alone
-first. Then the same samples are trained together: in one row, in several, with padding, on two ranks. What the weights
-came to, and what is left beside the weighted mean, tells the bugs apart. Where a token's value must not matter, it is
-changed and nothing may change with it.
+The check needs to know nothing about the model or the loss. If a loss is summed over tokens and divided by a count of
+the step, the gradient of a step is the weighted mean of the gradients of its samples. So every sample is first trained
+alone. Then the same samples are trained together: in one row, in several, with padding, on two ranks. The weights that
+result, and the part of the gradient that is no weighted mean, tell the bugs apart. For a value that must not matter,
+the check changes it and expects the same gradient:
+
+    alone      small (2 trained tokens) -> gradient g1        large (4 trained tokens) -> gradient g2
+    together   expected 1/3 g1 + 2/3 g2. A trainer that averages per micro-batch gives 1/2 g1 + 1/2 g2; attention across
+               the boundary leaves a rest that is neither.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ from penstock.testing.trainer_probes import PROBES, Trained, Trial
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """Arrays or tensors, by parameter or in one order."""
 StepFunction: TypeAlias = Callable[[Step], tuple[Any, Gradients]]
-"""Trains on a step of all ranks; gives the loss and the gradients as the optimizer would get them."""
+"""Trains on a step of all ranks. Returns the loss and the gradients as the optimizer would get them."""
 RankFunction: TypeAlias = Callable[[SourceStep, int], tuple[Any, Gradients]]
-"""Trains on one rank's part of a step, of so many ranks; gives what backward was called on, and its gradients."""
+"""Trains on one rank's part of a step; the second argument is the number of ranks. Returns the value that backward was
+called on, and its gradients."""
 
 BUGS = tuple(probe.bug for probe in PROBES)
-"""What a report may name."""
+"""The bugs a report may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ class Finding:
 class Report:
     findings: tuple[Finding, ...]
     not_judged: dict[str, str]
-    """Bug -> the bug that is in its way; judged once that one is gone."""
+    """Bug -> the bug that hides it. It can be judged once that one is fixed."""
     judged: tuple[str, ...]
 
     @property
@@ -65,7 +70,7 @@ class Report:
 
     @property
     def bugs(self) -> tuple[str, ...]:
-        """The names of what was found."""
+        """The names of the bugs found."""
         return tuple(finding.bug for finding in self.findings)
 
     def __str__(self) -> str:
@@ -86,19 +91,19 @@ def check(
     tolerance: float = 1e-3,
     without: Collection[str] = (),
 ) -> Report:
-    """Train some forty tiny steps with `step_fn`, each from the same weights, and say which bugs it has.
+    """Train about forty tiny steps with `step_fn`, each from the same weights, and report its bugs.
 
-    `vocabulary` is the model's count of token ids. `per` says what the loss is a mean over: the trained tokens of the
+    `vocabulary` is the model's number of token ids. `per` is what the loss is a mean over: the trained tokens of the
     step (`step.loss_tokens`), or its samples (`step.denominators.samples`), each a mean over its own tokens. A
     `tolerance` of 1e-3 suits float32; bfloat16 needs about 3e-2. Bugs in `without` are not looked for: a trainer that
     only does supervised training has no use for temperatures.
 
     The trainer must compute what it computes in training, except for what is random or clips gradients: no dropout, no
-    clipping, no optimizer step. Auxiliary losses over a whole batch (load balancing of experts) must be off.
+    clipping, no optimizer step. Auxiliary losses over a batch (load balancing of experts) must be off.
     """
     unknown = [bug for bug in without if bug not in BUGS]
     if unknown:
-        raise InvalidInput(f"without: {unknown[0]!r} is no bug that is looked for; those are {', '.join(BUGS)}")
+        raise InvalidInput(f"without: {unknown[0]!r} is not a bug of this check; known are {', '.join(BUGS)}")
     if vocabulary < 8:
         raise InvalidInput(f"vocabulary: {vocabulary}; the samples of the check need at least 8 ids")
     trial = Trial(_Flattened(step_fn), vocabulary=vocabulary, per=per, tolerance=tolerance)
@@ -119,10 +124,10 @@ def check(
 
 
 def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean") -> StepFunction:
-    """A step function from that of one rank: every rank in turn, then gradients are exchanged as DDP and FSDP do.
+    """Make a step function from a rank function: run every rank in turn, then exchange gradients as DDP and FSDP do.
 
-    They take the mean over ranks; a trainer that adds gradients up says `exchange="sum"`. The loss is exchanged in the
-    same way: return what backward was called on.
+    They take the mean over ranks; for a trainer that sums gradients pass `exchange="sum"`. The loss is exchanged in the
+    same manner: return the value that backward was called on.
     """
 
     def step_fn(step: Step) -> tuple[float, Gradients]:
@@ -140,7 +145,7 @@ def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean
 
 
 class _Flattened:
-    """A step function that gives its gradients end to end, always of the same parameters."""
+    """Calls a step function and returns all gradients in one vector, always of the same parameters."""
 
     def __init__(self, step_fn: StepFunction) -> None:
         self._step_fn, self._names = step_fn, set[str]()
@@ -158,7 +163,7 @@ class _Flattened:
 
 
 def _read(given: tuple[Any, Gradients]) -> tuple[float, dict[str, NDArray[np.float64]]]:
-    """What a step function gave, as numpy; tensors are recognised by their methods, so torch is not needed here."""
+    """Convert the result of a step function to numpy. Tensors are recognised by their methods: no torch needed."""
     try:
         loss, gradients = given
     except (TypeError, ValueError):

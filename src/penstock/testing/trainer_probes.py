@@ -1,8 +1,8 @@
-"""What `penstock.testing.trainer` tries: one probe for each bug, on samples made so that no other bug sets it off.
+"""The probes of `penstock.testing.trainer`: one for each bug, on samples made so that no other bug triggers it.
 
-Every sample has context before its trained tokens and after them, so a shift by one stays inside it. Trained tokens are
-a third of each sample, so dividing by all tokens gives the same weights as dividing by the trained ones, and only the
-probe with padding sees the difference.
+Every sample has context before and after its trained tokens, so a shift by one stays inside it. Trained tokens are a
+third of each sample, so dividing by all tokens gives the same weights as dividing by the trained ones, and only the
+probe with padding detects the difference.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from penstock.packing import Step, pack
 
 _LONGEST = 64
 _LOST = 0.05
-"""A weight below this part of what it should be: the sample is lost."""
+"""A sample counts as lost if its weight is below this part of the expected one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     loss: float
     gradient: NDArray[np.float64]
-    """[P] all parameters, end to end."""
+    """[P] of all parameters in one vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """A step's gradient as a weighted sum of those of its samples, each trained alone."""
+    """A step's gradient as a weighted sum of the gradients of its samples, each trained alone."""
 
     weights: NDArray[np.float64]
     """[samples]"""
     rest: float
-    """The part of it that is no such sum: 0 to 1; NaN where the gradient is not finite."""
+    """The part of the gradient that no such sum explains, 0 to 1; NaN if the gradient is not finite."""
 
 
 class Trial:
-    """One trainer under test, and what it gave for each sample alone."""
+    """A trainer under test, and its results for each sample alone."""
 
     def __init__(
         self,
@@ -58,9 +58,10 @@ class Trial:
         self.small, self.large = self.sample("small", 6, 2), self.sample("large", 12, 4)
 
     def sample(self, name: str, length: int, trained: int) -> Sample:
-        """Context, trained tokens, context; log-probabilities a little above those of a model that knows nothing.
+        """Make a sample: context, trained tokens, context, with log-probabilities a little above those of a uniform
+        model.
 
-        So the ratio to a fresh model is below 1 and the advantage positive: no loss of the field clips such a token.
+        So the ratio to a fresh model is below 1 and the advantage is positive: no known loss clips such a token.
         """
         rng = np.random.default_rng([len(name), *name.encode()])
         before = (length - trained) // 2
@@ -75,7 +76,7 @@ class Trial:
         )
 
     def other_id(self, sample: Sample, at: int) -> Sample:
-        """The sample with another token in one place."""
+        """Return the sample with another token at one position."""
         ids = sample.token_ids.astype(np.int64)
         ids[at] = 1 + ids[at] % (self.vocabulary - 1)
         return sample.replace(token_ids=ids, id=f"{sample.id} with another token {at}")
@@ -85,29 +86,31 @@ class Trial:
         return self._train(pack(samples, ranks=ranks, **settings))
 
     def alone(self, sample: Sample) -> Trained:
-        """The sample as all of a step, on one rank, without padding."""
+        """Train a step of this sample alone, on one rank, without padding. Cached."""
         if sample.id not in self._alone:
             self._alone[sample.id] = self.run([sample])
         return self._alone[sample.id]
 
     def expected(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
-        """The weight of each sample in a step."""
+        """Return the correct weight of each sample in a step."""
         counts = np.array([s.loss_tokens if self.per == "token" else 1 for s in samples], np.float64)
         weights: NDArray[np.float64] = counts / counts.sum()
         return weights
 
     def mixture(self, trained: Trained, samples: Sequence[Sample]) -> Mixture:
-        """Least squares; samples without a gradient of their own have no weight."""
+        """Explain a gradient by those of the samples alone, with least squares. A sample without gradient gets no
+        weight."""
         basis = np.stack([self.alone(sample).gradient for sample in samples])
         if not np.isfinite(trained.gradient).all():
             return Mixture(weights=np.full(len(samples), np.nan), rest=math.nan)
+        # Normal equations: a [samples, samples] matrix. One of [parameters, samples] is too large for real models.
         found = np.linalg.lstsq(basis @ basis.T, basis @ trained.gradient, rcond=1e-9)
         weights: NDArray[np.float64] = found[0].astype(np.float64)
         left = float(np.linalg.norm(trained.gradient - weights @ basis))
         return Mixture(weights=weights, rest=left / max(float(np.linalg.norm(trained.gradient)), 1e-300))
 
     def differ(self, one: Trained, other: Trained) -> float:
-        """The largest difference, of gradient or loss, as a part of the larger one; NaN counts as all of it."""
+        """Return the relative difference of two results, of gradient or loss, whichever is larger. NaN counts as 1."""
         gap = np.linalg.norm(one.gradient - other.gradient)
         largest = max(float(np.linalg.norm(one.gradient)), float(np.linalg.norm(other.gradient)), 1e-300)
         loss = abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-300)
@@ -121,7 +124,7 @@ class Trial:
         return bool((np.abs(mixture.weights - expected) <= 10 * self.tolerance).all())
 
     def wrong_loss(self, trained: Trained, samples: Sequence[Sample]) -> str | None:
-        """What is wrong with the loss of a step whose gradient is right."""
+        """Return what is wrong with the loss of a step whose gradient is right, or None."""
         wanted = float(self.expected(samples) @ [self.alone(sample).loss for sample in samples])
         if abs(trained.loss - wanted) <= 10 * self.tolerance * max(abs(wanted), 1e-12):
             return None
@@ -162,7 +165,7 @@ def off_by_one_mask(trial: Trial) -> str | None:
 
 
 def shifted(trial: Trial, column: str, values: Sequence[float]) -> str | None:
-    """Whether a column is read at tokens that are not trained."""
+    """Probe whether a column is read at tokens that are not trained."""
     sample, mask = trial.large, trial.large.loss_mask
     if column == "temperatures":
         sample = sample.replace(temperatures=np.ones(len(mask)), id="at temperature 1")
@@ -277,10 +280,10 @@ def _range(values: NDArray[np.float64]) -> str:
 class Probe:
     bug: str
     look: Callable[[Trial], str | None]
-    """What was found; None where the trainer is free of it."""
+    """Returns what was found, or None if the trainer does not have the bug."""
     fix: str
     needs: tuple[str, ...] = ()
-    """Bugs that would set this probe off as well."""
+    """Bugs that would trigger this probe as well."""
 
 
 _ALWAYS = ("not repeatable",)
@@ -353,4 +356,4 @@ PROBES = (
         needs=(*_ALWAYS, "rank-dependent scale", "denominator per micro-batch"),
     ),
 )
-"""In this order; what a probe needs stands before it."""
+"""In order: a probe comes after those it needs."""

@@ -1,4 +1,4 @@
-"""What every transport must do, as a suite to run over yours; and a transport that makes any other one unreliable.
+"""A conformance suite for transports: subclass it and run it over yours. Also a client that makes another unreliable.
 
     class TestMine(RestartableSuite):
         def ends(self, folder): return Ends(plane=lambda: MyPlane(folder), client=lambda: MyClient(folder))
@@ -23,19 +23,19 @@ from penstock.transport import ClientTransport, Envelope, PlaneTransport
 
 PATIENCE_S = 20.0
 SIZES = (0, 1, 63, 64, 65, 4096, 16_383, 16_384, 65_536, 5_000_001)
-"""Around what transports align to and decide by."""
+"""Around the sizes at which transports align and switch methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How to make a transport's two ends. Called again, `plane` makes one at the same address."""
+    """Makes the two ends of a transport. Called again, `plane` makes one at the same address."""
 
     plane: Callable[[], PlaneTransport]
     client: Callable[[], ClientTransport]
 
 
 def hear(plane: PlaneTransport, count: int, patience_s: float = PATIENCE_S) -> list[tuple[Peer, bytes, list[bytes]]]:
-    """What reaches the plane, as soon as there are `count` messages, or when patience ends."""
+    """Receive messages at the plane until there are `count`, or patience ends."""
     got: list[tuple[Peer, bytes, list[bytes]]] = []
     poller, pollable = zmq.Poller(), plane.pollable()
     if pollable is not None:
@@ -49,7 +49,7 @@ def hear(plane: PlaneTransport, count: int, patience_s: float = PATIENCE_S) -> l
 
 
 def answer(client: ClientTransport, patience_s: float = PATIENCE_S) -> tuple[bytes, list[bytes]]:
-    """The next message that reaches a client."""
+    """Receive the next message at a client."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         got = client.receive(0.5)
@@ -59,7 +59,7 @@ def answer(client: ClientTransport, patience_s: float = PATIENCE_S) -> tuple[byt
 
 
 class TransportSuite:
-    """What every transport must do."""
+    """Every transport passes these tests."""
 
     def ends(self, folder: Path) -> Ends:
         raise NotImplementedError
@@ -125,10 +125,10 @@ class TransportSuite:
         assert time.monotonic() - began < PATIENCE_S / 2
         timer.join()
         client.close()
-        client.wake()  # comes late, does nothing
+        client.wake()  # too late: does nothing
         plane.close()
 
-    def test_a_client_that_vanished_stops_nobody(self, tmp_path: Path) -> None:
+    def test_a_client_that_vanished_stops_no_other(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path)
         plane, gone, stays = ends.plane(), ends.client(), ends.client()
         gone.send(b"gone")
@@ -157,9 +157,9 @@ class TransportSuite:
 
     def test_what_was_sent_before_closing_arrives(self, tmp_path: Path) -> None:
         plane, client = self._pair(tmp_path)
-        client.send(b"last words", [b"payload"])
+        client.send(b"last message", [b"payload"])
         client.close()
-        assert [(header, frames) for _, header, frames in hear(plane, 1)] == [(b"last words", [b"payload"])]
+        assert [(header, frames) for _, header, frames in hear(plane, 1)] == [(b"last message", [b"payload"])]
         plane.close()
 
     def _pair(self, folder: Path) -> tuple[PlaneTransport, ClientTransport]:
@@ -168,7 +168,7 @@ class TransportSuite:
 
 
 class RestartableSuite(TransportSuite):
-    """What a transport between processes must do as well."""
+    """Transports between processes pass these tests as well."""
 
     def test_a_client_reaches_the_plane_that_came_back(self, tmp_path: Path) -> None:
         ends = self.ends(tmp_path)
@@ -200,7 +200,7 @@ class RestartableSuite(TransportSuite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """FairShare of messages to which something happens, each way."""
+    """The fraction of messages, in each direction, to which something happens."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -211,7 +211,7 @@ class Trouble:
 
 
 class UnreliableClient:
-    """A client's end that loses, doubles, delays and damages what passes, always in the same way for a seed."""
+    """A client that loses, repeats, delays and damages messages of another one. Repeatable for a seed."""
 
     def __init__(self, inner: ClientTransport, trouble: Trouble, seed: int) -> None:
         self._inner, self._trouble, self._rng = inner, trouble, Random(seed)  # noqa: S311 - repeatable, not secret
@@ -235,9 +235,9 @@ class UnreliableClient:
     def close(self) -> None:
         self._inner.close()
 
-    def _pass(self, way: str, message: Envelope) -> list[Envelope]:
+    def _pass(self, direction: str, message: Envelope) -> list[Envelope]:
         trouble, chance = self._trouble, self._rng.random
-        late, self._late[way] = self._late[way], []
+        late, self._late[direction] = self._late[direction], []
         if chance() < trouble.drop:
             return late
         if chance() < trouble.truncate:
@@ -245,7 +245,7 @@ class UnreliableClient:
         if chance() < trouble.flip:
             message = self._damage(message, self._flip)
         if chance() < trouble.delay:
-            self._late[way].append(message)
+            self._late[direction].append(message)
             return late
         return [message] * (2 if chance() < trouble.duplicate else 1) + late
 

@@ -1,10 +1,10 @@
-"""TRL's asynchronous trainer on a machine without a GPU: what it takes from one, in plain torch.
+"""Runs TRL's asynchronous trainer on a machine without a GPU.
 
     with trl_on_cpu():
         trainer = AsyncGRPOTrainer(..., weight_transfer=NoTransfer())
 
-For tests and first steps. TRL's attention over trees is a GPU kernel, and it asks CUDA for its peak speed; here the
-first is a loop over segments and the second is unknown. Nothing else is changed.
+For tests and first steps. TRL's attention over trees is a GPU kernel, replaced here by a loop over segments in plain
+torch; TRL also asks CUDA for its peak speed, which is unknown here. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class NoTransfer:
-    """TRL's weight transfer, to nobody: for rollouts that are there already."""
+    """A weight transfer for TRL that sends nothing: for rollouts that exist already."""
 
     def __init__(self) -> None:
         self.sent = 0
-        """How often weights would have gone out."""
+        """How often weights would have been sent."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -35,7 +35,7 @@ class NoTransfer:
 
 @contextmanager
 def trl_on_cpu() -> Iterator[None]:
-    """A trainer that is made in the block works without a GPU."""
+    """Make trainers created in the block work without a GPU."""
     from transformers import AttentionInterface
     from trl.experimental.async_grpo import async_grpo_trainer
     from trl.experimental.async_grpo.packing import TREE_ATTENTION
@@ -62,7 +62,8 @@ def path_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """[1, heads, tokens, size] in, [1, tokens, heads, size] out: each segment sees its path from the root."""
+    """Attention over a tree: [1, heads, tokens, size] in, [1, tokens, heads, size] out. Each segment sees its path from
+    the root."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -71,6 +72,7 @@ def path_attention(
     for i in range(len(starts) - 1):
         path = tree_kv_index[ends[i] : ends[i + 1]]
         own, seen = starts[i + 1] - starts[i], len(path)
+        # Own tokens are the last ones of the path. With 2 own of 5 seen the first sees 4 and the second 5: tril(3).
         mask = torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
         q, k, v = query[:, :, starts[i] : starts[i + 1]], key[:, :, path], value[:, :, path]
         parts.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped))

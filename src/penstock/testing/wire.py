@@ -1,8 +1,7 @@
-"""A reader of frames in plain Python, written from docs/wire-format.md alone: slow, and checks nothing.
+"""A reader of frames in plain Python, written from docs/wire-format.md alone: slow, and without any checks.
 
-It exists to show that the page suffices to write a reader in another language, and to test the real decoder
-against something that shares no code with it. It gives, for each sample, what `reference.record` gives for a
-`Sample`: floats as their 32 bits.
+It shows that the page suffices to write a reader in another language, and tests the real decoder against code that
+shares nothing with it. For each sample it returns what `reference.record` returns for a `Sample`: floats as their bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ORDER += ["sampling_mask", "teacher_topk_ids", "teacher_topk_logprobs"]
 
 
 class Section:
-    """Buffers one after another; those of the body begin at multiples of 8 bytes."""
+    """A sequence of buffers. Those of the body begin at multiples of 8 bytes."""
 
     def __init__(self, data: bytes, align: int) -> None:
         self.data, self.align, self.at = data, align, 0
@@ -42,13 +41,13 @@ class Section:
 
 
 def integers(data: bytes, dtype: str) -> list[int]:
-    """Numbers of a dtype; floats as their bits."""
+    """Read numbers of a dtype; floats as their bits."""
     size, signed = SIZES[dtype], dtype[1] == "i"
     return [int.from_bytes(data[i : i + size], "little", signed=signed) for i in range(0, len(data), size)]
 
 
 def read(section: Section, block: list[Any], dtype: str, count: int, mask: list[int] | None = None) -> list[int]:
-    """The `count` values of a block."""
+    """Read the `count` values of a block. Numbers of codings are those of docs/wire-format.md."""
     coding, arg, sizes, parts = (*block, 0, (), ())[:4] if len(block) < 4 else block[:4]
     if coding == 0:
         return integers(section.take(count * SIZES[dtype]), dtype)
@@ -68,7 +67,7 @@ def read(section: Section, block: list[Any], dtype: str, count: int, mask: list[
         return [next(kept) if on else 0 for on in mask]
     planes = [section.plane(stored, count) for stored in sizes]
     values = [sum(plane[i] << (8 * k) for k, plane in enumerate(planes)) for i in range(count)]
-    if dtype == "<f4":
+    if dtype == "<f4":  # the sign was rotated to the lowest bit
         return [(v >> 1) | ((v & 1) << 31) for v in values]
     return integers(b"".join(v.to_bytes(SIZES[dtype], "little") for v in values), dtype)
 
@@ -90,7 +89,7 @@ def read_runs(section: Section, runs: int, lengths_block: list[Any], dtype: str)
 def read_rows(
     section: Section, block: list[Any], dtype: str, count: int, shape: list[int], mask: list[int] | None = None
 ) -> list[Any]:
-    """The `count` rows of a column with trailing dimensions."""
+    """Read the `count` rows of a column with trailing dimensions."""
     if block[0] == 4:
         assert mask is not None
         kept = iter(read_rows(section, block[3][0], dtype, block[1], shape))
@@ -117,7 +116,7 @@ def zeros(shape: list[int]) -> Any:
 def read_lists(
     section: Section, block: list[Any], counts_block: list[Any], dtype: str, count: int, mask: list[int] | None
 ) -> list[Any]:
-    """The lists of `count` tokens: how long each is, then all values."""
+    """Read the lists of `count` tokens: first the lengths, then all values."""
     counts = read(section, counts_block, "<u4", count, mask)
     if block[0] != 7:
         return split(read(section, block, dtype, sum(counts)), counts)
@@ -126,7 +125,7 @@ def read_lists(
 
 
 def read_frame(frame: bytes) -> list[dict[str, Any]]:
-    """What every sample of a frame says."""
+    """Return every sample of a frame as plain data."""
     header_size, head_size = struct.unpack_from("<II", frame, 12)
     behind_header = 48 + header_size
     header = msgspec.msgpack.decode(frame[48:behind_header])
@@ -153,14 +152,15 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
         sizes = [m if kind == 2 else kind for m, kind in zip(lengths, kinds_of.get(name, [2] * n), strict=True)]
         if shares:
             sizes = [m - s for m, s in zip(lengths, shared, strict=True)]
-        whole = None if kinds_block or shares else mask
+        # A mask covers all tokens of all samples, so a column that lacks some of them cannot be coded by it.
+        mask_of_all = None if kinds_block or shares else mask
         count = sum(sizes)
         if described and described[0]:
-            values = read_lists(body, block, described[0], dtype, count, whole)
+            values = read_lists(body, block, described[0], dtype, count, mask_of_all)
         elif trailing:
-            values = read_rows(body, block, dtype, count, trailing, whole)
+            values = read_rows(body, block, dtype, count, trailing, mask_of_all)
         else:
-            values = read(body, block, dtype, count, whole)
+            values = read(body, block, dtype, count, mask_of_all)
         rows[name] = split(values, sizes)
         if shares:
             for i in range(n):
@@ -173,13 +173,13 @@ def read_frame(frame: bytes) -> list[dict[str, Any]]:
 
 
 def split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
-    """Rows of these sizes from their values end to end."""
+    """Split values into rows of these sizes."""
     rest = iter(values)
     return [[next(rest) for _ in range(size)] for size in sizes]
 
 
 def plain_row(row: Any, dtype: str) -> Any:
-    """Values as `reference.record` has them: bools as such, the others as they were read."""
+    """Return values as `reference.record` does: bools as bools, others as they were read."""
     if isinstance(row, list):
         return [plain_row(one, dtype) for one in row]
     return bool(row) if dtype == "|b1" else row

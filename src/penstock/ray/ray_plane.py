@@ -1,4 +1,8 @@
-"""`ray://NAME`: create the plane of that name in the cluster, or find it; a client's end that moves with it."""
+"""Opens `ray://NAME`: starts the plane of that name in the cluster, or finds it, and connects a client that follows it.
+
+A plane may move to another host if its log and its storage are seen from there. Otherwise it is pinned to the host that
+has its folder.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +17,38 @@ from functools import partial, reduce
 from typing import Any
 
 from penstock.client import Handle, Plane
-from penstock.config import Given, build, keywords_of, nested, template
+from penstock.config import Given, build, keywords_of, nested, settings_of, template
 from penstock.errors import ConfigError, PenstockError, PlaneLost
 from penstock.plane import ClusterSettings
 from penstock.protocol import Timeouts
 from penstock.ray import calls
 from penstock.ray.calls import actor_of, address_in, record_name
-from penstock.ray.placing import absolute, is_movable
 from penstock.ray.plane_actor import PlaneActor, new_keys, record_of
+from penstock.storage import address_of, is_object_url, is_shared
 from penstock.transport import Address, ResolvingClient
 
 logger = logging.getLogger("penstock.ray")
 SCHEME = "ray://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _START_S = 120.0
-"""A plane that does not listen after this long is not waited for; starting a Ray worker takes seconds."""
+"""How long to wait for a plane to listen. Starting a Ray worker takes seconds."""
 _LOOK_S = 0.1
 _SAY_S = 5.0
-"""A wait says its reason after this long, and again."""
+"""How often a wait logs its reason."""
 _CALLERS = ("timeouts",)
-"""Settings that a client may have otherwise than the plane."""
+"""Settings in which a client may differ from the plane."""
 _NOT_HERE = {
     "keys": "the plane makes its own and hands them out",
     "listen": "the plane listens at its node's address",
 }
 _ANY = {"packing": {"ranks": 1, "seq_len": 1}, "target": {"groups": 1}}
-"""What a plane's settings must have, where only others are looked at."""
+"""Stands in for the required settings when only the others are read."""
+_SESSION = re.compile(r"/session_\d[^/]*/")
+"""Part of Ray's temporary folder, which is removed with the cluster; a job's working folder is removed with the job."""
 
 
 class RayPlane(Plane):
-    """A line to a plane of a Ray cluster."""
+    """A connection to a plane of a Ray cluster."""
 
     def __init__(self, name: str, *, run: str, timeouts: Timeouts) -> None:
         self._name = name
@@ -51,29 +57,29 @@ class RayPlane(Plane):
         super().__init__(partial(client, name), url=address, run=run, timeouts=timeouts, handle=handle)
 
     def kill(self) -> None:
-        """End the plane for everybody. The run stays in its folder."""
+        """End the plane for all clients. The run stays in its folder."""
         self.close()
         end_ray(f"{SCHEME}{self._name}")
 
 
 def end_ray(address: str) -> None:
-    """End a plane for everybody, also one that cannot be reached. The run stays in its folder."""
+    """End a plane for all clients, even one that cannot be reached. The run stays in its folder."""
     name = name_of(address)
     calls.attach()
-    with suppress(PlaneLost):  # it may be one that is being started, or never was
+    with suppress(PlaneLost):  # it may be starting, or never have existed
         calls.ask(actor_of(name), "stop")
     for actor in (actor_of(name), record_name(name)):
         calls.end(actor)
 
 
 def open_ray(address: str, given: Mapping[str, Any]) -> Plane:
-    """The plane at an address, started if there is none and settings are given."""
-    return open_given(address, nested(ClusterSettings, given, address))  # names that nobody knows are refused as such
+    """Open the plane at an address. Starts it if there is none and settings are given."""
+    return open_given(address, nested(ClusterSettings, given, address))
 
 
 def open_given(address: str, given: Given, *, node: str | None = None) -> Plane:
-    """`open_ray` for settings as a file or a command line has them. The plane begins on `node`, by its id; None: on the
-    node of this process, or on the head node if it is pinned and no folder is given."""
+    """`open_ray` with settings from a file or a command line. The plane starts on the node with id `node`; None means
+    the node of this process, or the head node if the plane is pinned and has no folder."""
     name, tables = name_of(address), given.tables
     for unusable, reason in _NOT_HERE.items():
         if tables.get(unusable):
@@ -92,7 +98,7 @@ def open_given(address: str, given: Given, *, node: str | None = None) -> Plane:
 
 
 def connect_ray(address: str) -> ResolvingClient:
-    """A client's end, for a rank's source."""
+    """Return a client transport, for a rank's source."""
     name = name_of(address)
     calls.attach()
     return client(name)
@@ -106,7 +112,7 @@ def name_of(address: str) -> str:
 
 
 def client(name: str) -> ResolvingClient:
-    """Connected where the plane is now, if it can be asked; else as soon as it can."""
+    """Return a client connected to the plane's current address, or one that connects as soon as it is known."""
     try:
         first: Address | None = where(name)
     except PlaneLost:
@@ -115,7 +121,7 @@ def client(name: str) -> ResolvingClient:
 
 
 def where(name: str) -> Address:
-    """Where the plane listens, as its actor says; PlaneLost while it does not, with the reason."""
+    """Ask the plane's actor where it listens. Raises PlaneLost with the reason while it does not listen."""
     try:
         return address_in(f"{SCHEME}{name}", calls.ask(actor_of(name), "place"))
     except PlaneLost as error:
@@ -123,7 +129,7 @@ def where(name: str) -> Address:
 
 
 def _lost_host(name: str) -> PlaneLost | None:
-    """The error to raise if the plane is pinned to a host that is gone; else None."""
+    """Return the error to raise if the plane is pinned to a host that is gone, else None."""
     try:
         record = record_of(name)
     except PlaneLost:
@@ -140,12 +146,12 @@ def _lost_host(name: str) -> PlaneLost | None:
 
 
 class PinnedHostLost(PlaneLost):
-    """The plane's host is gone, and its run with it: waiting is of no use."""
+    """The plane's host is gone, and its run with it. Waiting does not help."""
 
 
 def _find(name: str) -> object | None:
-    """The actor of a plane; None if there is none. Raises PlaneLost if there was one and its host is gone."""
-    found = calls.find(actor_of(name), anew=True)
+    """Return a plane's actor, or None if there is none. Raises PlaneLost if there was one and its host is gone."""
+    found = calls.find(actor_of(name), refresh=True)
     if found is None and (lost := _lost_host(name)) is not None:
         raise lost
     return found
@@ -164,6 +170,7 @@ def _create_or_check(name: str, address: str, given: Given, node: str | None) ->
 def _start(name: str, address: str, settings: ClusterSettings, node: str | None) -> None:
     text = template(settings, title=f"The plane {address}.", all_values=True)
     pinned = not is_movable(settings)
+    # Without a folder the plane uses one in its host's home. The head node is the one that stays.
     if node is None:
         node = calls.head_node() if pinned and not settings.folder else calls.my_node()
     host = next((found.ip for found in calls.nodes() if found.id == node), None) if pinned else None
@@ -171,7 +178,7 @@ def _start(name: str, address: str, settings: ClusterSettings, node: str | None)
 
 
 def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """What the running plane has, changed by what was given; a step's target is one thing."""
+    """Return the running plane's settings, changed by those given. A step's target is replaced as one value."""
     return {
         **theirs,
         **{
@@ -184,7 +191,7 @@ def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any
 
 
 def _settings(name: str) -> str:
-    """Of the plane that runs, also one that is being started."""
+    """Return the settings of the plane that runs or is starting."""
     wait = Wait(f"{SCHEME}{name}", _START_S)
     while True:
         try:
@@ -194,7 +201,7 @@ def _settings(name: str) -> str:
 
 
 def _check_same(address: str, given: Given, mine: ClusterSettings, theirs: ClusterSettings) -> None:
-    """Refuse what was asked for otherwise than the running plane has it."""
+    """Raise ConfigError for a given setting that differs from the running plane's."""
     for keyword in keywords_of(ClusterSettings):
         if keyword.path in _CALLERS or not _is_given(given.tables, keyword.path):
             continue
@@ -202,7 +209,7 @@ def _check_same(address: str, given: Given, mine: ClusterSettings, theirs: Clust
         if here != there:
             raise ConfigError(
                 f"{address}: {given.name(keyword.path)}: {here!r} here, {there!r} in the plane that runs there; leave "
-                "it out, kill that plane, or use another name"
+                "it out, end that plane, or use another name"
             )
 
 
@@ -220,27 +227,63 @@ def _wait_until_it_listens(name: str) -> None:
             wait.on(error)
         except PenstockError:
             if record_of(name) is None:
-                calls.end(actor_of(name))  # it never served anybody
+                calls.end(actor_of(name))  # it never served a client: the next attempt may have other settings
             raise
         else:
             return
 
 
 class Wait:
-    """A wait with a deadline, and a reason that is logged while it lasts."""
+    """A wait with a deadline, which logs its reason every few seconds."""
 
     def __init__(self, what: str, patience_s: float) -> None:
         self._what, self._patience_s = what, patience_s
         self._began = time.monotonic()
-        self._said_at = self._began
+        self._logged_at = self._began
 
     def on(self, reason: PlaneLost) -> None:
-        """Sleep a little, because of `reason`; raises it when the deadline has passed, or waiting is of no use."""
+        """Sleep a little because of `reason`. Raises it if the deadline has passed or waiting does not help."""
         now = time.monotonic()
         waited = now - self._began
         if isinstance(reason, PinnedHostLost) or waited > self._patience_s:
             raise reason
-        if now - self._said_at > _SAY_S:
-            self._said_at = now
+        if now - self._logged_at > _SAY_S:
+            self._logged_at = now
             logger.warning("%s: waiting (%.0f of %.0f s): %s", self._what, waited, self._patience_s, reason)
         time.sleep(_LOOK_S)
+
+
+# ------------------------------------------------------------------ where a plane may run
+
+
+def absolute(address: str, settings: ClusterSettings) -> ClusterSettings:
+    """Return settings with absolute paths and addresses. Raises ConfigError for a path that Ray will remove."""
+    paths: dict[str, Any] = {}
+    for setting in settings_of(ClusterSettings):
+        given = getattr(settings, setting.name)
+        if setting.extra.get("path") and given:
+            paths[setting.name] = path = address_of(given)
+            if _SESSION.search(path):
+                raise ConfigError(
+                    f"{address}: {setting.name}: {path} is in a folder that Ray removes when the job or the cluster "
+                    "ends; give an absolute path outside Ray's temporary folder"
+                )
+    return replace(settings, **paths)
+
+
+def is_movable(settings: ClusterSettings) -> bool:
+    """Return whether the plane may be started on another host: its log and its storage are seen from there.
+
+    >>> from penstock.packing import Packing
+    >>> from penstock.plane.settings import Target
+    >>> plane = ClusterSettings(packing=Packing(ranks=1, seq_len=16), target=Target(groups=1), storage="/tmp/frames")
+    >>> is_movable(plane), is_movable(replace(plane, log="postgresql://db/runs", movable=True))
+    (False, True)
+    """
+    if settings.movable is not None:
+        return settings.movable
+    is_folder_shared = bool(settings.folder) and is_shared(settings.folder)
+    is_log_shared = settings.log is not None or is_folder_shared
+    if settings.storage is None:
+        return is_log_shared and is_folder_shared
+    return is_log_shared and (is_object_url(settings.storage) or is_shared(settings.storage))
