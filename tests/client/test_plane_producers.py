@@ -24,7 +24,7 @@ from tests.support.planes import FAST, OpenPlane
 
 
 class CountingClient:
-    """A line that counts the groups that go over it."""
+    """A connection that counts the groups sent over it."""
 
     def __init__(self, inner: ClientTransport) -> None:
         self._inner = inner
@@ -280,3 +280,23 @@ def test_a_producer_that_never_waits_is_let_in_again_when_there_is_room(open_pla
             plane.put(named_group("c"), timeout=0)
     train(plane, 1)
     assert plane.put(named_group("c"), timeout=0)
+
+
+class BrokenClient:
+    """A transport whose other end times out, as a file on a hung network filesystem does."""
+
+    def send(self, header: bytes, frames: Frames = ()) -> None:
+        raise TimeoutError(110, "Connection timed out")
+
+    def receive(self, timeout_s: float) -> Envelope | None:
+        time.sleep(min(timeout_s, 0.01))
+        return None
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_transport_that_times_out_ends_a_waiting_call() -> None:
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        Plane(BrokenClient, url="broken:").status()

@@ -102,6 +102,7 @@ class ClientLoop:
         while self._outbox:
             header, frames = self._outbox.popleft()
             self._transport.send(header, frames)
+        # When stopping, send what is queued (a bye, the last commits) but do not wait for messages.
         got = None if self._stopping else self._transport.receive(self._tick_s)
         now = time.monotonic()
         if got is not None:

@@ -114,6 +114,7 @@ class DirectWriter:
             batch.append(self._waiting.popleft())
             size += batch[-1].size
         try:
+            # The latest deadline: a caller with a short one must not fail the frames of the others.
             locations = self._writer.write([one.pieces for one in batch], max(one.deadline for one in batch))
         except BaseException as error:
             for one in batch:
@@ -151,7 +152,7 @@ class Direct:
     def writer(self) -> DirectWriter | None:
         """Return the writer, or None if frames are sent to the plane."""
         if not self._is_known:
-            with self._lock:
+            with self._lock:  # many threads may put first at the same time; one finds out
                 if not self._is_known:
                     self._find_out()
         return self._writer
@@ -216,7 +217,7 @@ class DirectPut:
         writer = direct.writer()
         if writer is None or direct.is_paused:
             return None
-        try:
+        try:  # computing the metadata validates the group
             return DirectPut(direct, writer, group, deadline)
         except PenstockError:
             return None

@@ -81,7 +81,11 @@ class ProducerConnection:
                 try:
                     answer = future.result(min(max(left, 0.0), _LOOK_S))
                 except TimeoutError:
-                    if future.done():
+                    if (
+                        future.done()
+                    ):  # just now; or it holds a TimeoutError of its own, such as a transport's ETIMEDOUT
+                        if (error := future.exception()) is not None:
+                            raise error from None
                         continue
                 else:
                     if not isinstance(answer, Room) or write is None:

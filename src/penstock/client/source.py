@@ -92,7 +92,7 @@ class Source:
         """A plane in this process that it takes steps from. The reference keeps the plane open."""
         self.rank, self.timeouts = settings.rank, settings.timeouts
         self._next = settings.resume_step or 0
-        """The step to return next, or 0 until the plane has told where it is."""
+        """The step to return next, or 0 until the plane has sent the first one."""
         self._first = self._next
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -101,7 +101,7 @@ class Source:
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the first one stays: every later call raises it
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps to verify and fill. None ends the filler."""
         self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
@@ -284,7 +284,7 @@ class Source:
             if self._is_alone or self._session.has_left:
                 self._changed.notify_all()
         for event in events:
-            if isinstance(event, Arrived):
+            if isinstance(event, Arrived):  # to the filler: verifying takes too long for this thread
                 self._received.put(event)
             else:
                 with self._lock:
