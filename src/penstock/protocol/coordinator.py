@@ -202,7 +202,7 @@ class Coordinator:
         session = message.session
         if session == 0 and place is not None:  # it sent a hello and has not received our welcome yet
             session = self.session
-        if 0 < session < self.session:
+        if 0 < session < self.session:  # a process that missed the end of its session
             return [Send(peer, self._tombstones.of_session(session, self.session))]
         if self._failure is not None and session == self.session:
             return [Send(peer, self._failure)]
@@ -210,6 +210,7 @@ class Coordinator:
             return [Detach(peer)]
         if place is None or session != self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
+        # `_answered` comes last: the message itself may end the session or take the process out of it.
         self._members[place].heard = now
         return [*self._on_member_message(place, message, now), *self._answered(place, now)]
 
@@ -321,6 +322,7 @@ class Coordinator:
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
             why = f"{another(hello.process)} joined as this rank: it restarted"
             effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
+        # A failed session is replaced. So is the session of a restarted plane that no process has come back to.
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
         self._join(joiner.peer, place, hello, joiner.heard)
@@ -392,6 +394,8 @@ class Coordinator:
         effects: list[Effect] = []
         if self.phase is Phase.FORMING:
             named = self._members.starts()
+            # Ranks that name no step follow those that do. Example: {7: rank 0} and nothing from rank 1 starts at 7;
+            # {7: rank 0, 9: rank 1} cannot start.
             start, *others = named or [self.next_step]
             if others:
                 reason = f"wants to resume at step {others[-1]}, others at {start}; resume all from one checkpoint"

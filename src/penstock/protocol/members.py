@@ -45,8 +45,11 @@ class Member:
     def beat(self, beat: Beat, now: float) -> None:
         """Note the pulse a member confirms, the pulse it is about to be sent, and the steps that have reached it."""
         number, heard = beat.number, beat.heard
+        # A step that is being filled is not late: restart its deadline with every beat that reports it.
         self.filling = self.sent.keys() & set(beat.filling)
         self.sent |= dict.fromkeys(self.filling, now)
+        # Example: pulse 5 is unconfirmed since 10.0. A beat that heard 4 leaves it. A beat that heard 5 confirms it,
+        # and the pulse that answers this beat (number 7) is the next to be confirmed.
         if self.unheard is not None and heard >= self.unheard[0]:
             self.unheard = None
         if self.unheard is None and number:

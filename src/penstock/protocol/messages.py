@@ -396,7 +396,7 @@ class SetWeight(_Message, frozen=True, tag="weight"):
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
-    """The group is durable; or the decision is in the log."""
+    """The group is durable, or the decision is in the log."""
 
     ticket: int
     duplicate: bool = False

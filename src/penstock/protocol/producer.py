@@ -264,6 +264,8 @@ class ProducerSession:
     # -------------------------------------------------------------- credit
 
     def _hear_credit(self, message: Attached | Accepted | Pulse, now: float) -> None:
+        # Credit is absolute, not added up: the plane sends what may be unanswered in total. A lost or repeated message
+        # then does no harm. It expires: what was free a while ago may be taken by other clients.
         self._credit = Amount(message.credit_groups, message.credit_bytes)
         self._credit_until = now + self.timeouts.peer_s
 
@@ -337,12 +339,12 @@ class ProducerSession:
 
     def _on_rejected(self, message: Rejected, now: float) -> list[Event]:
         question = self._open.get(message.ticket)
-        if question is None:
+        if question is None:  # cancelled here; `Overloaded` means that the plane keeps a place for it
             return [Out(GiveUp(ticket=message.ticket))] if message.kind == "Overloaded" else []
         if message.kind != "Overloaded" or not isinstance(question, _Put):
             self._close(message.ticket)
             return [Answered(message.ticket, message)]
-        self._credit = NOTHING
+        self._credit = NOTHING  # the credit was too generous: ask for room until an answer brings new credit
         self._refund(question)
         has_asked, question.is_unheard = question.refused is not None, False
         if has_asked:  # the plane answered a question about a size: add the group's name to its reason

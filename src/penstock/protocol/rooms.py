@@ -57,7 +57,7 @@ class Space(Protocol):
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
         """Return why a group of `size` bytes does not fit beside `reserved`, or "" if it does.
 
-        Returns None for a group that will be rejected for good: it needs no room and should be sent, to be told why.
+        Returns None for a group that will be rejected for good: it needs no room, and sending it gets it the reason.
         """
 
     def spare(self, reserved: Amount) -> Amount:
@@ -153,6 +153,8 @@ class Rooms:
         self.hear(*ticket)
         reserved, place = self.reserved(table), self._places.get(ticket)
         if place is not None and place.is_reserved and place.table == table:
+            # Its own reservation must not count against it. Example: 3 groups reserved in all, one of them for this
+            # put: 2 are reserved for others.
             return Amount(reserved.groups - 1, reserved.bytes - place.size)
         queue = self._queues.get(table)
         return reserved if not queue or next(iter(queue)) == ticket else None
@@ -162,6 +164,7 @@ class Rooms:
         place = self._places.get(ticket)
         is_first = place is not None and place.is_reserved
         if place is None or is_first:
+            # A reservation does not hold if the frame is larger than its ask claimed.
             self._leave(ticket)
             self._closed.pop(ticket, None)
             if self._enter(ticket, table, size) and is_first:
@@ -194,7 +197,7 @@ class Rooms:
         for ticket, waits in self._asked.items():
             place = self._places.get(ticket)
             if place is None:
-                if ticket not in self._closed:
+                if ticket not in self._closed:  # `_enter` found the queue too long
                     refused.append((ticket, _TOO_MANY))
             elif not place.is_reserved:
                 refused.append((ticket, why[place.table]))
@@ -210,7 +213,7 @@ class Rooms:
             why = space.no_room(table, place.size, reserved)
             if why:
                 return why
-            if why is None:
+            if why is None:  # rejected for good whenever it is sent: let it come, without a reservation
                 self.close(ticket)
             else:
                 self._leave_queue(ticket, table)
@@ -227,7 +230,8 @@ class Rooms:
     def credit(self, space: Space) -> Amount:
         """Return how much a client may send without asking."""
         if self._queues:
-            return NOTHING
+            return NOTHING  # a put on credit would overtake those that wait
+        # Looked up once per turn, because every answer and pulse carries credit.
         if self._spare is None:
             self._spare = space.spare(self.reserved(""))
         groups, size = (free // (4 * max(len(self._live), 1)) for free in self._spare)
@@ -235,10 +239,13 @@ class Rooms:
 
     def _advance(self, now: float) -> None:
         """Advance the clock and remove tickets and clients that were silent for too long."""
+        # Not the wall clock: after the plane was paused for a minute, all reminders of that minute are still unread in
+        # the socket. Advancing by at most a quarter of `peer_s` per turn leaves at least three turns to read them.
         if self._now is not None:
             self._time += min(max(now - self._now, 0.0), self._peer_s / 4)
         self._now = now
         too_old = self._time - self._peer_s
+        # Both dicts are ordered by last sign of life, so only expired entries are visited.
         while self._places and next(iter(self._places.values())).heard < too_old:
             self._leave(next(iter(self._places)))
         while self._live and next(iter(self._live.values())) < too_old:
@@ -250,6 +257,7 @@ class Rooms:
         """Append a ticket to its queue. Returns False if a limit is reached."""
         peer, number = ticket
         mine = self._of.setdefault(peer, set())
+        # Tickets come from peers, so their number is bounded, in total and per client.
         if len(mine) >= MOST_OF_ONE or len(self._places) >= MOST_PLACES:
             if not mine:
                 del self._of[peer]

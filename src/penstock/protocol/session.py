@@ -2,7 +2,7 @@
 
 A *session* is one incarnation of the trainer job: all its processes joined, and none of them died since then.
 
-    FORMING     a new session; waiting until every process has said hello
+    FORMING     a new session; waiting until every process has sent a hello
     REJOINING   the plane restarted; waiting until every process of the session it served has come back
     RUNNING     steps are requested, delivered, received, released, committed
     FAILED      the session is over; every process was sent the reason; a fresh hello starts the next one
@@ -171,6 +171,7 @@ class Tombstones:
         self._processes[incarnation] = session
 
     def _trim(self) -> None:
+        # Always keep the last session and process: their members may still ask why they ended.
         while self.num_bytes > _REMEMBERED_BYTES and len(self._sessions) > 1:
             old = self._sessions.pop(next(iter(self._sessions)))
             self.num_bytes -= len(old.reason) + _ENTRY_BYTES

@@ -237,7 +237,7 @@ class Steps:
             return []
         progress = self._steps.setdefault(step, _Progress())
         progress.wanted.discard(place)
-        if progress.released and place in progress.received:
+        if progress.released and place in progress.received:  # our release was lost
             return [Send(member.peer, self._release(step))]
         progress.received[place] = message.digest
         self.wanted = max(self.wanted, step)
@@ -255,7 +255,7 @@ class Steps:
                 return Violation(step, place[0], reason)
         if progress.released or len(progress.received) + self._num_left_after(step) < self._members.num_places:
             return []
-        progress.released, progress.staged = True, None
+        progress.released, progress.staged = True, None  # frees the payloads, tens of megabytes per rank
         release = self._release(step)
         return [StepReceived(step), *(Send(member.peer, release) for member in self._members.members)]
 
@@ -281,7 +281,7 @@ class Steps:
         step = self._session.next_step
         progress = self._steps.get(step)
         if self._closing == step or not self._members or progress is None:
-            return []
+            return []  # already being logged, or there is nothing to check
         if len(progress.committed) + self._num_left_after(step) < self._members.num_places:
             return []
         self._closing = step
@@ -302,7 +302,7 @@ class Steps:
     def on_report(self, place: Place, message: Report) -> list[Effect]:
         member = self._members[place]
         noted = Send(member.peer, Noted(epoch=self._session.epoch, session=self._session.number, number=message.number))
-        if message.number <= member.reports:
+        if message.number <= member.reports:  # repeated, because our confirmation was lost
             return [noted]
         member.reports = message.number
         return [Reported(message.step, message.priorities, message.metrics), noted]

@@ -98,7 +98,7 @@ def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent:
 
     `parent` is the pid of the process that started this one. When that process dies, however it dies, the plane ends.
     """
-    os.umask(0o077)
+    os.umask(0o077)  # logs, sockets and frames are private to this user
     if parent is not None and not die_with_parent(parent, signal.SIGTERM):
         raise ConfigError(f"parent {parent}: this process was started by {os.getppid()}; name that, or leave it out")
     with contextlib.ExitStack() as stack:
@@ -245,7 +245,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
         if stall is not None:
             hooks.watchdog = Watchdog(stall_s=stall, end_s=config.watchdog.end_s, grace_s=config.watchdog.grace_s)
             opened.callback(hooks.watchdog.close)
-        opened.pop_all()
+        opened.pop_all()  # everything is open: from here on the plane's loop and `_keep` close it
     _keep(hooks, stack)
     return hooks
 

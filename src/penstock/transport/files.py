@@ -42,6 +42,8 @@ _HEAD = struct.Struct("<QI")
 def write_message(folder: Path, name: str, header: bytes, frames: Frames) -> None:
     """Write a message as one file, visible only when complete."""
     parts = [header, *frames]
+    # Layout: digest (8 bytes), number of parts (4), size of each part (8 each), the parts. The digest covers the sizes
+    # too, so that bytes cannot move from one part to the next unnoticed.
     sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
     digest = xxhash.xxh3_64(sizes)
     for part in parts:
@@ -245,6 +247,7 @@ class FileClient:
     def _look(self) -> None:
         names = [name for name in _names(self._inbox) if _TO_CLIENT.fullmatch(name)]
         found = [_take(self._inbox / name) for name in names]
+        # Newest first, because `receive` pops from the end.
         self._ready = [message for message in reversed(found) if message is not None]
         if self._ready:
             self._idle_s = _FAST_S

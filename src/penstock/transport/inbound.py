@@ -116,10 +116,13 @@ class Inbound:
                 del self._connections[descriptor]
                 continue
             arrived, one.received = arrived + received - one.received, received
+            # `taken` counts per descriptor, which the kernel reuses, so what earlier connections sent is subtracted.
+            # Example: 310 MB received; taken 100 MB under this descriptor, 60 of them before: 310 - 40 = 270 MB
+            # pending.
             taken = self._seen[descriptor] = self._taken.get(descriptor, 0)
             one.taken_before -= forgiven
             one.pending = received - (taken - one.taken_before)
-            if one.pending < 0:  # an earlier connection's, or the allowances: no credit for later
+            if one.pending < 0:  # late counts of an earlier connection, or the allowances: these must not become credit
                 one.taken_before, one.pending = taken - received, 0
         self._cut()
         if self._trim_at is not None and now >= self._trim_at:

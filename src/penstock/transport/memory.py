@@ -54,6 +54,7 @@ class MemoryPlane:
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         self._wake.clear()
+        # A fixed number of messages: clients may append meanwhile, and the loop must get its turn.
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:

@@ -23,7 +23,7 @@ from penstock.transport.sockets import SocketClient
 
 logger = logging.getLogger("penstock.connection")
 SILENCE_S = 2.0
-"""Seconds of silence before the first look-up; then twice as long, and so on up to `_MOST_SILENCE_S`."""
+"""Seconds of silence before the first look-up. The interval then doubles, up to `_MOST_SILENCE_S`."""
 _MOST_SILENCE_S = 8.0
 _UNSENT = 256
 """Messages kept until the first address is known. The protocol repeats those beyond."""
@@ -110,7 +110,7 @@ class ResolvingClient:
         self._unsent: deque[tuple[bytes, Frames]] = deque(maxlen=_UNSENT)
         self._lock, self._woken, self._closed = threading.Lock(), threading.Event(), False
         if first is None:
-            self._resolver.ask()
+            self._resolver.ask()  # on its thread; `_on_found` connects
 
     @property
     def keys(self) -> ClientKeys | None:
@@ -180,7 +180,7 @@ class ResolvingClient:
             return
         with self._lock:
             inner = _connect(found)
-            while self._unsent:
+            while self._unsent:  # before `_inner` is visible, so that later messages cannot overtake these
                 inner.send(*self._unsent.popleft())
             self._address, self._inner = found, inner
             self._woken.set()

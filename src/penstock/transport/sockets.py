@@ -131,6 +131,7 @@ class SocketPlane:
             if self._inbound is not None:
                 self._inbound.took(parts)
             if 2 <= len(parts) <= MAX_FRAMES:
+                # Both connections of a client appear as one peer: drop the first byte, which tells them apart.
                 kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
                 got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
@@ -211,7 +212,7 @@ class SocketClient:
         return got
 
     def _take(self) -> Envelope | None:
-        for end in (self._small, self._large):
+        for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
             try:
                 parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -272,6 +273,7 @@ def send_parts(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) ->
     if not frames:
         end.send_multipart(head, zmq.NOBLOCK)
         return
+    # Part by part, because `copy` is a choice per part: small ones are cheaper to copy than to track.
     for part in head:
         end.send(part, zmq.NOBLOCK | zmq.SNDMORE)
     for i, frame in enumerate(frames):
