@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `penstock tokens ... | head`: not an error
+            # Python flushes stdout at exit and would report the broken pipe again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"penstock {args.command}: {_shown(_sentence(error))}", file=sys.stderr)

@@ -89,6 +89,7 @@ def require(what: str, *modules: str, extra: str | None = None) -> None:
     `extra` names the extra to recommend, if several install the module.
     """
     for module in modules:
+        # `sys.modules` first: `find_spec` searches the path each time.
         if sys.modules.get(module) is None and find_spec(module) is None:
             if extra is not None:
                 raise MissingExtra(f"{what}: needs {module}; {install(extra)}")

@@ -67,6 +67,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         return _connection_to(address, given)
     if is_postgres(address):
         base, run = split_run(address)
+        # Without settings of a plane, the database only tells where the run's plane listens. With them, open it here.
         if not given.keys() - _CALLERS:
             return _connection_to(with_run(base, str(given.get("run", run))), {"run": run} | given)
         given |= {"log": base} | ({"run": run} if "#" in address else {})

@@ -50,7 +50,7 @@ def check_known(address: str, given: Mapping[str, Any]) -> None:
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """Open a plane from a settings record."""
     memory = MemoryPlane()
-    await_closing()
+    await_closing()  # a collected plane may still hold the folder's lock
     log = open_log(run_folder(where, settings), settings)
     try:
         others = [

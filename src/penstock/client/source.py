@@ -147,7 +147,7 @@ class Source:
                 self._ask(self._next)
             self._await_step(timeout)
             want = self._next
-            if number is not None and number != want:
+            if number is not None and number != want:  # known only now, if the plane chose the first step
                 raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
             self._next = want + 1
             self._released.discard(want)
@@ -232,7 +232,7 @@ class Source:
         """Report a failure of this rank, so that every rank stops now and not after a time-out."""
         self._loop.check_process()
         with self._lock:
-            step = max(self._next - 1, self._first, 1)  # the one being trained; the first, if none was taken yet
+            step = max(self._next - 1, self._first, 1)  # the one being trained, or the first if none was taken yet
             self._handle(self._session.fail(step, reason, time.monotonic()))
 
     @property

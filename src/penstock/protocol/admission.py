@@ -119,7 +119,7 @@ class Admission:
     # -------------------------------------------------------------- messages
 
     def on_attach(self, peer: Peer, message: Attach) -> Send:
-        if message.run and message.run != self._run:
+        if message.run and message.run != self._run:  # two runs whose addresses were mixed up
             theirs = message.run[:MAX_NAME]
             reason = f"run: this process says {theirs!r}, the plane has {self._run!r}; start both with the same value"
             return Send(peer, Refused(epoch=self._epoch, reason=reason))

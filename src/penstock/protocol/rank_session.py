@@ -255,7 +255,9 @@ class RankSession:
         if isinstance(message, Welcome):
             return self._on_welcome(message, now)
         if isinstance(message, Unknown):
+            # Every message of a burst is answered with `Unknown`: one hello is enough for all of them.
             return self._say_hello(now) if now - self._hello > self.timeouts.resend_s / 2 else []
+        # Before it was ready, a process may not know its session's number yet.
         if isinstance(message, Aborted) and (message.session == self.session or not self.was_ready):
             return self._end(StepAborted(message.reason, message.step, message.rank))
         if getattr(message, "session", self.session) != self.session:
@@ -340,7 +342,7 @@ class RankSession:
         was_ready, self.standing = self.standing is Standing.READY, Standing.READY
         self.was_ready = True
         events: list[Event] = [] if was_ready else [Ready(message.step)]
-        if message.step - 1 > self.done:
+        if message.step - 1 > self.done:  # steps were committed while the connection was lost
             events += self._on_committed(message.step - 1)
         return events + self._say_all(now)
 
@@ -387,6 +389,7 @@ class RankSession:
         if message.step not in self._requests:
             return []  # a duplicate of a step we already have
         who = self._hello_message
+        # Cannot happen with a correct plane. Training another rank's samples would go unnoticed, so check it.
         if (message.rank, message.world) != (who.rank, who.world):
             reason = f"got step {message.step} of rank {message.rank}/{message.world}, is rank {who.rank}/{who.world}"
             return self.fail(message.step, reason, now)

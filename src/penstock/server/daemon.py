@@ -173,7 +173,7 @@ class LoopHooks:
         return "ending" if self._asked is not None else self.not_live()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked is not None:
+        if self._asked is not None:  # nothing acknowledged is lost by this: it is on disk
             os._exit(Exit.AT_ONCE)
         self._asked = time.monotonic()
         logger.info("%s: ending", signal.Signals(number).name)
@@ -183,6 +183,7 @@ class LoopHooks:
         assert self._asked is not None
         engine = self.server.engine
         seen = (engine.ledger.accepted, engine.next_step, engine.last_step, engine.counts.total())
+        # Counters that change with any work: equal ones in two turns mean that nothing was left to do in between.
         if seen == self._seen or now - self._asked > _DRAIN_S:
             self.server.stop()
         self._seen = seen
@@ -231,6 +232,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
             transports.append(plane_transport(url, config.keys, max_message=config.max_message_bytes))
             opened.callback(transports[-1].close)
             stack.callback(_remove_socket, transports[-1].url, _inode(transports[-1].url))
+        # The HTTP API is a client in this process. Its puts take the same path as those of any other client.
         memory = MemoryPlane()
         hooks.server = PlaneLoop(config, log, [*transports, memory] if config.http else transports, on_turn=hooks)
         note_listening(log, [usable_url(transport.url) for transport in transports])

@@ -58,6 +58,7 @@ class Guard:
 
     @property
     def most(self) -> int:
+        # Read each time: an operator may change the limit of a running process (prlimit).
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return self.limits.connections if soft < 0 else max(min(self.limits.connections, soft // 2), 1)
 

@@ -86,6 +86,7 @@ class PlaneProcess:
 
     def _first_line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
+        # `readline` could block past the deadline, so wait with `select` and read what is there.
         line = b""
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()

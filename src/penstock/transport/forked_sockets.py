@@ -48,6 +48,7 @@ def _listening_at(url: str) -> list[socket.socket]:
     for descriptor in _open_at({_address(url)}):
         with suppress(OSError):
             end = socket.socket(fileno=os.dup(descriptor))
+            # Accepted connections are bound to the same port: only the listener is shut down.
             if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _url(end.getsockname()) == url:
                 ends.append(end)
             else:
