@@ -1,8 +1,8 @@
 """Penstock: the data plane for RL post-training of language and vision-language models.
 
-What most programs need is here; the docs name the rest (`penstock.train`, `penstock.integrations`, ...). Names are
-imported when they are first used, so `import penstock` stays light: it pulls in neither torch nor ray nor an image
-library, and a rollout worker that only captures never loads the server.
+This module has what most programs need. The docs describe the rest (`penstock.train`, `penstock.integrations`, ...).
+Names are imported when they are first used, so `import penstock` is cheap: it loads no torch, no ray and no image
+library, and a rollout worker never loads the server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.arrays import Column, Sample
     from penstock.assets import AssetStore
     from penstock.capture import Trajectory, Turn
-    from penstock.client import Plane, Source, connect, open  # noqa: A004  # noqa: A004
+    from penstock.client import Plane, Source, connect, open  # noqa: A004
     from penstock.convert import Group, grpo
     from penstock.errors import PenstockError
     from penstock.frames import decode, encode
@@ -88,7 +88,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"penstock has no {name!r}; public are {', '.join(__all__)}")
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(f"penstock.{home}"), name)
     globals()[name] = value
     return value

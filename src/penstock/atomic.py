@@ -1,7 +1,8 @@
-"""Files that appear whole or not at all, also after a power cut: written beside, synced, renamed, the folder synced.
+"""Atomic file writes: a file appears complete or not at all, even after a power failure.
 
-The order matters. A rename that reaches the disk before the bytes do leaves an empty file under the final name; a
-rename that was never synced may be undone by a crash although the caller was told that the file is there.
+It is written under a temporary name, synced and renamed, then the folder is synced. The order matters. A rename that
+reaches the disk before the bytes leaves an empty file under the final name. A rename that was never synced may be
+undone by a crash although the caller already relies on the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REMEDIES = {
 
 @contextmanager
 def folder_errors(where: str | Path) -> Iterator[None]:
-    """Turn what the operating system says about a folder into StorageError with a remedy.
+    """Turn the operating system's errors about a folder into StorageError with a remedy.
 
     >>> with folder_errors("run"):
     ...     raise OSError(errno.EROFS, "Read-only file system", "run/frames")
@@ -49,7 +50,7 @@ def folder_errors(where: str | Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, *, buffering: int = 1 << 20) -> Iterator[BinaryIO]:
-    """A file to write; it takes `path` when the block ends, and nothing is left of it when the block raises.
+    """Yield a file to write. It gets the name `path` when the block ends, and is removed if the block raises.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "state"
@@ -70,12 +71,12 @@ def replacing(path: Path, *, buffering: int = 1 << 20) -> Iterator[BinaryIO]:
 
 
 def beside(path: Path) -> Path:
-    """A hidden name in the same folder, of this process, under which `path` is made ready."""
+    """Return a hidden temporary name for `path` in the same folder, unique to this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def rename(part: Path, path: Path) -> None:
-    """Give a file or folder that was synced its name; a file of that name is replaced."""
+    """Rename a synced file or folder to its final name. Replaces a file of that name."""
     part.replace(path)
     sync(path.parent)
 

@@ -1,4 +1,4 @@
-"""The command line: one small module per command, imported only when it is called."""
+"""The `penstock` command line. Each command is a module, imported only when it is called."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ COMMANDS = {
     "demo": "a complete RL run on this machine, in one command",
     "train": "run a configuration file",
     "serve": "run a plane: workers put groups in, ranks take steps out",
-    "rollouts": "make rollouts with verifiers' environments, and put them into a plane",
-    "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
-    "runs": "the runs in a database, a bucket or a folder: list them, delete one",
-    "tenants": "who shares a plane: what each has and had, give or take away a share",
+    "rollouts": "make rollouts with verifiers' environments and put them into a plane",
+    "top": "watch a running plane: rates, buffer, staleness, what waits for what",
+    "runs": "list the runs in a database, a bucket or a folder, or delete one",
+    "tenants": "list the tenants of a plane and their use; set or remove a share",
     "view": "look at every token of a run in the browser",
     "tokens": "means and maxima over the trained tokens of finished steps",
-    "diff": "where two recorded runs first differ: step, sample, token and column",
-    "rerun": "put a run into a plane again, or decide it again and compare its steps",
-    "copy": "copy a run to another folder, or keep the copy up to date beside training",
-    "quarantine": "the groups that no step could be made with: list, release, drop",
-    "storage": "compare a run's log with its storage; put back what the log has lost; let a run forget",
-    "inspect": "show what a frame or a run's folder holds",
-    "convert": "samples from one file format to another: frames, Parquet, what other trainers use",
-    "assets": "look after the images of a run: list, verify, sweep",
+    "diff": "find where two recorded runs first differ: step, sample, token and column",
+    "rerun": "put a recorded run into a plane again, or repeat its decisions and compare the steps",
+    "copy": "copy a run to another folder, once or continuously during training",
+    "quarantine": "list, release or drop the groups that no step could be made with",
+    "storage": "compare a run's log with its storage, restore what the log lost, free what a run kept",
+    "inspect": "show the contents of a frame or a run's folder",
+    "convert": "convert samples between file formats: frames, Parquet, those of other trainers",
+    "assets": "manage the images of a run: list, verify, sweep",
     "keys": "make the keys that let other hosts connect to a plane",
-    "doctor": "check this installation and this machine, in plain words",
+    "doctor": "check this installation and this machine",
     "bench": "measure against rivals on this machine",
 }
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser; with `only`, just that command's module is imported."""
+    """Build the parser. With `only`, imports just that command's module."""
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
-        epilog="Each command explains itself and shows an example: penstock COMMAND --help",
+        epilog="For details and an example of a command: penstock COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -58,17 +58,18 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors of ours become one line on stderr and exit code 1."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if removed := removed_message(words):
+    """Run one command. Penstock's errors become one line on stderr and exit code 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if removed := removed_message(arguments):
         print(removed, file=sys.stderr)
         return 2
-    args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
+    args = build_parser(arguments[0] if arguments and arguments[0] in COMMANDS else "").parse_args(arguments)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
     except (PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `penstock tokens ... | head`: not an error
+            # Python flushes stdout at exit and would report the broken pipe again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"penstock {args.command}: {_shown(_sentence(error))}", file=sys.stderr)
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shown(text: str) -> str:
-    """The text without anything that a terminal would act on: errors quote names and ids from elsewhere.
+    """Escape everything that a terminal would act on: errors quote names and ids from peers.
 
     >>> _shown("a\\x1b[31m")
     'a\\\\x1b[31m'
@@ -94,7 +95,7 @@ def _shown(text: str) -> str:
 
 
 def _reader_is_gone() -> bool:
-    """Whether it is our own output that nobody reads any more, and not some other pipe that broke."""
+    """Return whether the reader of our own output is gone, as opposed to some other broken pipe."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -105,7 +106,7 @@ def _reader_is_gone() -> bool:
 
 
 def _sentence(error: PenstockError | OSError) -> str:
-    """The error in words: what the system says of a file or an address names it first, and has no number.
+    """Return the error as text. A system error begins with its file or address and has no number.
 
     >>> _sentence(FileNotFoundError(2, "No such file or directory", "runs/x"))
     'runs/x: No such file or directory'

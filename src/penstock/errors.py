@@ -1,37 +1,37 @@
-"""Every error Penstock raises, in one tree that says whose fault it is.
+"""Every error Penstock raises, in one tree that shows whose fault it is.
 
     PenstockError
-    ├── CallerError                 you passed something we cannot take
+    ├── CallerError                 the caller passed something invalid
     │   ├── InvalidInput            a value: which record, which field, what it was, what it should be (ValueError)
     │   │   └── ConfigError         a setting, or two settings that cannot both hold (ValueError)
     │   ├── MissingExtra            a package that is not installed; names the extra that brings it (ImportError)
-    │   ├── UnknownKey              a key or name nobody knows (KeyError)
-    │   ├── Evicted                 a run that lost its share of the plane; says why (RuntimeError)
+    │   ├── UnknownKey              an unknown key or name (KeyError)
+    │   ├── Evicted                 a tenant that lost its share of the plane, with the reason (RuntimeError)
     │   └── Conflict                same identity, other content (ValueError)
-    ├── PeerError                   the other side sent something we cannot take
+    ├── PeerError                   the other side sent something invalid, or failed
     │   ├── CorruptFrame            bytes that are truncated, altered, oversized or of an unknown version (ValueError)
     │   ├── StepAborted             one rank or the plane failed, so every rank stops; `.step`, `.rank` (RuntimeError)
-    │   ├── Fenced                  this process belongs to a life that is over; restart it (RuntimeError)
+    │   ├── Fenced                  this process belongs to a session or run that is over; restart it (RuntimeError)
     │   └── PlaneLost               the plane did not answer in time (ConnectionError)
-    ├── StorageError                the disk refused or returned something else than was written (OSError)
-    │   ├── DiskFull                no room for what was put; nothing was kept, and it may be put again
+    ├── StorageError                the disk failed, or returned other bytes than were written (OSError)
+    │   ├── DiskFull                no room; nothing was stored, and it may be put again
     │   ├── Away                    storage does not answer now; nothing is known to be lost, and it may be tried again
     │   ├── CorruptFile             a file that is truncated, altered or of an unknown version
     │   └── LogAway                 the log's database cannot be reached, or did not answer in time
-    ├── AssetError                  an image, or what stands for it, cannot be used; `.status` and `.error_type`
-    │   ├── ImageRefused            bytes, a data: URI or a file that is not an image we take (CallerError, ValueError)
+    ├── AssetError                  an image or a reference to one cannot be used; `.status` and `.error_type`
+    │   ├── ImageRefused            bytes, a data: URI or a file that is no supported image (CallerError, ValueError)
     │   ├── InvalidReference        a reference that breaks the grammar or leads outside (PeerError, ValueError)
     │   ├── IncompatibleAsset       made for another layout, grid or software version (PeerError, ValueError)
     │   ├── MissingAsset            nothing under that id in this run (StorageError)
-    │   └── CorruptAsset            stored bytes that are not what their id says, or do not decode (CorruptFile)
-    └── FlowError                   nothing is wrong with the data; it cannot move now
+    │   └── CorruptAsset            stored bytes that do not match their id, or do not decode (CorruptFile)
+    └── FlowError                   the data is fine, but cannot move now
         ├── Overloaded              held bytes are at their limit; `.retry_after_s` (RuntimeError)
         ├── Closed                  the table or connection was closed while you waited (RuntimeError)
-        └── WaitTimeout             the deadline passed; says what was waited for (TimeoutError)
+        └── WaitTimeout             the deadline passed; names what was waited for (TimeoutError)
 
-Each leaf is also the standard error a reader would expect, so `except ValueError` keeps working. Messages
-follow one form, `where: what was found; how to fix it`, and carry the values. Errors survive pickling by
-frameworks that ship exceptions between processes, because they hold nothing but their message.
+Each leaf is also the standard error a reader would expect, so `except ValueError` keeps working. Messages have one
+form, `where: what was found; how to fix it`, and contain the values. Errors can be pickled by frameworks that send
+exceptions between processes, because they hold only their message.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class PenstockError(Exception):
 
 
 class CallerError(PenstockError):
-    """The caller passed something that cannot be taken; nothing of it was kept."""
+    """The caller passed something invalid. Nothing of it was kept."""
 
 
 class InvalidInput(CallerError, ValueError):
-    """A value is wrong: names the record, the field, the value and the remedy."""
+    """A value is wrong. The message names the record, the field, the value and the remedy."""
 
 
 class ConfigError(InvalidInput):
@@ -54,19 +54,19 @@ class ConfigError(InvalidInput):
 
 
 class MissingExtra(CallerError, ImportError):
-    """A package is not installed; the message names the extra that brings it."""
+    """A package is not installed. The message names the extra that provides it."""
 
 
 class UnknownKey(CallerError, KeyError):
-    """A key or name that nobody knows."""
+    """An unknown key or name."""
 
     def __str__(self) -> str:
-        # KeyError shows repr(message); a sentence should read as a sentence.
+        # KeyError shows repr(message), in quotes. Show the sentence itself.
         return str(self.args[0]) if self.args else ""
 
 
 class Evicted(CallerError, RuntimeError):
-    """The run lost its share of the plane, for the reason given."""
+    """The tenant lost its share of the plane, for the reason given."""
 
 
 class Conflict(CallerError, ValueError):
@@ -74,7 +74,7 @@ class Conflict(CallerError, ValueError):
 
 
 class PeerError(PenstockError):
-    """The other side sent something that cannot be taken."""
+    """The other side sent something invalid, or failed."""
 
 
 class CorruptFrame(PeerError, ValueError):
@@ -93,7 +93,7 @@ class StepAborted(PeerError, RuntimeError):
 
 
 class Fenced(PeerError, RuntimeError):
-    """This process belongs to a life of the run that is over."""
+    """This process belongs to a session or run that is over. Restart it."""
 
 
 class PlaneLost(PeerError, ConnectionError):
@@ -101,11 +101,11 @@ class PlaneLost(PeerError, ConnectionError):
 
 
 class StorageError(PenstockError, OSError):
-    """The disk refused, or returned something else than was written."""
+    """The disk failed, or returned other bytes than were written."""
 
 
 class DiskFull(StorageError):
-    """No room for what was put; nothing of it was kept, and it may be put again."""
+    """No room for what was put. Nothing of it was stored, and it may be put again."""
 
 
 class Away(StorageError):
@@ -121,7 +121,7 @@ class LogAway(StorageError):
 
 
 class AssetError(PenstockError):
-    """An image, or what stands for it, cannot be used; carries what an inference server answers with.
+    """An image or a reference to one cannot be used. Carries the response of an inference server.
 
     >>> error = InvalidReference("mmraw: 3 parts; must be 8", error_type="invalid_mm_raw_ref")
     >>> error.status, error.answer()["error_type"]
@@ -131,7 +131,8 @@ class AssetError(PenstockError):
     error_type = "invalid_mm_asset"
     """The machine-readable name a client decides its retry on."""
     missing: tuple[dict[str, str], ...] = ()
-    """What to send again in full: run_id, modality, mm_hash, fingerprint, and raw_image_id for source images."""
+    """What the client must send again in full: run_id, modality, mm_hash, fingerprint, and raw_image_id for source
+    images."""
 
     def __init__(self, message: str = "", *, error_type: str = "", missing: tuple[dict[str, str], ...] = ()) -> None:
         super().__init__(message)
@@ -142,16 +143,16 @@ class AssetError(PenstockError):
 
     @property
     def status(self) -> int:
-        """The HTTP status: 500 where our own storage failed, 400 where the request cannot be served as it is."""
+        """The HTTP status: 500 if our own storage failed, 400 if the request cannot be served as it is."""
         return 500 if self.error_type.startswith(("missing_", "corrupt_")) else 400
 
     def answer(self) -> dict[str, object]:
-        """The body of the answer: `{error_type, message, missing}`."""
+        """Return the body of the response: `{error_type, message, missing}`."""
         return {"error_type": self.error_type, "message": str(self), "missing": list(self.missing)}
 
 
 class ImageRefused(AssetError, CallerError, ValueError):
-    """Bytes that are not an image we take: too large, cut short, of another type, or more than an image."""
+    """Bytes that are no supported image: too large, truncated, of another type, or with trailing data."""
 
     error_type = "invalid_mm_image"
 
@@ -175,13 +176,13 @@ class MissingAsset(AssetError, StorageError):
 
 
 class CorruptAsset(AssetError, CorruptFile):
-    """Stored bytes that are not what their id says, or that do not decode."""
+    """Stored bytes that do not match their id, or do not decode."""
 
     error_type = "corrupt_mm_raw_image"
 
 
 class FlowError(PenstockError):
-    """Nothing is wrong with the data; it cannot move now."""
+    """The data is fine, but cannot move now."""
 
 
 class Overloaded(FlowError, RuntimeError):
@@ -200,4 +201,4 @@ class Closed(FlowError, RuntimeError):
 
 
 class WaitTimeout(FlowError, TimeoutError):
-    """The deadline passed; the message says what was waited for."""
+    """The deadline passed. The message names what was waited for."""

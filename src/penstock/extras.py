@@ -1,7 +1,7 @@
-"""What is installed with which extra, and what to say when a package of one is missing.
+"""The optional extras: which packages each installs, and the error when one is missing.
 
 The core needs none of them. The distribution is called penstock-rl, because another project has the name penstock on
-the package index; the package that is imported is `penstock`.
+the package index. The import name is `penstock`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DISTRIBUTION = "penstock-rl"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
     modules: tuple[str, ...]
-    """What it brings, by the names that are imported."""
+    """The modules it installs, by import name."""
     purpose: str
 
     @property
@@ -49,11 +49,11 @@ EXTRAS = {
     "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
     "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),
 }
-"""By name. An extra that holds others comes after them: a package belongs to the first that brings it."""
+"""By name. A package belongs to the first extra that installs it, so an extra that includes others comes after them."""
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra.
+    """Return the command that installs an extra.
 
     >>> install("view")
     "pip install 'penstock-rl[view]'"
@@ -62,7 +62,7 @@ def install(extra: str) -> str:
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that brings a module, also one inside a package; None for a module that no extra brings.
+    """Return the extra that installs a module or its package, or None.
 
     >>> extra_of("PIL.Image"), extra_of("json")
     ('images', None)
@@ -72,7 +72,7 @@ def extra_of(module: str) -> str | None:
 
 
 def missing(what: str, error: ImportError) -> ImportError:
-    """What to raise where an import failed: the extra that would help, or the error itself where none would.
+    """Return the error to raise for a failed import: MissingExtra if an extra would help, else the error itself.
 
     >>> str(missing("ps.to_torch", ModuleNotFoundError("No module named 'torch'", name="torch")))
     "ps.to_torch: needs torch; pip install 'penstock-rl[torch]'"
@@ -84,11 +84,12 @@ def missing(what: str, error: ImportError) -> ImportError:
 
 
 def require(what: str, *modules: str, extra: str | None = None) -> None:
-    """Raise MissingExtra unless these modules can be imported; costs nothing once they are.
+    """Raise MissingExtra unless these modules can be imported. Costs nothing once they are.
 
-    `extra` names the one that helps, where another brings the module too.
+    `extra` names the extra to recommend, if several install the module.
     """
     for module in modules:
+        # `sys.modules` first: `find_spec` searches the path each time.
         if sys.modules.get(module) is None and find_spec(module) is None:
             if extra is not None:
                 raise MissingExtra(f"{what}: needs {module}; {install(extra)}")

@@ -159,7 +159,7 @@ def test_no_room_no_samples_and_no_plane_raise_what_a_put_raises(open_plane: Ope
             await plane.aput([])
         waiting = [asyncio.create_task(plane.aput(named_group(f"w{i}"))) for i in range(UNDER_WAY)]
         await until(lambda: plane.status()["producers_waiting"] == UNDER_WAY)
-        with pytest.raises(Overloaded, match=f"{UNDER_WAY} puts of this process are under way"):
+        with pytest.raises(Overloaded, match=f"{UNDER_WAY} puts of this process are running"):
             await plane.aput(named_group("b"), timeout=0)
         assert await plane.aput(named_group("e"), evaluation=True, timeout=0)  # which needs no room
         plane.close()

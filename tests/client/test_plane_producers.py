@@ -26,7 +26,7 @@ from tests.support.planes import FAST, OpenPlane
 
 
 class CountingClient:
-    """A line that counts the groups that go over it."""
+    """A connection that counts the groups sent over it."""
 
     def __init__(self, inner: ClientTransport) -> None:
         self._inner = inner
@@ -225,7 +225,7 @@ def test_groups_that_are_too_old_are_said_to_the_producer_and_to_waiting_ranks(
             assert plane.put(named_group(f"old{number}", policy_version=1))
     assert plane.num_stale == 3
     assert "too old for max_staleness" in caplog.text
-    assert "published is version 9" in caplog.text
+    assert "version 9 is published" in caplog.text
     with plane.source(0) as source, pytest.raises(ps.PenstockError, match=r"the last 3 groups .* dropped as stale"):
         source.step(timeout=2 * pace())
     plane.put(named_group("new", policy_version=9))
@@ -282,3 +282,23 @@ def test_a_producer_that_never_waits_is_let_in_again_when_there_is_room(open_pla
             plane.put(named_group("c"), timeout=0)
     train(plane, 1)
     assert plane.put(named_group("c"), timeout=0)
+
+
+class BrokenClient:
+    """A transport whose other end times out, as a file on a hung network filesystem does."""
+
+    def send(self, header: bytes, frames: Frames = ()) -> None:
+        raise TimeoutError(110, "Connection timed out")
+
+    def receive(self, timeout_s: float) -> Envelope | None:
+        time.sleep(min(timeout_s, 0.01))
+        return None
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_transport_that_times_out_ends_a_waiting_call() -> None:
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        Plane(BrokenClient, url="broken:").status()

@@ -8,7 +8,7 @@ import sys
 _PROGRAM = """
 import gc, resource
 import numpy as np
-from penstock.server.allocation import settle_memory
+from penstock.server.daemon import settle_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

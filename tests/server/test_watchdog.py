@@ -70,7 +70,7 @@ def test_a_stopped_plane_is_killed_with_its_stacks_in_the_log(log: Path) -> None
     os.kill(plane.pid, signal.SIGSTOP)
     assert plane.process.wait(120) == -signal.SIGKILL
     text = log.read_text()
-    assert f"has not turned its loop for {STALL_S:g} s; its last word was: epoch 1, session 0 forming, step 1" in text
+    assert f"has not turned its loop for {STALL_S:g} s; its last state was: epoch 1, session 0 forming, step 1" in text
     assert "most recent call first" in text
     assert "in run_plane" in text
     wait_until(lambda: not alive(plane.ready["watchdog"]))
@@ -80,7 +80,7 @@ def test_a_stopped_plane_is_killed_with_its_stacks_in_the_log(log: Path) -> None
 def test_a_deadlocked_process_is_killed_with_its_stacks_in_the_log() -> None:
     done = subprocess.run([sys.executable, "-c", DEADLOCKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    assert "has not turned its loop for 0.5 s; its last word was: step 7" in done.stderr
+    assert "has not turned its loop for 0.5 s; its last state was: step 7" in done.stderr
     assert "in waits_for_itself" in done.stderr
 
 
@@ -98,7 +98,7 @@ def test_sigterm_ends_a_process_that_is_stuck_in_c() -> None:
     process.terminate()
     _, errors = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    assert "was asked to end 0.5 s ago and did not; its last word was: step 7, waiting for the disk" in errors
+    assert "was asked to end 0.5 s ago and did not; its last state was: step 7, waiting for the disk" in errors
     assert "in stuck_in_c" in errors
     wait_until(lambda: not alive(dog))
 

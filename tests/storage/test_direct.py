@@ -427,8 +427,7 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
         "protocol/members.py",  # which ranks are sent their samples
         "protocol/coordinator.py",
         "protocol/steps.py",  # a step with samples, or without
-        "client/reachable.py",  # the question
-        "client/direct.py",  # put
+        "client/direct.py",  # the question, and put
         "client/storage_reader.py",  # read
         "plane/plane_sessions.py",  # the setting
         "plane/loop.py",  # passes on what the others say

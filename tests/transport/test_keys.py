@@ -11,7 +11,7 @@ import zmq
 
 from penstock.errors import ConfigError
 from penstock.testing.transport_suite import hear
-from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _gets_in, guard, make_keys, refuse_strangers
+from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _connects, guard, make_keys, refuse_strangers
 from penstock.transport.sockets import SocketClient, SocketPlane, check_url
 
 
@@ -36,7 +36,7 @@ def _is_heard(plane: SocketPlane, keys: ClientKeys | None) -> bool:
     return heard
 
 
-def test_a_client_with_an_allowed_key_gets_in(plane: SocketPlane, folder: Path) -> None:
+def test_a_client_with_an_allowed_key_connects(plane: SocketPlane, folder: Path) -> None:
     assert _is_heard(plane, ClientKeys.load(folder))
 
 
@@ -46,18 +46,18 @@ def test_a_client_without_keys_does_not(plane: SocketPlane) -> None:
 
 def test_a_key_that_is_not_allowed_does_not(plane: SocketPlane, folder: Path) -> None:
     public, secret = zmq.curve_keypair()
-    assert not _gets_in(plane.url, ClientKeys(public=public, secret=secret, plane=ClientKeys.load(folder).plane), 2.0)
+    assert not _connects(plane.url, ClientKeys(public=public, secret=secret, plane=ClientKeys.load(folder).plane), 2.0)
 
 
 def test_the_keys_of_another_plane_do_not(plane: SocketPlane, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
-    assert not _gets_in(plane.url, ClientKeys.load(tmp_path / "other"), 2.0)
+    assert not _connects(plane.url, ClientKeys.load(tmp_path / "other"), 2.0)
 
 
 def test_a_client_refuses_a_plane_that_is_not_the_one_it_knows(plane: SocketPlane, folder: Path) -> None:
     own = ClientKeys.load(folder)
     impostor = ClientKeys(public=own.public, secret=own.secret, plane=zmq.curve_keypair()[0])
-    assert not _gets_in(plane.url, impostor, 2.0)
+    assert not _connects(plane.url, impostor, 2.0)
 
 
 def test_every_client_named_gets_a_key_of_its_own(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_self_test_finds_a_door_that_lets_everybody_in(folder: Path) -> None
     keys = PlaneKeys.load(folder)
     other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     handler, door = Guard(other, keys.allowed), _Unlocked(keys)
-    with pytest.raises(ConfigError, match="a stranger's key was let in"):
+    with pytest.raises(ConfigError, match="an unknown key was accepted"):
         refuse_strangers(door.url, keys, handler)
     door.close()
     handler.stop()
@@ -133,14 +133,14 @@ def test_the_self_test_finds_a_door_without_curve(folder: Path) -> None:
     keys = PlaneKeys.load(folder)
     other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     handler, plain = Guard(other, keys.allowed), SocketPlane()
-    with pytest.raises(ConfigError, match="no key was let in"):
+    with pytest.raises(ConfigError, match="without a key was accepted"):
         refuse_strangers(plain.url, keys, handler)
     plain.close()
     handler.stop()
     other.term()
 
 
-def test_when_the_guard_stops_nobody_gets_in_and_the_self_test_says_so(folder: Path) -> None:
+def test_when_the_guard_stops_nobody_connects_and_the_self_test_says_so(folder: Path) -> None:
     keys = PlaneKeys.load(folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -149,8 +149,8 @@ def test_when_the_guard_stops_nobody_gets_in_and_the_self_test_says_so(folder: P
     url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     refuse_strangers(url, keys, handler)
     handler.stop()
-    assert not _gets_in(url, ClientKeys.load(folder), 1.0)
-    with pytest.raises(ConfigError, match="nobody could connect"):
+    assert not _connects(url, ClientKeys.load(folder), 1.0)
+    with pytest.raises(ConfigError, match="no client could connect"):
         refuse_strangers(url, keys, handler, timeout_s=1.0)
     socket.close(linger=0)
     context.term()

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 REMOTE = ("tcp://", "ipc://", "file://")
 _RAY = "ray://"
 _CALLERS = ("keys", "timeouts", "run")
+"""Settings of the connection, not of the plane. `run` is the name that the plane there must have."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
-"""Settings of the line to a plane, not of the plane; `run` is the name that the plane there must have."""
 
 
 def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa: A001 - ps.open is what it is called
-    """A plane: in this process for a folder or "memory:", a line to one elsewhere for an address.
+    """Open a plane: in this process for a folder or "memory:", or connect to one elsewhere for an address.
 
     In this process it needs `ranks`, `seq_len` and one of `groups_per_step`, `samples_per_step`, `tokens_per_step`. A
-    plane elsewhere has its own settings; only `keys` and `timeouts` are the caller's, and `run`, where it must be the
-    plane of that run and no other. "ray://NAME" is started in the Ray cluster if there is none and settings are given;
-    settings that are not those of the plane that runs there are refused. docs/settings.md has all of them.
+    plane elsewhere has its own settings: pass only `keys` and `timeouts`, and `run` if it must be the plane of that
+    run. "ray://NAME" connects to a plane of the Ray cluster, and starts it if there is none and settings are given.
+    Settings that differ from those of the running plane are rejected. docs/settings.md lists all settings.
 
     >>> import penstock as ps
     >>> with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane:
@@ -64,18 +64,19 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         plane: Plane = _ray().open_ray(address, given)
         return plane
     if address.startswith(REMOTE):
-        return _line_to(address, given)
+        return _connection_to(address, given)
     if is_postgres(address):
         base, run = split_run(address)
+        # Without settings of a plane, the database only tells where the run's plane listens. With them, open it here.
         if not given.keys() - _CALLERS:
-            return _line_to(with_run(base, str(given.get("run", run))), {"run": run} | given)
+            return _connection_to(with_run(base, str(given.get("run", run))), {"run": run} | given)
         given |= {"log": base} | ({"run": run} if "#" in address else {})
         address = ""
     if "://" in address:
         raise unknown_address(address, [*REMOTE, _RAY])
     if isinstance(where, str) and (address == "memory" or _HOST_AND_PORT.fullmatch(address)):
         meant = "memory:" if address == "memory" else f"tcp://{address}"
-        raise ConfigError(f"{address}: no folder and no address; give {meant!r}, or './{address}' for a folder")
+        raise ConfigError(f"{address}: neither a folder nor an address; give {meant!r}, or './{address}' for a folder")
     from penstock.client.embedded import open_embedded
 
     return open_embedded(address, given)
@@ -98,12 +99,12 @@ open.__signature__ = _signature  # type: ignore[attr-defined]
 
 
 def _ray() -> Any:
-    """`penstock.ray`, which stands above this package: only an address that begins with ray:// leads there."""
+    """Import `penstock.ray`, which builds on this package. Only ray:// addresses need it."""
     return importlib.import_module("penstock.ray")
 
 
-def _line_to(address: str, given: dict[str, Any]) -> Plane:
-    """A line to a plane elsewhere, which was told its settings where it was started."""
+def _connection_to(address: str, given: dict[str, Any]) -> Plane:
+    """Connect to a plane elsewhere, which got its settings when it was started."""
     if theirs := [name for name in given if name not in _CALLERS]:
         from penstock.client.embedded import check_known
 
@@ -134,10 +135,10 @@ def connect(
     keys: str | Path | None = None,
     timeouts: Timeouts | None = None,
 ) -> Source:
-    """One rank's source of steps, from a plane elsewhere.
+    """Connect one rank to a plane elsewhere and return its source of steps.
 
-    `resume_step` is one above the last step of the checkpoint that is loaded; by default the first step that is not
-    committed.
+    `resume_step` is one above the last step of the checkpoint that is loaded. By default the rank continues at the
+    first uncommitted step.
     """
     from penstock.client.source import Source
     from penstock.client.source_settings import SourceSettings
@@ -157,7 +158,7 @@ def connect(
 
 
 def client_transport(url: str, keys: str | Path | None = None) -> ClientTransport:
-    """A client's end of the transport that an address names."""
+    """Return the client transport for an address."""
     if url.startswith(_RAY):
         end: ClientTransport = _ray().connect_ray(url)
         return end
@@ -177,7 +178,7 @@ def client_transport(url: str, keys: str | Path | None = None) -> ClientTranspor
 
 
 def _address_in_log(url: str, keys: ClientKeys | None) -> Address:
-    """Where the plane of a run listens now, as it has written into its log. PlaneLost if no plane has."""
+    """Return the address that the run's plane wrote into its log. Raises PlaneLost if there is none."""
     from penstock.log import reading_postgres
     from penstock.plane import listens_at
 

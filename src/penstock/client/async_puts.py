@@ -1,8 +1,8 @@
-"""What bounds puts from asyncio: how many are under way at once, and how many threads encode.
+"""Limits on puts from asyncio: how many run at once, and how many threads encode.
 
-A thousand tasks may put at the same time. Of those of one run, 64 are encoded and sent; the others wait in line with
-their samples as they are, so that frames in memory do not grow with the number of tasks. Two threads encode, however
-many tasks there are, so that the event loop goes on meanwhile.
+A thousand tasks may put at the same time. Of each tenant 64 are encoded and sent, and the others wait with their
+samples as they are, so that the memory for frames does not grow with the number of tasks. Two threads encode, however
+many tasks there are, so that the event loop stays responsive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADS = 2
 
 
 class AsyncPuts:
-    """The places and threads of one plane's puts, for any number of event loops."""
+    """Semaphores and threads for one plane's puts, shared by any number of event loops."""
 
     def __init__(self) -> None:
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, defaultdict[tuple[str, bool], asyncio.Semaphore]]
@@ -35,8 +35,11 @@ class AsyncPuts:
 
     @asynccontextmanager
     async def place(self, run: str, timeout: float | None, *, evaluation: bool) -> AsyncIterator[float | None]:
-        """One of the places of a run, for as long as a put is under way, and the seconds that are left then; raises
-        `Overloaded` if none is free in time. Evaluation waits for no room, so it has places of its own."""
+        """Hold one of a tenant's 64 places while the block runs. Yields the seconds left of `timeout`.
+
+        Raises `Overloaded` if no place is free in time. Evaluation has its own places: it never waits for room, so it
+        must not queue behind puts that do.
+        """
         began = time.monotonic()
         with self._lock:
             free = self._places.setdefault(
@@ -46,15 +49,15 @@ class AsyncPuts:
             async with asyncio.timeout(timeout):
                 await free.acquire()
         except TimeoutError:
-            words = f"put: {UNDER_WAY} puts of this process are under way or wait for room; try again later"
-            raise Overloaded(words) from None
+            busy = f"put: {UNDER_WAY} puts of this process are running or wait for room; try again later"
+            raise Overloaded(busy) from None
         try:
             yield None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
         finally:
             free.release()
 
     async def compute(self, act: Callable[[], T]) -> T:
-        """What a function returns, from one of the threads."""
+        """Run a function on one of the encoding threads and return its result."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="penstock-encode")
@@ -64,4 +67,4 @@ class AsyncPuts:
     def close(self) -> None:
         with self._lock:
             if self._pool is not None:
-                self._pool.shutdown(wait=False)  # what a task waits for is still computed; then it hears of it
+                self._pool.shutdown(wait=False)  # running work finishes, and its tasks then get `Closed`

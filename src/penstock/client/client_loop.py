@@ -1,4 +1,4 @@
-"""A client's thread: it alone touches the transport, so that heartbeats go on while the program computes."""
+"""A client's background thread. Only it uses the transport, so that heartbeats continue while the program computes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OnTick = Callable[[float], None]
 
 
 class ClientLoop:
-    """Sends what it is given, hands over what arrives, and calls `on_tick` at least every `tick_s` seconds.
+    """Sends queued messages, passes on what arrives, and calls `on_tick` at least every `tick_s` seconds.
 
-    `on_message` and `on_tick` run in the client loop's thread. If one of them raises, or the transport does, the
-    client loop ends and calls `on_end` with the error.
+    `on_message` and `on_tick` run in the loop's thread. If one of them or the transport raises, the loop ends and calls
+    `on_end` with the error.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class ClientLoop:
         self._thread.start()
 
     def check_process(self) -> None:
-        """Threads, locks and connections do not survive a fork: say so at once, before anything is waited for."""
+        """Raise Closed in a forked process: threads, locks and connections do not survive a fork, so a call would
+        hang."""
         if not self.is_mine:
             raise Closed(
                 f"opened in another process ({self._pid}), this one ({os.getpid()}) was forked from it; open the "
@@ -53,7 +54,7 @@ class ClientLoop:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process started it."""
+        """Whether this process, and not its parent before a fork, started it."""
         return os.getpid() == self._pid
 
     @property
@@ -61,7 +62,7 @@ class ClientLoop:
         return self._thread.is_alive()
 
     def send(self, message: FromClient, frames: Frames, run_id: bytes) -> None:
-        """From any thread."""
+        """Queue a message. May be called from any thread."""
         self._outbox.append((pack_message(message, run_id), frames))
         self._wake()
 
@@ -71,12 +72,12 @@ class ClientLoop:
                 self._transport.wake()
 
     def explained(self, error: PenstockError) -> PenstockError:
-        """An error, with the reason why the plane cannot be found if the transport knows one."""
+        """Return the error, with the transport's reason why the plane cannot be found, if it has one."""
         reason = getattr(self._transport, "reason", "")
         return PlaneLost(f"{error}; {reason}") if reason and type(error) is PlaneLost else error
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Send what is still to be sent, then end."""
+        """Send what is queued, then end."""
         self._stopping = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -93,7 +94,7 @@ class ClientLoop:
             self._on_end(error)
             raise
         finally:
-            with self._closing:  # nobody may wake a transport that is being closed
+            with self._closing:  # no thread may wake a transport that is being closed
                 self._closed = True
                 self._transport.close()
 
@@ -101,6 +102,7 @@ class ClientLoop:
         while self._outbox:
             header, frames = self._outbox.popleft()
             self._transport.send(header, frames)
+        # When stopping, send what is queued (a bye, the last commits) but do not wait for messages.
         got = None if self._stopping else self._transport.receive(self._tick_s)
         now = time.monotonic()
         if got is not None:
@@ -111,11 +113,11 @@ class ClientLoop:
         try:
             message = read_from_plane(got[0])
         except CorruptFrame:
-            return  # as if it had been lost: it will be asked for again
+            return  # counts as lost: the protocol asks again
         self._on_message(message, got[1], now)
 
     def _read_last_words(self) -> None:
-        """A plane that ends says why before it is gone: that is what everybody must raise, not that it is gone."""
+        """Read the messages a failing plane sent before it ended: callers should raise its reason, not "closed"."""
         try:
             while (got := self._transport.receive(0)) is not None:
                 self._hear(got, time.monotonic())

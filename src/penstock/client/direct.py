@@ -1,4 +1,8 @@
-"""Frames that this process writes to storage itself: one sync for all threads that put at the same time."""
+"""Direct access to storage: find out whether this process sees the plane's storage, and write frames to it.
+
+A process that sees the storage, and that the plane trusts, writes its frames itself and sends only metadata. All
+threads that put at the same time share one write and one sync. If storage fails, frames are sent to the plane instead.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,74 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.producer_connection import Written
-from penstock.client.reachable import writable
 from penstock.errors import PenstockError
 from penstock.protocol import Answer, Attached, Rejected
 
-if TYPE_CHECKING:  # a producer whose frames pass the plane needs no storage
-    from penstock.storage import Pieces, Sign, Writable
+if TYPE_CHECKING:  # a producer that sends its frames to the plane must not load the storage package
+    from penstock.storage import KeptStorage, Pieces, Sign, Writable
 
 logger = logging.getLogger("penstock.storage")
+_MARKER_S = 3.0
+"""How long to ask an object store for the marker. A rank's heartbeats wait meanwhile."""
 _MOST_REPEATS = 20
+"""Frames in a row that the plane may reject before direct writing is turned off."""
 _PAUSE_S = 1.0
-"""After a full disk, or while storage is away, for which groups pass the plane: each try takes a new segment."""
+"""How long frames go to the plane after a full disk, or while storage is away: each direct try uses a new segment."""
+
+
+def reachable(attached: Attached) -> KeptStorage | None:
+    """Open the plane's storage if this process sees it, else return None.
+
+    A path may exist here and be another folder than the plane's. So the marker in it must name this run and this epoch.
+    """
+    if not attached.storage or not _sees(attached, lambda: _opened(attached.storage)):
+        return None
+    from penstock.storage import open_storage
+
+    return open_storage(attached.storage, create=False)
+
+
+def writable(attached: Attached, sign: Sign) -> Writable | None:
+    """Open the plane's storage if this process may write to it and sees it, else return None."""
+    if not attached.may_write or not attached.signs:
+        return reachable(attached) if attached.may_write else None
+    from penstock.storage import SignedStorage
+
+    if not _sees(attached, lambda: SignedStorage(attached.storage, sign, patience_s=_MARKER_S)):
+        return None
+    return SignedStorage(attached.storage, sign)
+
+
+def _sees(attached: Attached, opened: Callable[[], Writable | None]) -> bool:
+    """Return whether the marker of a storage names this run and this epoch of the plane."""
+    from penstock.storage import read_marker
+
+    try:
+        storage = opened()
+        marker = None if storage is None else read_marker(storage)
+    except PenstockError as error:
+        logger.warning("%s; frames go through the plane instead", error)
+        return False
+    return marker is not None and (marker.run_id, marker.epoch) == (attached.run_id.hex(), attached.epoch)
+
+
+def _opened(address: str) -> KeptStorage | None:
+    """Open storage to read its marker. Returns None for a folder that does not exist here."""
+    from penstock.storage import FolderStorage, ObjectStorage, is_object_url
+
+    if is_object_url(address):
+        return ObjectStorage(address, patience_s=_MARKER_S)
+    return FolderStorage(address, create=False) if Path(address).is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A frame that is to be written."""
+    """A frame to write."""
 
     pieces: Pieces
     deadline: float
@@ -41,7 +93,7 @@ class _Waiting:
 
 
 class DirectWriter:
-    """Writes frames of this process. Safe to use from many threads."""
+    """Writes this process's frames. Safe to use from many threads."""
 
     def __init__(self, storage: Writable, open_segment: Callable[[], str]) -> None:
         """`open_segment` asks the plane for a registered segment."""
@@ -52,18 +104,20 @@ class DirectWriter:
         self._writing = threading.Lock()
 
     def write(self, pieces: Pieces, deadline: float = math.inf) -> str:
-        """The location of a frame, which is durable when this returns. Storage that is away is asked until the
-        deadline, or as long as the engine finds reasonable."""
+        """Write a frame and return its location. It is durable when this returns. Storage that is away is tried again
+        until the deadline, or as long as its engine allows."""
         mine = _Waiting(pieces, deadline)
         self._waiting.append(mine)
-        with self._writing:  # whoever gets here first writes for all who wait
+        # Group commit: the thread that gets the lock writes the frames of all waiting threads with one sync. The others
+        # find theirs written when they get the lock.
+        with self._writing:
             while not mine.written.done():
                 self._gather()
                 self._write_batch()
         return mine.written.result()
 
     def _gather(self) -> None:
-        """Give others a moment to join, where each write costs a request."""
+        """Wait a moment for other frames to join the batch, where each write costs a request (object stores)."""
         until = time.monotonic() + self._storage.gather_s
         while (left := until - time.monotonic()) > 0:
             if sum(one.size for one in list(self._waiting)) >= self._enough:
@@ -76,6 +130,7 @@ class DirectWriter:
             batch.append(self._waiting.popleft())
             size += batch[-1].size
         try:
+            # The latest deadline: a caller with a short one must not fail the frames of the others.
             locations = self._writer.write([one.pieces for one in batch], max(one.deadline for one in batch))
         except BaseException as error:
             for one in batch:
@@ -87,7 +142,7 @@ class DirectWriter:
                 one.written.set_result(location)
 
     def leave(self, location: str) -> None:
-        """The plane takes no more frames from this segment."""
+        """Finish the segment of a location, because the plane accepts no further frames from it."""
         with self._writing:
             self._writer.finish(location.partition(":")[0])
 
@@ -97,7 +152,7 @@ class DirectWriter:
 
 
 class Direct:
-    """Whether groups of this process go straight to storage, found out by the first put."""
+    """Decides whether this process writes directly to storage. The first put finds out."""
 
     def __init__(self, attach: Callable[[], Attached], open_segment: Callable[[], str], sign: Sign) -> None:
         """`sign` asks the plane for signed URLs."""
@@ -105,16 +160,16 @@ class Direct:
         self._lock = threading.Lock()
         self._is_known = False
         self._repeats = 0
-        """Frames in a row that the plane did not take from storage."""
+        """Frames in a row that the plane did not accept from storage."""
         self._writer: DirectWriter | None = None
         self._paused_until = 0.0
         self.seq_len, self.drops_long = 0, False
-        """What metadata is made for."""
+        """The plane's settings that metadata depends on."""
 
     def writer(self) -> DirectWriter | None:
-        """Writes to storage; None: groups are sent to the plane."""
+        """Return the writer, or None if frames are sent to the plane."""
         if not self._is_known:
-            with self._lock:
+            with self._lock:  # many threads may put first at the same time; one finds out
                 if not self._is_known:
                     self._find_out()
         return self._writer
@@ -132,31 +187,31 @@ class Direct:
         return time.monotonic() < self._paused_until
 
     def pause(self) -> None:
-        """There was no room, or no answer: the plane writes the next groups, or says that it cannot either."""
+        """Send the next groups to the plane: storage is full or away from here, and the plane may free or reach it."""
         self._paused_until = time.monotonic() + _PAUSE_S
 
     def wait_for(self, answer: Answer, deadline: float) -> float:
-        """Seconds to wait before a group is put again, because storage is away for the plane as well; 0: do not."""
+        """Return how long to wait before putting a group again because storage is away for the plane too, else 0."""
         if not isinstance(answer, Rejected) or answer.kind != "Away" or time.monotonic() + _PAUSE_S > deadline:
             return 0.0
-        logger.warning("%s; the group is put again", answer.reason)
+        logger.warning("%s; putting the group again", answer.reason)
         return _PAUSE_S
 
     def count_repeat(self, reason: str) -> None:
-        """A frame must be written once more. A plane that never takes one is not reached by storage at all."""
+        """Count a frame that must be written again. If the plane never accepts one, it does not see this storage."""
         self._repeats += 1
         if self._repeats > _MOST_REPEATS:
-            self.turn_off(f"{self._repeats} frames in a row were not taken from storage, the last because: {reason}")
+            self.turn_off(f"{self._repeats} frames in a row were not accepted from storage, the last because: {reason}")
 
     def count_taken(self) -> None:
         self._repeats = 0
 
     def turn_off(self, reason: object) -> None:
-        """Storage cannot be used from here: send groups to the plane from now on."""
+        """Send groups to the plane from now on, because storage cannot be used from here."""
         with self._lock:
             found, self._writer = self._writer, None
         if found is not None:
-            logger.warning("%s; groups pass the plane from now on", reason)
+            logger.warning("%s; groups go through the plane from now on", reason)
             found.close()
 
     def close(self) -> None:
@@ -165,7 +220,7 @@ class Direct:
 
 
 class DirectPut:
-    """One group on its way to storage."""
+    """One put that writes to storage directly."""
 
     def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup, deadline: float) -> None:
         self._direct, self._writer, self._group, self._deadline = direct, writer, group, deadline
@@ -174,23 +229,23 @@ class DirectPut:
 
     @staticmethod
     def of(direct: Direct, group: EncodedGroup, deadline: float) -> DirectPut | None:
-        """None where the group is to be sent to the plane: nothing is in reach, or the plane should say what is wrong
-        with it."""
+        """Return None if the group must be sent to the plane: storage is out of reach, or the group is invalid and the
+        plane should report what is wrong."""
         writer = direct.writer()
         if writer is None or direct.is_paused:
             return None
-        try:
+        try:  # computing the metadata validates the group
             return DirectPut(direct, writer, group, deadline)
         except PenstockError:
             return None
 
     def write(self) -> Written:
-        """Called when there is room."""
+        """Write the frame. Called when the plane has room for it."""
         self._location = self._writer.write(self._group.pieces, self._deadline)
         return self._location, *self._metadata
 
     def should_repeat(self, answer: Answer) -> bool:
-        """Whether the frame must be written, or sent, once more: its segment was sealed meanwhile, or the plane does
+        """Return whether the frame must be written or sent again: its segment was sealed meanwhile, or the plane does
         not see it."""
         if not isinstance(answer, Rejected) or answer.kind not in ("Sealed", "Unseen"):
             self._direct.count_taken()

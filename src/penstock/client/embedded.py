@@ -1,4 +1,4 @@
-"""A plane in a thread of this process: what `open` makes of a folder, a database or "memory:"."""
+"""Runs a plane in a thread of this process: what `open` does for a folder, a database or "memory:"."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from penstock.atomic import folder_errors
 from penstock.client.api import REMOTE, unknown_address
-from penstock.client.closing import await_closing
 from penstock.client.handles import Handle, usable_url
-from penstock.client.plane import Plane
+from penstock.client.plane import Plane, await_closing
 from penstock.config import build, keywords_of, nested
 from penstock.errors import ConfigError, PenstockError
 from penstock.plane import ClusterSettings, PlaneLoop, PlaneSettings, note_listening, open_log, run_folder
@@ -23,7 +22,7 @@ _TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
 
 
 def open_embedded(address: str, given: dict[str, Any]) -> Plane:
-    """Open a plane by keyword arguments; it needs `ranks`, `seq_len` and when a step is full."""
+    """Open a plane from keyword arguments. Needs `ranks`, `seq_len` and a setting for when a step is full."""
     check_known(address, given)
     tables = nested(PlaneSettings, given, address)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
@@ -37,21 +36,21 @@ def open_embedded(address: str, given: dict[str, Any]) -> Plane:
 
 
 def check_known(address: str, given: Mapping[str, Any]) -> None:
-    """Reject settings that only a server process has, and names that are no setting at all."""
+    """Reject settings of server processes, and unknown names."""
     of_planes = {keyword.name for keyword in keywords_of(PlaneSettings)}
     theirs = {keyword.name for keyword in keywords_of(ClusterSettings)} - of_planes
     if wrong := [name for name in given if name in theirs]:
         raise ConfigError(
             f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
-            "this process or a line to one; leave it out"
+            "this process or a connection to one; leave it out"
         )
     nested(PlaneSettings, given, address)
 
 
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
-    """Open a plane by a settings record."""
+    """Open a plane from a settings record."""
     memory = MemoryPlane()
-    await_closing()
+    await_closing()  # a collected plane may still hold the folder's lock
     log = open_log(run_folder(where, settings), settings)
     try:
         others = [
@@ -90,5 +89,5 @@ def plane_transport(url: str, keys: str | Path | None = None, *, max_message: in
 def _run(server: PlaneLoop) -> None:
     try:
         server.run()
-    except PenstockError as error:  # every later call raises it, so a traceback here would say it twice
+    except PenstockError as error:  # every later call raises it with its traceback
         logger.error("the plane in this process ended: %s", error)  # noqa: TRY400

@@ -1,4 +1,4 @@
-"""A group ready to be put: its frame in pieces, and the metadata of a frame that goes to storage."""
+"""An encoded group, ready to put: its frame in pieces, and its metadata if the frame is written to storage."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ from penstock.protocol import ProducerSession
 
 _LARGE_BYTES = 1 << 20
 _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
-"""The plane has limits of its own and says what is beyond them."""
+"""No limits here: the plane enforces its own and reports what exceeds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
+    """A group's id, its frame and the options of its put."""
+
     name: str
     pieces: Sequence[Buffer]
     """The buffers that make its frame. Large ones are views of the samples' arrays."""
     size: int
     run: Callable[[], str]
-    """Of its samples; looked up when it matters."""
+    """Returns the tenant of its samples. Called only if needed: for a frame it parses the head."""
     evaluation: bool
     made: FramePieces | None = None
-    """What was encoded here; None for a frame that came encoded."""
+    """The result of encoding, or None for a frame that was passed in encoded."""
     priority: float = 1.0
     group: Group | None = None
-    """What it was made of, where that is known."""
+    """The group it was encoded from, if known."""
 
     @staticmethod
     def of(
         group: Group | Sequence[Sample], *, evaluation: bool, columns: Callable[[], Own], priority: float = 1.0
     ) -> EncodedGroup:
-        """`columns` says which ones the plane was told of; it is asked only for samples that have such."""
+        """Encode a group. `columns` returns the plane's own columns. Called only if a sample has such columns."""
         samples = samples_of(group)
         if not samples:
             raise InvalidInput("put: no samples; a group has at least one")
@@ -82,14 +84,15 @@ class EncodedGroup:
         )
 
     def frame(self) -> Buffer:
-        """All of it, to be sent."""
+        """Return the complete frame."""
         if len(self.pieces) == 1:
             return self.pieces[0]
+        # `join` uses huge pages for large frames, where `bytes.join` spends more time on new pages than on copying.
         return b"".join(self.pieces) if self.size < _LARGE_BYTES else join(self.pieces)
 
     def metadata(self, seq_len: int, *, drop: bool) -> tuple[bytes, bytes]:
-        """What the plane decides by, and what it shows of an evaluation group. Checks a frame that came encoded.
-        `drop`: samples longer than `seq_len` are dropped, not truncated."""
+        """Return the metadata, and for an evaluation group what is shown of it. Validates a frame that was passed in
+        encoded. With `drop`, samples longer than `seq_len` are dropped, not truncated."""
         if self.made is None and self.evaluation:
             metadata, shown = metadata_for_evaluation(self.name, self.pieces[0], _ANY_SIZE)
             return metadata.to_bytes(), shown.to_bytes()
@@ -101,7 +104,7 @@ class EncodedGroup:
         return metadata.to_bytes(), EvalMetadata.of(self.made.samples).to_bytes() if self.evaluation else b""
 
     def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
-        """Asks the plane to take it. `direct`: its frame is written to storage once there is room for it."""
+        """Return the request that puts the group. With `direct`, the frame is written to storage once there is room."""
         check_priority(self.name, self.priority)
         waits = timeout is None or timeout > 0
         frame = None if direct else self.frame()
@@ -126,7 +129,7 @@ class EncodedGroup:
 
 
 def samples_of(group: object) -> Sequence[Sample]:
-    """Return the samples of what is put; raise InvalidInput for anything else."""
+    """Return the samples of a group or list. Raises InvalidInput for anything else."""
     if isinstance(group, Group):
         return group.samples
     if not isinstance(group, Sequence) or isinstance(group, (str, bytes)):
@@ -140,8 +143,8 @@ def samples_of(group: object) -> Sequence[Sample]:
 
 
 def _run_of(frame: Buffer) -> str:
-    """The run a group's samples belong to, as its frame says."""
+    """Return the tenant of a frame's samples."""
     try:
         return read_head(frame).text.get("run", ("",))[0]
     except PenstockError:
-        return ""  # the plane will say what is wrong with it
+        return ""  # the plane will report what is wrong with the frame

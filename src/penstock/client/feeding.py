@@ -1,4 +1,4 @@
-"""A recorded run put into a plane again: the same groups, under the same ids, in the order in which they arrived."""
+"""Puts a recorded run into a plane again: the same groups, with the same ids, in order of arrival."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.storage import Gone
 
 @dataclass(slots=True)
 class Fed:
-    """What became of the groups of a recorded run."""
+    """Counts of a feed."""
 
     groups: int = 0
-    """Put and accepted."""
+    """Groups put and accepted."""
     known: int = 0
-    """Known to the plane from before: a replay that was interrupted may be started again."""
+    """Groups the plane already had, so an interrupted feed can be started again."""
     gone: int = 0
-    """Freed by the run they come from while it was read."""
+    """Groups the recorded run freed while it was read."""
     num_bytes: int = 0
     late_s: float = 0.0
-    """How far the last group was behind its time."""
+    """How late the last group was put."""
 
 
 def feed(
@@ -37,8 +37,8 @@ def feed(
 ) -> Fed:
     """Put every group whose frame the run still has.
 
-    `speed` 1 keeps the times between arrivals as they were, 2 halves them; None waits for nothing but the plane. A
-    group that the plane knows is not taken twice.
+    `speed` 1 keeps the recorded times between arrivals, 2 halves them, None puts as fast as the plane accepts. A group
+    the plane already has is not taken twice.
     """
     if speed is not None and not 0 < speed < float("inf"):
         raise InvalidInput(f"speed {speed}: must be a positive number")

@@ -1,4 +1,4 @@
-"""The rollouts of one prompt on their way to a plane."""
+"""Group builders: collect the rollouts of one prompt, then put them as a group."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from penstock.client.plane import Plane
 
 FAILED = "rollout failed"
-"""Reason under which the rollouts of a group are counted when each of them ended with an error."""
+"""Drop reason of a group whose rollouts all ended with an error."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CollectedRollouts:
-    """The rollouts of one prompt: all of them become the group, or none."""
+    """The rollouts of one prompt. All of them become the group, or none."""
 
     plane: Plane
     prompt: str
     id: str
-    """The group's own."""
+    """The group's id."""
     policy_version: int | None
     advantage: Advantage | None
     filters: tuple[Filter, ...]
@@ -43,7 +43,7 @@ class CollectedRollouts:
         self.rollouts.append(trajectory)
 
     def make(self) -> Group:
-        """The group, without putting it."""
+        """Return the group without putting it."""
         return make_group(
             self.rollouts,
             id=self.id,
@@ -55,14 +55,15 @@ class CollectedRollouts:
         )
 
     def discards(self, group: Group) -> list[tuple[str, int, str]]:
-        """(reason, samples, key) of what filters dropped; counted once by its key, however often a put is tried."""
+        """Return (reason, samples, key) of what filters dropped. The key makes it count once, however often a put is
+        tried."""
         found = dict(group.dropped)
         if self.has_failed(group):
             found[FAILED] = found.get(FAILED, 0) + len(set(group.origins.tolist()))
         return [(reason, count, f"{self.id}: {reason}") for reason, count in found.items()]
 
     def has_failed(self, group: Group) -> bool:
-        """Whether every rollout that filters left ended with an error: nothing of the group could be trained."""
+        """Return whether every remaining rollout ended with an error, so that nothing could be trained."""
         return not self.evaluation and len(group) > 0 and bool(group.rollouts.errored[group.origins].all())
 
 
@@ -79,7 +80,7 @@ class GroupBuilder(CollectedRollouts):
             self.put()
 
     def put(self) -> Group:
-        """Make the group and hand it over; what filters dropped is counted at the plane."""
+        """Make the group and put it. The plane counts what filters dropped."""
         group = self.make()
         for reason, count, key in self.discards(group):
             self.plane.discard(reason, count, key=key)
@@ -89,7 +90,7 @@ class GroupBuilder(CollectedRollouts):
 
 
 class AsyncGroupBuilder(CollectedRollouts):
-    """Collects the rollouts of one prompt in an `async with` block; tasks may add to it as they finish."""
+    """Collects the rollouts of one prompt in an `async with` block. Tasks may add to it as they finish."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,7 +102,7 @@ class AsyncGroupBuilder(CollectedRollouts):
             await self.put()
 
     async def put(self) -> Group:
-        """Make the group and hand it over; what filters dropped is counted at the plane."""
+        """Make the group and put it. The plane counts what filters dropped."""
         group = await self.plane.acompute(self.make)
         for reason, count, key in self.discards(group):
             await self.plane.adiscard(reason, count, key=key)
@@ -121,9 +122,11 @@ def builder_fields(
     priority: float,
     timeout: float | None,
 ) -> dict[str, Any]:
-    """What a builder is made of."""
+    """Return the fields of a builder."""
     if evaluation and filters:
-        raise InvalidInput(f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all")
+        raise InvalidInput(
+            f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all rollouts"
+        )
     return {
         "plane": plane,
         "prompt": prompt,

@@ -1,8 +1,8 @@
-"""How a handle travels: as the address of its plane, from which it connects anew wherever it arrives.
+"""Handles: what a pickled `Plane` or `Source` consists of. Unpickling connects to the same plane again.
 
-A `Plane` or a `Source` that is pickled, by Ray, by `multiprocessing`, by a data loader, is pickled as this: an address,
-the name of the run, the path of the keys. Nothing of the connection goes along, and no key. Penstock itself pickles
-nothing; what it sends are frames and typed messages.
+Ray, `multiprocessing` and data loaders pickle objects. A `Plane` or `Source` is pickled as an address, the name of the
+run and the path of the keys: no connection, and no key. Penstock itself pickles nothing. It sends frames and typed
+messages.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 _HOST = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|\*|[^:/]+):(?P<port>\d+)")
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses of documentation: nothing is sent there, but the kernel says from where it would be."""
+"""Addresses reserved for documentation. Nothing is sent: connecting a UDP socket only makes the kernel choose a
+route."""
 _LONGEST_SOCKET = 107
-"""Bytes of a path that a socket can have."""
+"""Longest path of a Unix socket, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-    """Where a plane is, and how it is reached."""
+    """The address of a plane, and how to connect to it."""
 
     url: str
     run: str = ""
     keys: str | None = None
-    """A folder, by its absolute path."""
+    """Absolute path of the key folder."""
     timeouts: Timeouts | None = None
 
     @staticmethod
@@ -45,30 +46,30 @@ class Handle:
         )
 
     def plane(self) -> Plane:
-        """A line to the plane."""
-        from penstock.client.api import open as open_plane  # which makes planes of handles
+        """Connect to the plane."""
+        from penstock.client.api import open as open_plane  # a cycle: `api` makes handles
 
         settings: dict[str, Any] = {"run": self.run, "keys": self.keys, "timeouts": self.timeouts}
         return open_plane(self.url, **{name: value for name, value in settings.items() if value})
 
     def source(self, **of_rank: Any) -> Source:
-        """A rank's source; `of_rank` is what `connect` takes beside the address."""
+        """Connect a rank. `of_rank` are the other arguments of `connect`."""
         from penstock.client.api import connect
 
         return connect(self.url, run=self.run, keys=self.keys, timeouts=self.timeouts, **of_rank)
 
 
 def nowhere(url: str) -> ConfigError:
-    """What to raise where a handle should travel and nobody could follow it."""
+    """Return the error for pickling a plane that no other process can reach."""
     return ConfigError(
-        f"{url}: this plane lives in this process and listens nowhere, so no other process can reach it; open it with "
+        f"{url}: this plane runs in this process and listens nowhere, so no other process can reach it; open it with "
         'listen=["tcp://127.0.0.1:*"], or start it with `penstock serve`'
     )
 
 
 def usable_url(url: str) -> str:
-    """An address where a plane listens, as another process can use it: a host instead of "all of them", and paths
-    that do not depend on where one stands.
+    """Return a listening address in a form other processes can use: a host instead of "all interfaces", and absolute
+    paths.
 
     >>> usable_url("tcp://127.0.0.1:7440"), usable_url("ipc:///run/plane.sock")
     ('tcp://127.0.0.1:7440', 'ipc:///run/plane.sock')
@@ -81,12 +82,12 @@ def usable_url(url: str) -> str:
         return url
     path = str(Path(rest).absolute())
     if rest.startswith("@") or (kind != "file" and len(path.encode()) > _LONGEST_SOCKET):
-        return url  # a name that is no path, or a path that only the short form can say
+        return url  # an abstract socket, or a path that fits a socket only in its relative form
     return f"{kind}://{path}"
 
 
 def _host(host: str) -> str:
-    """The host of an address that was listened at, by which others reach it."""
+    """Return the host by which others reach a listening address."""
     try:
         address = ipaddress.ip_address("0.0.0.0" if host == "*" else host.strip("[]"))  # noqa: S104 - to be replaced
     except ValueError:
@@ -97,7 +98,7 @@ def _host(host: str) -> str:
 
 
 def _own_address(family: socket.AddressFamily) -> str:
-    """The address that this host has towards others; the loopback's where it has none."""
+    """Return this host's outgoing address, or the loopback address if it has none."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE[family], 9))

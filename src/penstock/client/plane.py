@@ -1,7 +1,11 @@
-"""What users hold: a plane in this process, or a line to one elsewhere, with the same methods.
+"""`Plane`, what `open` returns: a plane in this process or a connection to one elsewhere, with the same methods.
 
-`open` gives a `Plane`. With a folder (or "memory:") the plane runs in a thread of this process and may listen for
-others as well; with an address it is a line to a plane that `penstock serve` runs.
+With a folder (or "memory:") the plane runs in a thread of this process and may also listen for other processes. With an
+address it is a connection to a plane that `penstock serve` runs.
+
+A plane in this process is closed when its last `Plane` is garbage-collected, so that its folder can be opened again.
+The collector may run in any thread, also in one that holds a lock which closing needs. So closing runs in its own
+thread, and `open` waits for it (`await_closing`).
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.closing import close_when_collected, end
 from penstock.client.direct import Direct, DirectPut
 from penstock.client.encoded_group import EncodedGroup, samples_of
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
@@ -59,10 +62,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Connect: TypeAlias = "Callable[[], ClientTransport]"
+_CLOSING_S = 20.0
+_closing: set[threading.Thread] = set()
+"""Threads that close planes whose `Plane` was garbage-collected."""
 
 
 class Plane:
-    """Put groups in, take steps out, look at the ledger. Safe to use from many threads."""
+    """A plane: put groups in, take steps out, read the ledger. Safe to use from many threads."""
 
     def __init__(
         self,
@@ -76,22 +82,24 @@ class Plane:
         thread: threading.Thread | None = None,
     ) -> None:
         self.url = url
-        """Where it is: the address that other processes use, or the folder (or "memory:") of one that listens
-        nowhere."""
+        """The address that other processes use, or the folder (or "memory:") of a plane that listens nowhere."""
         self.timeouts = timeouts or Timeouts()
         self._connect, self._handle, self._server, self._thread = connect, handle, server, thread
         self._columns: Own | None = None
         self.counts = PutCounts()
-        """What was noticed of the groups put here: dropped as stale, branches by cause, routing left out."""
+        """Counts of the groups put here: dropped as stale, branches by cause, routing left out."""
         self._async = AsyncPuts()
         self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
         self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
-            self._collected = close_when_collected(self, partial(end, self._connection, self._async, server, thread))
+            # The callback must not refer to `self`, or the plane would never be collected.
+            close = partial(_close, self._connection, self._async, server, thread)
+            self._collected = weakref.finalize(self, _start_closing, close)
+            self._collected.atexit = False  # at exit the process ends anyway; closing then would wait for nothing
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
-        """For frameworks that ship objects between processes: it arrives as a line to this plane."""
+        """Pickle it as an address. It arrives as a connection to this plane."""
         if self._handle is None:
             raise nowhere(self.url)
         return self._handle.plane, ()
@@ -110,12 +118,12 @@ class Plane:
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> GroupBuilder:
-        """Collect the rollouts of one prompt; leaving the block puts them, an exception in it cancels them.
+        """Collect the rollouts of one prompt in a `with` block. Leaving the block puts them, an exception cancels them.
 
-        `prompt` is the prompt's name, which comes back as often as it is sampled. `id` is this group's own: made
-        unique unless given. A producer that may restart gives it, so that a group it puts twice is recognised.
-        `evaluation`: it is recorded and shown, and never trained; so it gets no advantages, and no filter may drop any.
-        `priority` is for samplers that go by it, until ranks report another.
+        `prompt` is the prompt's name, which repeats as often as the prompt is sampled. `id` is this group's id, unique
+        by default. A producer that may restart should pass it, so that a group it puts twice is recognised.
+        `evaluation` groups are recorded and shown but never trained. They get no advantages and take no filters.
+        `priority` is for samplers that use priorities, until ranks report another.
         """
         return GroupBuilder(
             **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
@@ -146,12 +154,12 @@ class Plane:
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> bool:
-        """Hand a group over; it is durable when this returns. False if this very group was there already.
+        """Put a group. It is durable when this returns. Returns False if the plane already had this group.
 
-        Large arrays (routed experts) are written from where they lie: do not change them before this returns.
+        Large arrays (routed experts) are written without a copy: do not change them before this returns.
 
-        When the plane holds as much as it may, waits up to `timeout` seconds (None: as long as it takes, 0: not at
-        all) and then raises `Overloaded`.
+        While the plane has no room, waits up to `timeout` seconds (None: without limit, 0: not at all), then raises
+        `Overloaded`.
         """
         encoded = EncodedGroup.of(group, evaluation=evaluation, priority=priority, columns=lambda: self.columns)
         return not self.deliver(encoded, timeout).duplicate
@@ -165,7 +173,7 @@ class Plane:
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> bool:
-        """`put` for a group that is encoded already."""
+        """`put` for a group that is already encoded."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
         return not self.deliver(encoded, timeout).duplicate
 
@@ -179,9 +187,9 @@ class Plane:
     ) -> bool:
         """`put` for asyncio, from any number of tasks at once.
 
-        Up to 64 groups of a run are under way, the other tasks wait for their turn. A task that is cancelled leaves
-        nothing waiting; its group may be at the plane or not, and putting it again says which. As with `put`, do not
-        change large arrays before this returns.
+        Up to 64 groups of a tenant are encoded and sent at once, and other tasks wait for their turn. A cancelled task
+        leaves nothing waiting at the plane. Its group may or may not have arrived: putting it again tells. As with
+        `put`, do not change large arrays before this returns.
         """
         samples = samples_of(group)
         async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
@@ -199,30 +207,32 @@ class Plane:
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> bool:
-        """`aput` for a group that is encoded already."""
+        """`aput` for a group that is already encoded."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
         async with self._async.place(encoded.run(), timeout, evaluation=evaluation) as left:
             return not (await self.adeliver(encoded, left)).duplicate
 
     async def acompute(self, act: Callable[[], T]) -> T:
-        """What a function returns, from one of the two threads that encode groups of tasks."""
+        """Run a function on one of the two threads that encode groups, and return its result."""
         self._raise_ended()
         return await self._async.compute(act)
 
     def deliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
-        """Put a group that is encoded, and return what the plane answered."""
+        """Put an encoded group and return the plane's answer."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        passes_plane = False
+        through_plane = False
+        # Usually one turn. Further ones when storage fails here (the frame is sent to the plane), when storage is away
+        # for the plane too (wait and repeat), or when the segment was sealed meanwhile (write to a new one).
         while True:
-            put, question = self._begin_put(group, timeout, deadline, passes_plane=passes_plane)
+            put, question = self._begin_put(group, timeout, deadline, through_plane=through_plane)
             try:
                 answer = self._connection.ask(question, deadline - time.monotonic(), None if put is None else put.write)
             except StorageError as error:
                 self._storage_failed(put, error, deadline)
-                passes_plane = True
+                through_plane = True
                 continue
-            passes_plane = False
+            through_plane = False
             if wait := self._direct.wait_for(answer, deadline):
                 time.sleep(wait)
             elif put is None or not put.should_repeat(answer):
@@ -232,34 +242,36 @@ class Plane:
         """`deliver`, without blocking the thread."""
         self._raise_ended()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        passes_plane = False
+        through_plane = False
         while True:
-            begin = partial(self._begin_put, group, timeout, deadline, passes_plane=passes_plane)
+            begin = partial(self._begin_put, group, timeout, deadline, through_plane=through_plane)
             put, question = await self._async.compute(begin)
             write = None if put is None else partial(self._async.compute, put.write)
             try:
                 answer = await self._connection.aask(question, deadline - time.monotonic(), write)
             except StorageError as error:
                 self._storage_failed(put, error, deadline)
-                passes_plane = True
+                through_plane = True
                 continue
-            passes_plane = False
+            through_plane = False
             if wait := self._direct.wait_for(answer, deadline):
                 await asyncio.sleep(wait)
             elif put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)
 
     def _begin_put(
-        self, group: EncodedGroup, timeout: float | None, deadline: float, *, passes_plane: bool
+        self, group: EncodedGroup, timeout: float | None, deadline: float, *, through_plane: bool
     ) -> tuple[DirectPut | None, Question]:
-        """How a group goes: straight to storage, or as bytes to the plane."""
-        put = None if passes_plane else DirectPut.of(self._direct, group, deadline)
+        """Choose the path of a group: directly to storage, or as bytes through the plane."""
+        put = None if through_plane else DirectPut.of(self._direct, group, deadline)
         return put, group.question(self._connection.session, timeout, direct=put is not None)
 
     def _storage_failed(self, put: DirectPut | None, error: StorageError, deadline: float) -> None:
-        """A frame could not be written from here: the plane gets it. Where the disk is full, it frees what it may and
-        answers; where storage is away from here, it may not be for the plane. Groups pass it for a second. After any
-        other error all of them do."""
+        """Switch to sending frames through the plane, because one could not be written from here.
+
+        If the disk is full, the plane may free something. If storage is away from here, it may be reachable for the
+        plane. So groups go through the plane for a second. After any other error they all do.
+        """
         if put is None or (isinstance(error, Away) and time.monotonic() > deadline):
             raise error
         if isinstance(error, (DiskFull, Away)):
@@ -289,7 +301,7 @@ class Plane:
         return answer
 
     def _taken(self, group: EncodedGroup, answer: Answer) -> Accepted:
-        """Note what became of a group; raises what the plane refused it with."""
+        """Count what became of a group. Raises the plane's error if it was rejected."""
         if isinstance(answer, Rejected):
             raise error_of(answer)
         assert isinstance(answer, Accepted)
@@ -303,11 +315,11 @@ class Plane:
 
     @property
     def num_stale(self) -> int:
-        """Groups that were put here and dropped at once, because they were too old for `max_staleness`."""
+        """Groups put here that were dropped at once, because they were too old for `max_staleness`."""
         return self.counts.stale
 
     def discard(self, reason: str, samples: int, *, key: str = "") -> None:
-        """Count samples that were generated and filtered out before they became a group; what has a key, once."""
+        """Count samples that were filtered out before they became a group. A key is counted once."""
         count = check_count(samples, f"discard of {reason!r}")
         self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
 
@@ -323,23 +335,23 @@ class Plane:
             raise error_of(answer)
 
     def settle(self, group: str, *, drop: bool) -> None:
-        """Decide on a group in quarantine: give it up, or let it wait for training again."""
+        """Drop a group in quarantine, or release it so that it waits for training again."""
         self._decide(lambda ticket: SettleGroup(ticket=ticket, group=group, drop=drop))
 
-    # -------------------------------------------------------------- runs that share the trainer
+    # -------------------------------------------------------------- tenants
 
     def share(self, run: str, weight: float = 1.0) -> None:
-        """Give a run a share of the trainer, or another one, or let it in again after it was evicted.
+        """Give a tenant a share of the trainer, change it, or readmit an evicted tenant.
 
-        From the first share on, groups wait by run (the `run` of their samples), each step takes tokens from the
-        runs in proportion to their weights, and groups of a run without a share are refused.
+        From the first share on, groups are queued by tenant (the `run` of their samples), each step takes tokens from
+        the tenants in proportion to their weights, and groups of a tenant without a share are rejected.
         """
         if not weight > 0:
             raise InvalidInput(f"share of run {run!r}: {weight}; must be a positive number; use evict to take it away")
         self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=weight))
 
     def evict(self, run: str, reason: str) -> None:
-        """Take a run's share away: what it has waiting is dropped and counted, its puts raise `Evicted`."""
+        """Remove a tenant's share. Its waiting groups are dropped and counted, its puts raise `Evicted`."""
         self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=0.0, reason=reason))
 
     def _decide(self, make: Callable[[int], Discard | SettleGroup | SetWeight]) -> None:
@@ -360,8 +372,8 @@ class Plane:
         resume_step: int | None = None,
         prefetch: int = 1,
     ) -> Source:
-        """The steps of one rank. `resume_step` is one above the last step of the checkpoint that is loaded; by
-        default the first step that is not committed."""
+        """Return the source of one rank's steps. `resume_step` is one above the last step of the checkpoint that is
+        loaded. By default it continues at the first uncommitted step."""
         from penstock.client.source import Source
         from penstock.client.source_settings import SourceSettings
 
@@ -380,10 +392,10 @@ class Plane:
         source.plane = self if self._server is not None else None
         return source
 
-    # -------------------------------------------------------------- onlookers
+    # -------------------------------------------------------------- status
 
     def status(self) -> dict[str, Any]:
-        """Where everything is: phase, steps, ledger, counts, who waits for whom."""
+        """Return the plane's status: phase, steps, ledger, counts, what it waits for."""
         answer = self._call(lambda ticket: Ask(ticket=ticket))
         assert isinstance(answer, Status)
         found: dict[str, Any] = msgspec.json.decode(answer.text)
@@ -391,34 +403,34 @@ class Plane:
 
     @property
     def columns(self) -> Own:
-        """The columns that the plane was told of, beside those that Penstock knows."""
+        """The plane's own columns, beside those that Penstock defines."""
         if self._columns is None:
             self._columns = own_of(self.status()["columns"])
         return self._columns
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that the trainer published last; 0, its first, while it has published none."""
+        """The version of the weights that the trainer published last. 0 before the first."""
         return self._attached().policy_version or 0
 
     @property
     def ledger(self) -> Ledger:
-        """What became of every sample that was accepted."""
+        """The state of every accepted sample."""
         from penstock.plane import Ledger
 
         return Ledger.from_dict(self.status()["ledger"])
 
     def close(self) -> None:
-        """Let go. A plane in this process ends too; what it accepted is in its folder."""
+        """Close the connection. A plane in this process ends too. What it accepted is in its folder."""
         if not self._connection.is_mine:
             return  # in a forked process there is nothing to close
         self._direct.close()
         if self._collected is not None:
             self._collected.detach()
-        end(self._connection, self._async, self._server, self._thread)
+        _close(self._connection, self._async, self._server, self._thread)
 
     def kill(self) -> None:
-        """End a plane of a Ray cluster, for everybody; other planes end with their process."""
+        """End a plane of a Ray cluster, for all its clients. Other planes end with their process."""
         raise InvalidInput(f"{self.url}: not a plane of a Ray cluster; `close` it, or end the process it runs in")
 
     def __enter__(self) -> Self:
@@ -435,7 +447,7 @@ class Plane:
         return lambda now: self._connection.session.ask(make, now)
 
     def _call(self, make: Callable[[int], FromClient]) -> Answer:
-        """Ask something small, until there is an answer or the plane has been silent too long."""
+        """Send a small request and wait for the answer, or until the plane has been silent too long."""
         return self._ask(self._question(make))
 
     def _ask(self, question: Question, timeout: float = math.inf) -> Answer:
@@ -455,7 +467,7 @@ def _sealed(answer: Rejected) -> Exception:
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """A method that does not keep its plane alive: one whose last reference is gone is closed."""
+    """Return a callable that does not keep its plane alive, so that the plane can be garbage-collected and closed."""
     found = weakref.WeakMethod(method)
 
     def call(*words: P.args, **named: P.kwargs) -> T:
@@ -465,3 +477,37 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T]:
         return bound(*words, **named)
 
     return call
+
+
+# ------------------------------------------------------------------ closing
+
+
+def _close(
+    connection: ProducerConnection, puts: AsyncPuts, server: PlaneLoop | None, thread: threading.Thread | None
+) -> None:
+    """Close a connection, and end the plane behind it if that runs in this process."""
+    if not connection.is_mine:
+        return
+    connection.close()
+    puts.close()
+    if server is not None and thread is not None:
+        server.stop()
+        thread.join(10)
+
+
+def _start_closing(close: Callable[[], None]) -> None:
+    def work() -> None:
+        try:
+            close()
+        finally:
+            _closing.discard(thread)
+
+    thread = threading.Thread(target=work, name="penstock-closing", daemon=True)
+    _closing.add(thread)
+    thread.start()
+
+
+def await_closing() -> None:
+    """Wait until collected planes are closed, so that their folders can be opened again."""
+    for thread in list(_closing):
+        thread.join(_CLOSING_S)

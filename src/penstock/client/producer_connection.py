@@ -1,7 +1,7 @@
-"""A line to a plane: questions go out, answers come back to whoever asked, a thread that blocks or a coroutine.
+"""A producer's connection to a plane: sends requests and returns each answer to the thread or coroutine that asked.
 
-There is one thread per line, however many ask. A question that nobody waits for any more, because its thread was
-interrupted or its task cancelled, is forgotten here and given up at the plane if it waited for room there.
+There is one background thread per connection, however many callers. A request that is abandoned, because its thread was
+interrupted or its task cancelled, is forgotten here and withdrawn at the plane if it waits for room there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from penstock.protocol import Answer, Answered, Event, Frames, FromPlane, Out, P
 from penstock.transport import ClientTransport
 
 Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
-"""Asks the session at a time; gives the ticket that comes back with the answer."""
+"""Starts a request at the given time. Returns its ticket and the events to handle."""
 Written: TypeAlias = tuple[str, bytes, bytes]
 """Location of a frame in storage, its metadata, and what is shown of an evaluation group."""
 Write: TypeAlias = Callable[[], Written]
 AsyncWrite: TypeAlias = Callable[[], Awaitable[Written]]
 _LOOK_S = 1.0
-"""How often a call that waits looks whether anybody could still answer it."""
+"""How often a waiting call checks that the connection's thread is still alive."""
 
 
 def error_of(answer: Rejected) -> PenstockError:
-    """The plane's error, as it would have been raised there."""
+    """Return the error that the plane rejected a request with."""
     if answer.kind == "Overloaded":
         return Overloaded(answer.reason, answer.retry_after_s)
     found = getattr(errors, answer.kind, None)
@@ -41,7 +41,7 @@ def error_of(answer: Rejected) -> PenstockError:
 
 
 class ProducerConnection:
-    """A session, the thread that carries it, and who waits for which answer."""
+    """A producer session, its thread, and the callers that wait for answers."""
 
     def __init__(self, transport: ClientTransport, session: ProducerSession) -> None:
         self.session = session
@@ -54,21 +54,25 @@ class ProducerConnection:
             on_message=self._on_message,
             on_tick=self._on_tick,
             on_end=self._on_end,
-            # Well below what counts as standing still (`ProducerSession`), or silence would never add up.
+            # Well below `plane_s / 4`, the gap between ticks that counts as a pause of this process: with longer ticks
+            # every gap would be excused, and a lost plane would never be noticed.
             tick_s=min(timeouts.resend_s / 2, timeouts.plane_s / 8, 0.5),
-            name="plane-line",
+            name="plane-connection",
         )
         self.check_process = self._loop.check_process
         self._loop.start()
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process opened it."""
+        """Whether this process, and not its parent before a fork, opened it."""
         return self._loop.is_mine
 
     def ask(self, question: Question, timeout: float = math.inf, write: Write | None = None) -> Answer:
-        """The answer. After `timeout` seconds it no longer waits for room; for the answer itself it waits while the
-        plane gives signs of life. `write` is called when there is room for a frame that goes to storage."""
+        """Send a request and return the answer.
+
+        `timeout` limits only the wait for room. The answer itself is awaited while the plane is alive. `write` is
+        called when there is room for a frame that goes to storage.
+        """
         ticket, future = self._open(question)
         deadline = time.monotonic() + timeout
         try:
@@ -77,7 +81,11 @@ class ProducerConnection:
                 try:
                     answer = future.result(min(max(left, 0.0), _LOOK_S))
                 except TimeoutError:
-                    if future.done():
+                    if (
+                        future.done()
+                    ):  # just now; or it holds a TimeoutError of its own, such as a transport's ETIMEDOUT
+                        if (error := future.exception()) is not None:
+                            raise error from None
                         continue
                 else:
                     if not isinstance(answer, Room) or write is None:
@@ -109,10 +117,10 @@ class ProducerConnection:
                     return refused
         finally:
             self._forget(ticket)
-            answer.cancel()  # nobody else has it any more
+            answer.cancel()  # no other caller has this future
 
     def _go_on(self, ticket: int, written: Written) -> Future[Answer]:
-        """A frame is in storage: put it."""
+        """Send the put of a frame that is in storage now."""
         with self._lock:
             self.check_open()
             events = self.session.written(ticket, *written, time.monotonic())
@@ -123,7 +131,7 @@ class ProducerConnection:
         return future
 
     def check_open(self) -> None:
-        """Raise unless questions can be asked, in this process and at this time."""
+        """Raise Closed if the connection was closed, or was opened before a fork."""
         self.check_process()
         if self._closed is not None:
             raise Closed(str(self._closed))
@@ -137,11 +145,11 @@ class ProducerConnection:
         return ticket, future
 
     def _look(self, ticket: int, deadline: float) -> tuple[Rejected | None, float]:
-        """Whether there is still something to wait for, and until when: what was refused for want of room is given
-        back at the deadline."""
+        """Check a waiting request. Returns the rejection if it still waits for room at the deadline, and how long to
+        wait on otherwise."""
         self.check_process()
         if not self._loop.is_alive:
-            raise Closed(f"{self.session.where}: nobody listens for answers any more")
+            raise Closed(f"{self.session.where}: the connection's thread has ended")
         if deadline > time.monotonic():
             return None, deadline
         return self._stop_waiting(ticket), math.inf
@@ -153,13 +161,13 @@ class ProducerConnection:
         return refused
 
     def _forget(self, ticket: int) -> None:
-        """Nobody waits for this answer; where there is none yet, the plane is told."""
+        """Forget a request. Withdraws it at the plane if it has no answer yet."""
         with self._lock:
             self._futures.pop(ticket, None)
             self._handle(self.session.abandon(ticket))
 
     def close(self) -> None:
-        """Whoever waits gets `Closed`."""
+        """Close the connection. Waiting calls raise `Closed`."""
         with self._lock:
             self._closed = self._closed or Closed("this plane was closed")
             self._give_up(self._closed)

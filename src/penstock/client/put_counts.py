@@ -1,4 +1,4 @@
-"""What a producer should know of the groups it put: counted, and logged at the first, second, fourth, ... time."""
+"""Counts what a producer should know about its puts, and warns at the first, second, fourth, eighth, ... time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger("penstock.producer")
 
 
 class PutCounts:
-    """Counts of one producer; safe to use from many threads."""
+    """Counts of one producer. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.stale = 0
-        """Groups that were dropped at once, because they were too old for `max_staleness`."""
+        """Groups dropped at once, because they were too old for `max_staleness`."""
         self.branches: Counter[str] = Counter()
         """How often rollouts branched, by cause: see `penstock.convert.branching`."""
         self.unrouted = 0
@@ -31,9 +31,9 @@ class PutCounts:
         with self._lock:
             self.stale += 1
             count = self.stale
-        if _is_said(count - 1, count):
+        if _should_warn(count - 1, count):
             logger.warning(
-                "group %r was too old for max_staleness and dropped, as %d put here so far; published is version %s: "
+                "group %r was too old for max_staleness and was dropped, %d groups so far; version %s is published: "
                 "generate with newer weights (plane.policy_version), or raise max_staleness",
                 group,
                 count,
@@ -45,9 +45,9 @@ class PutCounts:
             before = self._num_shortened()
             self.over_length.update(dict(zip(OVER_LENGTH, counts, strict=True)))
             after = self._num_shortened()
-        if _is_said(before, after):
+        if _should_warn(before, after):
             logger.warning(
-                "group %r has samples longer than the plane's seq_len; put here so far: %s; generate fewer tokens, or "
+                "group %r has samples longer than the plane's seq_len; so far: %s; generate fewer tokens, or "
                 "raise seq_len",
                 group,
                 ", ".join(f"{self.over_length[name]} {name.replace('_', ' ')}" for name in OVER_LENGTH),
@@ -57,7 +57,7 @@ class PutCounts:
         return self.over_length["truncated_samples"] + self.over_length["dropped_samples"]
 
     def on_put(self, group: Group) -> None:
-        """Note what became of the rollouts on their way to samples."""
+        """Count how a group's rollouts were converted to samples."""
         if not group.branches and not group.unrouted:
             return
         with self._lock:
@@ -65,14 +65,14 @@ class PutCounts:
             self.branches.update(group.branches)
             self.unrouted += group.unrouted
             after = self.branches[RETOKENIZED], self.unrouted
-        if _is_said(before[0], after[0]):
+        if _should_warn(before[0], after[0]):
             logger.warning(
-                "group %r: what the model said came back as other tokens, %d times so far; each time the rollout "
+                "group %r: the model's output came back as other tokens, %d times so far; each time the rollout "
                 "branches and its history is stored and computed again: send token ids to the server, not text",
                 group.id,
                 after[0],
             )
-        if _is_said(before[1], after[1]):
+        if _should_warn(before[1], after[1]):
             logger.warning(
                 "group %r: routed experts left out of samples because rows were missing, %d samples so far; ask the "
                 "server for the rows of every call",
@@ -81,6 +81,6 @@ class PutCounts:
             )
 
 
-def _is_said(before: int, after: int) -> bool:
-    """Whether a count passed a power of two."""
+def _should_warn(before: int, after: int) -> bool:
+    """Return whether a count passed a power of two, as 3 -> 5 passes 4 and 5 -> 7 passes none."""
     return after.bit_length() > before.bit_length()

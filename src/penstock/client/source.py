@@ -1,4 +1,8 @@
-"""A rank's source of steps: asks for them ahead of time, checks them, fills them while the last one trains."""
+"""`Source`, a rank's steps: requests them ahead of time, verifies them, and fills batches while the last one trains.
+
+Three threads take part. The caller's takes and commits steps. The client loop's handles messages and heartbeats. The
+filler's reads, verifies and fills steps, so that a slow read never delays a heartbeat. One lock protects the session.
+"""
 
 from __future__ import annotations
 
@@ -9,50 +13,86 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
 from penstock.arrays import MAX_VERSION, Samples, sample_digests, step_digest
 from penstock.client.client_loop import ClientLoop
 from penstock.client.handles import Handle, nowhere
 from penstock.client.source_settings import SourceSettings
-from penstock.client.source_step import SourceStep as SourceStep
 from penstock.client.storage_reader import Reach, Unreadable
 from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.frames import ANY_SIZE, decode
-from penstock.packing import BlockPool, RankPlan, fill
+from penstock.packing import BlockPool, MicroBatch, RankPlan, StepOfRank, fill
 from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
 from penstock.protocol.rank_session import Event
 from penstock.transport import ClientTransport
 
 logger = logging.getLogger("penstock.source")
 _LOOK_S = 1.0
-"""How often a call that waits looks whether anybody still listens."""
+"""How often a waiting call checks that the client loop is still alive."""
 UNCOMMITTED = 8
-"""Steps taken and not committed, beyond which a source warns."""
+"""A source warns when more steps than this were taken and not committed."""
 _FRESH_S = 0.25
-"""How old the plane's words may be when a wait ends."""
+"""Time before the end of a wait at which the source asks what the plane waits for, for its error."""
 AWAY_S = 60.0
-"""How long a rank asks storage that does not answer before it asks the plane."""
+"""How long a rank retries storage that does not answer before it reports the step to the plane."""
 _AGAIN_S = 0.5
 _LEAVE_S = 2.0
-"""How long a rank that failed at once waits for the plane to hear of it."""
+"""How long closing waits until a failure from before first contact is sent."""
+
+
+class SourceStep(StepOfRank):
+    """One rank's micro-batches of one step, verified and filled.
+
+    Iterate over it for the micro-batches. `loss_tokens` is the denominator over all ranks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        digest: str,
+        rank_plan: RankPlan,
+        batches: list[MicroBatch],
+        numbers: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(rank_plan)
+        self.number = number
+        """Steps are counted from 1."""
+        self.digest = digest
+        """Digest of the rank's plan and samples: equal digests, equal steps."""
+        self.numbers = dict(numbers or {})
+        """The plane's metrics up to planning the step: `gen/` what was put since the step before, `buffer/` what was
+        held. Empty for a step that was planned before the plane restarted."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
 
 
 class Source:
-    """The steps of one rank, in order. Use it from one thread; a second one works behind it.
+    """The steps of one rank, in order. Use it from one thread.
 
-    Any failure, here or on another rank, is raised by the next call, as `StepAborted` with the same words on every
-    rank.
+    The next call raises any failure, here or on another rank, as `StepAborted` with the same text on every rank.
     """
 
     def __init__(self, transport: ClientTransport, settings: SourceSettings, *, handle: Handle | None = None) -> None:
-        """`handle` is how another process reaches the plane."""
+        """`handle` is for pickling: how another process connects to the plane."""
         self.settings, self._handle_of_plane = settings, handle
         self.plane: object = None
-        """The plane in this process that it takes steps from: open as long as this source is."""
+        """A plane in this process that it takes steps from. The reference keeps the plane open."""
         self.rank, self.timeouts = settings.rank, settings.timeouts
         self._next = settings.resume_step or 0
-        """The step to give out next; 0 until the plane has said where it is."""
+        """The step to return next, or 0 until the plane has sent the first one."""
         self._first = self._next
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -61,9 +101,9 @@ class Source:
         self._arrived: dict[int, SourceStep] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the first one stays: every later call raises it
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
-        """Steps that wait to be checked and filled."""
+        """Steps to verify and fill. None ends the filler."""
         self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
         self._filler.start()
         self._loop = ClientLoop(
@@ -81,8 +121,8 @@ class Source:
         self._loop.start()
 
     def __reduce__(self) -> tuple[Callable[[], Source], tuple[()]]:
-        """For frameworks that ship objects between processes: it arrives as a source of the same rank, which goes on
-        after the last step committed here. A rank is one process; close this one."""
+        """Pickle it as an address. It arrives as a source of the same rank, which continues after the last step
+        committed here. A rank is one process, so close this source."""
         if self._handle_of_plane is None:
             raise nowhere("source")
         resume, had = self._committed + 1 if self._next else None, self.settings
@@ -92,11 +132,11 @@ class Source:
     # -------------------------------------------------------------- the rank's side
 
     def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
-        """The next step (or step `number`, which must be the next one).
+        """Return the next step. `number`, if given, must be the number of the next step.
 
-        It is given out when every rank has it and found it whole. Waits for generation as long as the plane lives;
-        raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank
-        or the plane has failed, or a rank has left.
+        A step is returned once every rank has it and verified it. Waits for generation as long as the plane is alive.
+        Raises `WaitTimeout` after `timeout` seconds, and `StepAborted`, the same on every rank, as soon as one rank or
+        the plane has failed, or a rank has left.
         """
         self._loop.check_process()
         with self._lock:
@@ -107,14 +147,14 @@ class Source:
                 self._ask(self._next)
             self._await_step(timeout)
             want = self._next
-            if number is not None and number != want:
+            if number is not None and number != want:  # known only now, if the plane chose the first step
                 raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
             self._next = want + 1
             self._released.discard(want)
             got = self._arrived.pop(want)
-            if want - self._committed == UNCOMMITTED + 1:  # once: each further step is one more
+            if want - self._committed == UNCOMMITTED + 1:  # `==` warns once, not at every further step
                 logger.warning(
-                    "rank %d: steps %d to %d were taken and none of them committed; call source.commit(step) after "
+                    "rank %d: steps %d to %d were taken and not committed; call source.commit(step) after "
                     "each optimizer step, or a restart serves all of them again",
                     *(self.rank, self._committed + 1, want - 1),
                 )
@@ -122,14 +162,15 @@ class Source:
             return got
 
     def _await_step(self, timeout: float | None) -> None:
-        """Until the next step is released; raises what ended the wait otherwise."""
+        """Wait until the next step is released. Raises the reason if that cannot happen, or not in time."""
         deadline = None if timeout is None else time.monotonic() + timeout
         fresh = _FRESH_S if timeout is None else min(_FRESH_S, timeout / 2)
         while not self._is_over and (deadline is None or time.monotonic() < deadline - fresh):
             self._changed.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline - fresh - time.monotonic()))
             self._check_loop()
         if not self._is_over and timeout is not None and deadline is not None:
-            self._handle(self._session.beat_now(time.monotonic()))  # so that the words are of now
+            # Ask now what the plane waits for: the error should not quote an answer that is a heartbeat old.
+            self._handle(self._session.beat_now(time.monotonic()))
             self._changed.wait_for(lambda: self._is_over, max(deadline - time.monotonic(), 0.0))
         self._raise_error()
         if self._next in self._released:
@@ -144,19 +185,19 @@ class Source:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Whether the wait for the next step has ended, by success or failure."""
         return self._error is not None or self._next in self._released or self._is_alone
 
     def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
-        """All steps from here on. Commit each one after its optimizer step."""
+        """Yield all further steps. Commit each one after its optimizer step."""
         while True:
             yield self.step(timeout=timeout)
 
     def commit(self, step: SourceStep | int, *, policy_version: int | None = None) -> None:
-        """The step is trained. `policy_version` publishes the version of the weights that came out of it.
+        """Commit a trained step. `policy_version` publishes the version of the weights it produced.
 
-        Does not wait: what is lost on the way is sent again. A checkpoint that carries the step number is the last
-        word: resume with `resume_step` one above it.
+        Does not wait: a lost message is repeated in the background. After a restart the step number in your checkpoint
+        decides: resume with `resume_step` one above it.
         """
         number = _number_of(step, "commit")
         if policy_version is not None and not 0 <= policy_version <= MAX_VERSION:
@@ -179,7 +220,7 @@ class Source:
         priorities: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Tell the plane about samples or groups, by id: new replay priorities, numbers to keep."""
+        """Send new replay priorities of groups and metrics of samples, by id."""
         number = _number_of(step, "report")
         self._loop.check_process()
         with self._lock:
@@ -188,19 +229,19 @@ class Source:
             self._handle(self._session.report(number, dict(priorities or {}), dict(metrics or {}), now))
 
     def fail(self, reason: str) -> None:
-        """Something went wrong on this rank: let every rank know, now, and not by a time-out."""
+        """Report a failure of this rank, so that every rank stops now and not after a time-out."""
         self._loop.check_process()
         with self._lock:
-            step = max(self._next - 1, self._first, 1)  # the one being trained; the first, if none was taken yet
+            step = max(self._next - 1, self._first, 1)  # the one being trained, or the first if none was taken yet
             self._handle(self._session.fail(step, reason, time.monotonic()))
 
     @property
     def waiting_for(self) -> str:
-        """What the plane waits for, in its own words."""
+        """What the plane waits for, as it reports it."""
         return self._session.waiting_for
 
     def flush(self, timeout: float = 30.0) -> None:
-        """Wait until the plane has confirmed every commit; needs all ranks to have committed."""
+        """Wait until the plane has confirmed every commit. All ranks must have committed."""
         self._loop.check_process()
         with self._lock:
             done = self._changed.wait_for(lambda: not self._session.uncommitted or self._error is not None, timeout)
@@ -212,7 +253,7 @@ class Source:
                 )
 
     def close(self) -> None:
-        """Leave. What was committed is sent on first; steps taken and not committed will be served again."""
+        """Leave the session. Sends pending commits first. Steps taken and not committed will be served again."""
         if not self._loop.is_mine:
             return  # in a forked process there is nothing to close
         with self._lock:
@@ -243,7 +284,7 @@ class Source:
             if self._is_alone or self._session.has_left:
                 self._changed.notify_all()
         for event in events:
-            if isinstance(event, Arrived):
+            if isinstance(event, Arrived):  # to the filler: verifying takes too long for this thread
                 self._received.put(event)
             else:
                 with self._lock:
@@ -259,27 +300,27 @@ class Source:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        """Check and fill what arrives, on a thread of its own: heartbeats go on however long that takes."""
+        """Verify and fill steps that arrive, on the filler's thread."""
         while (arrived := self._received.get()) is not None:
             self._receive(arrived)
-            del arrived  # its payload must not live until the next one comes
+            del arrived  # frees its payload before the next step arrives
 
     def _receive(self, arrived: Arrived) -> None:
-        """Check a step and fill its micro-batches; any failure here must stop every rank before it trains."""
+        """Verify a step and fill its micro-batches. A failure here must stop every rank before it trains."""
         message = arrived.deliver
         try:
             samples, digests = self._read(arrived)
-            is_whole = step_digest(message.plan, digests) == message.digest
+            is_intact = step_digest(message.plan, digests) == message.digest
         except Unreadable as error:
             self._damaged(message.step, error)
             return
         except CorruptFrame:
-            is_whole = False
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
+            is_intact = False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
-        if not is_whole:
-            logger.warning("step %d: not what was sent; asking again", message.step)
+        if not is_intact:
+            logger.warning("step %d: not the bytes that were sent; requesting it again", message.step)
             with self._lock:
                 self._handle(self._session.altered(message.step, time.monotonic()))
             return
@@ -295,8 +336,8 @@ class Source:
             self._handle(self._session.received(message.step, step.digest, time.monotonic()))
 
     def _read(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
-        """`_samples`, again and again while storage does not answer this process. Heartbeats go on meanwhile, and say
-        that the step is being filled. After a while the plane is asked to look at it."""
+        """Call `_samples`, and retry while storage does not answer. Heartbeats continue meanwhile and report that the
+        step is being filled. After `AWAY_S` the plane is asked to check it."""
         until = time.monotonic() + AWAY_S
         while True:
             try:
@@ -305,11 +346,11 @@ class Source:
                 if time.monotonic() > until or self._error is not None:
                     group = StepPicks.from_bytes(arrived.deliver.picks).groups[0].group
                     raise Unreadable(group, str(error)) from None
-                logger.warning("step %d: %s; reading it again", arrived.deliver.step, error)
+                logger.warning("step %d: %s; trying again", arrived.deliver.step, error)
             time.sleep(_AGAIN_S)
 
     def _samples(self, arrived: Arrived) -> tuple[Samples, list[bytes]]:
-        """The samples of a step and their digests: its payload, or what storage holds. Raises Unreadable."""
+        """Return the samples of a step and their digests, from its payload or from storage. Raises Unreadable."""
         reader = self._reach.reader
         if reader is None or any(len(frame) for frame in arrived.frames):
             samples = _samples(arrived.frames)
@@ -319,11 +360,11 @@ class Source:
         digests = sample_digests(samples)
         for k, (found, wanted) in enumerate(zip(digests, picks.digests, strict=True)):
             if found != wanted:
-                raise Unreadable(picks.group_of(k), "the bytes in storage are not those that were put")
+                raise Unreadable(picks.group_of(k), "storage returned other bytes than were put")
         return samples, digests
 
     def _damaged(self, step: int, error: Unreadable) -> None:
-        """Tell the plane, which looks at the group itself and then sends the samples, or plans without the group."""
+        """Report an unreadable group. The plane checks it and then sends the samples, or plans without the group."""
         logger.warning("step %d: %s", step, error)
         with self._lock:
             self._handle(self._session.damaged(step, error.group, error.reason, time.monotonic()))
@@ -337,12 +378,12 @@ class Source:
             self._ask(ahead)
 
     def _begin_at(self, step: int) -> None:
-        """The plane says where it is."""
+        """Learn the first step from the plane and request it."""
         if self._next == 0:
             self._first = self._next = step
             self._asked = self._committed = step - 1
             self._ask_ahead(step)
-            self._ask(step)  # somebody waits for it, or will
+            self._ask(step)  # with prefetch 0 the line above requests nothing, and a call to `step` may wait for it
             self._changed.notify_all()
 
     def _ask(self, step: int) -> None:
@@ -371,7 +412,7 @@ class Source:
 
     def _check_loop(self) -> None:
         if not self._loop.is_alive and self._error is None:
-            self._error = Closed(f"rank {self.rank}: nobody listens for the plane any more")
+            self._error = Closed(f"rank {self.rank}: the source's thread has ended")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -389,6 +430,6 @@ def _number_of(step: object, what: str) -> int:
 
 
 def _samples(frames: Frames) -> Samples:
-    """The samples of a payload, which travels in one piece unless it is very large."""
+    """Decode the samples of a payload, which is one frame unless it is very large."""
     data = frames[0] if len(frames) == 1 else b"".join(frames)
     return decode(data, limits=ANY_SIZE) if len(data) else Samples.of([])

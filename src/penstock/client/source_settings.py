@@ -1,4 +1,4 @@
-"""What a rank's source is told: which process of the trainer it is, where it begins and how far it looks ahead."""
+"""Settings of a rank's source: which process of the trainer it is, where it begins, how far it prefetches."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _MAX_STEP = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """The settings of one source, checked."""
+    """The validated settings of one source."""
 
     rank: int
     world: int
-    """Ranks that take part; the plane must have as many."""
+    """Number of ranks. Must equal the plane's."""
     replica: int = 0
-    """Which process of the rank this is."""
+    """Index of this process among those of the rank."""
     replicas: int = 1
-    """Processes per rank; each gets the rank's data."""
+    """Processes per rank. Each gets the rank's data."""
     resume_step: int | None = None
-    """One above the last step of the checkpoint that is loaded; None goes on at the first step that is not
-    committed."""
+    """One above the last step of the checkpoint that is loaded. None continues at the first uncommitted step."""
     prefetch: int = 1
-    """Steps that are asked for ahead of time."""
+    """Steps to request ahead of time."""
     run: str = ""
-    """The run that the plane must have; empty: any."""
+    """The run that the plane must have. Empty accepts any."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
@@ -44,16 +43,16 @@ class SourceSettings:
         if self.resume_step is not None and not 1 <= self.resume_step <= _MAX_STEP:
             raise InvalidInput(
                 f"resume_step: {self.resume_step}; must be one above the last step of your checkpoint, counted from 1, "
-                "or None for the first step that is not committed"
+                "or None for the first uncommitted step"
             )
 
     @property
     def tick_s(self) -> float:
-        """How often a source looks at the clock."""
+        """Seconds between two ticks of a source's session."""
         return min(self.timeouts.heartbeat_s / 4, self.timeouts.resend_s / 2, 0.5)
 
     def new_session(self, can_read: Callable[[Attached], bool]) -> RankSession:
-        """What a process says that has just started."""
+        """Return the session of a process that just started."""
         return RankSession(
             run=self.run,
             rank=self.rank,

@@ -1,4 +1,4 @@
-"""A rank's samples, read from storage by byte ranges into memory that is reused from step to step."""
+"""Reads a rank's samples from storage: only their byte ranges, into memory that is reused from step to step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.arrays import Samples
-from penstock.client.reachable import reachable
+from penstock.client.direct import reachable
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.frames import ANY_SIZE, Pieces, Range, RangedFrame, StepMemory, assemble
 from penstock.protocol import Attached, PickedGroup, StepPicks
@@ -34,11 +34,11 @@ class _Read:
 
 
 class Reach:
-    """Whether this process sees the plane's storage, found out when it attaches."""
+    """Finds out, when a rank attaches, whether it can read the plane's storage."""
 
     def __init__(self) -> None:
         self.reader: StorageReader | None = None
-        """Reads samples; None: they come with each step."""
+        """Reads samples, or None if they come with each step."""
 
     def find(self, attached: Attached) -> bool:
         storage = reachable(attached)
@@ -47,22 +47,24 @@ class Reach:
 
 
 class StorageReader:
-    """Used by one thread. The samples of a step are overwritten when the next one is read: fill them first."""
+    """Reads the samples of steps. Use it from one thread. The next step overwrites the samples: fill batches first."""
 
     def __init__(self, storage: KeptStorage) -> None:
         self._storage, self._memory = storage, StepMemory()
         self.bytes_read = 0
-        """In all."""
+        """Total."""
         self.picks = StepPicks(groups=())
-        """Of the last step."""
+        """The picks of the last step."""
 
     def samples(self, picks: StepPicks) -> Samples:
-        """The samples that a rank trains, in the order of its plan; raises Unreadable, or Away."""
+        """Return the rank's samples, in the order of its plan. Raises Unreadable or Away."""
         self.picks = picks
         if not picks.groups:
             return Samples.of([])
         reads = [self._planned(picked) for picked in picks.groups]
         total = sum(read.size for read in reads)
+        # One buffer for all ranges of all groups. Example: ranges (100, 150) and (400, 420) of a frame at offset 1000
+        # go to buffer[0:50] from file offset 1100 and to buffer[50:70] from 1400.
         buffer, at = self._memory.take("", total).data, 0
         found, wanted = [], []
         for read in reads:
@@ -76,7 +78,7 @@ class StorageReader:
         self.bytes_read += total
         try:
             return assemble(found, memory=self._memory)
-        except PenstockError as error:  # a body that does not fit its front; which one is found out one by one
+        except PenstockError as error:  # a frame's body does not match its front; find out which one
             raise self._blamed(found, reads, error) from None
 
     def _planned(self, picked: PickedGroup) -> _Read:
@@ -87,7 +89,7 @@ class StorageReader:
             raise Unreadable(picked.group, str(error)) from None
 
     def _fetch(self, wanted: list[Wanted], reads: Sequence[_Read]) -> None:
-        """Read all ranges at once; where that fails, one group after the other tells which it is."""
+        """Read all ranges at once. If that fails, read one group after the other to find the one at fault."""
         try:
             self._storage.read_into(wanted)
         except Away:
@@ -115,4 +117,4 @@ class StorageReader:
                 assemble([one])
             except PenstockError as own:
                 return Unreadable(read.picked.group, str(own))
-        return error  # each is well: they do not go together
+        return error  # each frame alone is fine: they do not fit together

@@ -3,7 +3,6 @@ from penstock.protocol.admission import Decide as Decide
 from penstock.protocol.admission import Offer as Offer
 from penstock.protocol.admission import SignFor as SignFor
 from penstock.protocol.coordinator import Coordinator as Coordinator
-from penstock.protocol.decision_limits import check_decision as check_decision
 from penstock.protocol.effects import Detach as Detach
 from penstock.protocol.effects import Effect as Effect
 from penstock.protocol.effects import MemberLeft as MemberLeft
@@ -48,6 +47,7 @@ from penstock.protocol.messages import SignedUrls as SignedUrls
 from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
 from penstock.protocol.messages import Trace as Trace
+from penstock.protocol.messages import check_decision as check_decision
 from penstock.protocol.picks import PickedGroup as PickedGroup
 from penstock.protocol.picks import StepPicks as StepPicks
 from penstock.protocol.producer import Answer as Answer

@@ -1,11 +1,13 @@
-"""The plane's side of what producers say: which run this is, groups in, who must wait for room. No I/O, no clock.
+"""The plane's side of the producer protocol: attach, put, wait for room. No I/O, no clock.
 
-A group is checked and counted by the engine; this is about what is said around that. Feed it messages with
-`on_message`; carry out its effects; tell it what became of them (`answer`, `decided`); and at the end of each turn,
-when everything that came is written, let it answer those who asked for a group (`answer_traces`) or wait for room
-(`offer_room`).
+The engine checks and counts groups. This module only handles the messages around that:
 
-Who may send, and who waits for room, is `Rooms`' to decide.
+    on_message      a producer's message -> effects for the caller to carry out
+    answer, decided the engine's result  -> the answer to send
+    answer_traces   at the end of a turn, when everything that arrived is written: answer questions about groups
+    offer_room      at the end of a turn: tell waiting producers to send
+
+`Rooms` decides which producers may send and which wait.
 """
 
 from __future__ import annotations
@@ -49,22 +51,23 @@ from penstock.protocol.messages import (
 from penstock.protocol.rooms import Rooms, Space, Ticket
 
 _REMEMBERED = 4096
+"""Answers to decisions that are kept for repeated questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Give this group to the engine."""
+    """Pass this group to the engine."""
 
     ticket: Ticket
     put: Put
-    """Its digest is empty if the sender did not say. If the frame has another one, answer with `missing`."""
+    """Its digest is empty if the sender gave none. If the frame has another digest, answer with `missing`."""
     frame: Buffer
-    """Empty for a group whose frame the sender has written to storage."""
+    """Empty if the sender has written the frame to storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Let the engine decide this, once, and say what became of it with `decided`."""
+    """Let the engine decide this once, then call `decided` with the result."""
 
     ticket: Ticket
     message: Discard | SettleGroup | SetWeight | OpenSegment
@@ -82,14 +85,14 @@ Effect: TypeAlias = Send | Offer | Decide | SignFor
 
 
 class Tables(Space, Protocol):
-    """Knows where groups wait, and how many may."""
+    """The engine's tables, as far as admission needs them."""
 
     def table_of(self, run: str) -> str:
-        """Where groups of a run wait."""
+        """Return the table for groups of a tenant."""
 
     def recognises(self, group: str, digest: bytes) -> bool | None:
-        """Whether this very group was accepted, to be trained; False if another one was under its name, None if
-        there is none."""
+        """Return True if exactly this group was accepted for training, False if another group has its id, None if the
+        id is new."""
 
 
 class Admission:
@@ -112,8 +115,8 @@ class Admission:
         may_write: Callable[[Peer], bool] = lambda _peer: False,
         signs: bool = False,
     ) -> None:
-        """`storage` is where clients may read and write themselves; `may_write` says whose metadata is believed;
-        `signs`: they write with URLs that the plane signs."""
+        """`storage` is where clients may read and write themselves. `may_write` tells whose metadata is trusted. With
+        `signs`, clients write with URLs that the plane signs."""
         self._signs = signs
         self._max_frame, self._drops_long = max_frame, drops_long
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
@@ -121,15 +124,15 @@ class Admission:
         self._tables, self._pulse = tables, pulse
         self.rooms = Rooms(peer_s)
         self.policy_version: int | None = None
-        """The version of the weights that was published last; goes out with every answer."""
+        """The version of the weights that was published last. Sent with every answer."""
         self._traces: list[tuple[Peer, Trace]] = []
         self._decided: dict[Ticket, FromPlane] = {}
-        """What was answered to questions that must not be acted on twice."""
+        """Answers to requests that must not take effect twice."""
 
     # -------------------------------------------------------------- messages
 
     def on_attach(self, peer: Peer, message: Attach) -> Send:
-        if message.run and message.run != self._run:
+        if message.run and message.run != self._run:  # two runs whose addresses were mixed up
             theirs = message.run[:MAX_NAME]
             reason = f"run: this process says {theirs!r}, the plane has {self._run!r}; start both with the same value"
             return Send(peer, Refused(epoch=self._epoch, reason=reason))
@@ -156,10 +159,10 @@ class Admission:
         )
 
     def on_foreign(self, peer: Peer, run_id: bytes) -> Send:
-        """Something came that was meant for another run."""
+        """Answer a message meant for another run."""
         reason = (
             f"this process belongs to run {run_id.hex()[:12]} of an earlier plane, here is run "
-            f"{self._run_id.hex()[:12]} ({self._run!r}); nothing was taken; open it anew"
+            f"{self._run_id.hex()[:12]} ({self._run!r}); nothing was accepted; open it again"
         )
         return Send(peer, Foreign(reason=reason))
 
@@ -172,12 +175,13 @@ class Admission:
         if isinstance(message, Put):
             return self._on_put(peer, message, frames)
         if isinstance(message, Trace):
-            self.rooms.hear(peer, message.ticket)  # room that is reserved for it stays so
-            if not frames:  # the group may be on its way for long: say that we live
+            self.rooms.hear(peer, message.ticket)  # keeps a reservation for this put from expiring
+            if not frames:  # a large group may be in transit for minutes on a slow link: show that the plane is alive
                 groups, size = self.rooms.credit(self._tables)
                 pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
                 return [Send(peer, pulse)]
-            self._traces.append((peer, message))  # the group before it may wait for this turn's write
+            # The traced group may have arrived in this very turn and not be written yet: answer when it is.
+            self._traces.append((peer, message))
             return []
         if isinstance(message, AskRoom):
             return self._on_ask(peer, message)
@@ -187,7 +191,7 @@ class Admission:
         if isinstance(message, SignUrls):
             return [self._on_sign(peer, message)]
         known = self._decided.get((peer, message.ticket))
-        if known is not None:  # the answer was slow or lost; counting twice would be wrong
+        if known is not None:  # our answer was slow or lost; deciding again would count the samples twice
             return [Send(peer, known)]
         return [Decide((peer, message.ticket), message)]
 
@@ -195,7 +199,9 @@ class Admission:
         ticket = (peer, message.ticket)
         if ticket not in self.rooms.tickets:
             known = self._tables.recognises(message.group, message.digest)
-            if known is not None:  # it needs no room; where it is another one, its put is told so
+            # A group the plane already has needs no room. One that has its id and other content gets room at once, so
+            # that its put arrives and is rejected with the reason.
+            if known is not None:
                 self.rooms.close(ticket)
                 return [self.answer(ticket, None, duplicate=True) if known else self._room(ticket)]
         table = self._tables.table_of(message.run[:MAX_NAME])
@@ -206,13 +212,13 @@ class Admission:
         ticket = (peer, message.ticket)
         reason = ""
         if len(frames) != (0 if message.location else 1):
-            reason = f"{len(frames)} frames; a group is one, or none where it is in storage"
+            reason = f"{len(frames)} frames; send one frame, or none if it is in storage"
         elif message.location and not self._may_write(peer):
-            reason = "only a writer key may vouch for metadata (`penstock keys --writer`); send the frame itself"
+            reason = "metadata without a frame needs a writer key (`penstock keys --writer`); send the frame itself"
         if reason:
             self.rooms.close(ticket)
-            words = f"group {message.group[:MAX_NAME]!r}: {reason}"
-            return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=words))]
+            reason = f"group {message.group[:MAX_NAME]!r}: {reason}"
+            return [Send(peer, Rejected(ticket=message.ticket, kind="InvalidInput", reason=reason))]
         return [Offer(ticket, message, frames[0] if frames else b"")]
 
     def _on_sign(self, peer: Peer, message: SignUrls) -> Effect:
@@ -235,7 +241,7 @@ class Admission:
         stale: bool = False,
         over_length: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> Send:
-        """What became of an offer."""
+        """Return the answer to a put: accepted, or rejected with an error."""
         peer, number = ticket
         if error is None:
             groups, size = self.rooms.credit(self._tables)
@@ -254,25 +260,25 @@ class Admission:
         return Send(peer, Rejected(ticket=number, kind=type(error).__name__, reason=reason, retry_after_s=wait))
 
     def opened(self, ticket: Ticket, segment: str) -> Send:
-        """A segment is registered; the same question is answered the same from now on."""
+        """Answer with a registered segment. Repeated requests get the same answer."""
         return self._remember(ticket, Send(ticket[0], SegmentOpened(ticket=ticket[1], segment=segment)))
 
     def decided(self, ticket: Ticket, error: PenstockError | None) -> Send:
-        """What became of a decision; the same question is answered the same from now on."""
+        """Answer a decision. Repeated requests get the same answer."""
         return self._remember(ticket, self.answer(ticket, error))
 
     def _remember(self, ticket: Ticket, answer: Send) -> Send:
         self._decided[ticket] = answer.message
         while len(self._decided) > _REMEMBERED:
-            self._decided.pop(next(iter(self._decided)))
+            self._decided.pop(next(iter(self._decided)))  # the oldest: dicts keep insertion order
         return answer
 
     def missing(self, ticket: Ticket) -> Send:
-        """A group did not come, or not as it was sent."""
+        """Tell the sender that a group did not arrive, or arrived damaged."""
         return Send(ticket[0], Missing(put=ticket[1]))
 
     def answer_traces(self, is_kept: Callable[[Ticket, str, bytes], bool | None]) -> list[Send]:
-        """Whether groups that were asked for are kept; None for one whose put will be answered by itself."""
+        """Answer this turn's traces. `is_kept` returns None for a group whose put will still be answered by itself."""
         traces, self._traces = self._traces, []
         sends = []
         for peer, trace in traces:
@@ -288,7 +294,7 @@ class Admission:
     # -------------------------------------------------------------- room
 
     def offer_room(self, now: float) -> list[Send]:
-        """Tell the first in line to send, as far as there is room, and the others who asked that there is none."""
+        """Tell waiting producers to send, in order, while there is room. Tell the others why they wait."""
         granted, refused = self.rooms.offer(self._tables, now)
         return [*map(self._room, granted), *(self._waits(ticket, why) for ticket, why in refused)]
 

@@ -1,21 +1,21 @@
-"""The plane's side of delivery, as a state machine without I/O or a clock of its own.
+"""The plane's side of delivery: a state machine without I/O or a clock of its own.
 
 Every process of a session gets the same steps, or all of them get the same error. Feed it messages with `on_message`
-and time with `on_tick`; it answers with effects. `session.py` has the phases and the table that moves between them,
-`members.py` who takes part, `steps.py` how a step reaches all of them; this is about joining, failing and leaving.
+and time with `on_tick`; it returns effects. `session.py` has the phases and the table of transitions, `members.py` the
+processes that take part, `steps.py` how a step reaches all of them. This module handles joining, failing and leaving.
 
-**Joining.** A process that just started says hello with session 0. When every place is taken, those who joined earlier
-must say that they live; then the session runs, from the step that all of them named. A trainer that was killed and
-restarted meanwhile takes the places of its dead processes one by one, and never runs with one of them.
+**Joining.** A process that just started sends a hello with session 0. When every place is taken, the processes that
+joined earlier must show that they are still alive. Then the session runs, from the step that all of them named. So a
+trainer that is killed and restarted while it joins replaces its dead processes one by one, and never runs with one.
 
     FORMING   rank 0: hello(session 0)  -> welcome(session 4, not ready)
               rank 1: hello(session 0)  -> welcome(session 4, not ready), to both
               rank 0: beat              -> welcome(session 4, ready), to both
     RUNNING
 
-**Rejoining.** A connection that breaks, or a plane that restarts, ends nothing. A process that took part says hello
-with its session; it keeps its place, and says again whatever was not answered. A plane that restarted knows the number
-of the session it served from its log and nothing of its processes: it is REJOINING until all have come back.
+**Rejoining.** A broken connection or a restarted plane does not end the session. A process that took part sends a
+hello with its session. It keeps its place and repeats whatever was not answered. A restarted plane knows only the
+number of its session, from the log, and none of its processes: it is REJOINING until all have come back.
 
     RUNNING     rank 0: request 7                    (the plane is killed, and started again)
     REJOINING   rank 0: request 7           -> unknown
@@ -24,9 +24,9 @@ of the session it served from its log and nothing of its processes: it is REJOIN
                 rank 1: hello(session 4)    -> welcome(session 4, ready), to both
     RUNNING     rank 0: request 7           -> deliver 7
 
-A process that *restarts* (another incarnation, session 0) ends the session of the others: what they computed with it
-is gone. While its earlier incarnation may be alive it waits, and is refused if that one answers (`joiners.py`). An
-incarnation that left or failed has a tombstone, from which old messages are answered.
+A process that *restarts* (another incarnation, session 0) ends the session for the others: the state they computed
+together is gone. While its earlier incarnation may be alive it waits, and it is refused if that one answers
+(`joiners.py`). An incarnation that left or failed has a tombstone, from which its late messages are answered.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Coordinator:
         timeouts: Timeouts | None = None,
         is_gone: Callable[[str, int], bool] = lambda _space, _pid: False,
     ) -> None:
-        """`session` and `left` are what `Resume` and `MemberLeft` said before the plane restarted. `is_gone` returns
-        whether a process is known to have ended, by pid namespace and pid."""
+        """`session` and `left` come from the `Resume` and `MemberLeft` logged before the plane restarted. `is_gone`
+        returns whether a process, given by pid namespace and pid, is known to have ended."""
         self.run, self.ranks, self.replicas, self.epoch = run, ranks, replicas, epoch
         self._session = Session(
             run=run,
@@ -91,9 +91,9 @@ class Coordinator:
         )
         self.timeouts = timeouts or Timeouts()
         self.waiting_for = ""
-        """What the plane waits for before it can stage a step, in words."""
+        """What the plane waits for before it can stage a step, as text for people."""
         self.remark = ""
-        """What else ranks should know while they wait."""
+        """A further note for ranks that wait."""
         self.policy_version: int | None = None
         """The version of the weights that was published last."""
         self._rejoining_since = 0.0
@@ -103,8 +103,8 @@ class Coordinator:
         self._steps = Steps(self._session, self._members, left or {})
         self._failure: Aborted | None = None
         self._tombstones = Tombstones(epoch)
-        self._words = (float("-inf"), Phase.FAILED, "")
-        """What ranks are told to wait for, when that was found, and in which phase."""
+        self._waits_for = (float("-inf"), Phase.FAILED, "")
+        """Cache of `waits_for`: when it was computed, in which phase, the text."""
 
     # -------------------------------------------------------------- what the engine asks
 
@@ -119,26 +119,26 @@ class Coordinator:
 
     @property
     def failure(self) -> Aborted | None:
-        """What everybody was told when the session failed."""
+        """The message sent to every process when the session failed."""
         return self._failure
 
     @property
     def next_step(self) -> int:
-        """The first step that is not committed."""
+        """The first uncommitted step."""
         return self._session.next_step
 
     @property
     def wanted(self) -> int:
-        """The highest step any process asked for or says it has; 0 when there is none."""
+        """The highest step that any process requested or has. 0 if there is none."""
         return self._steps.wanted
 
     @property
     def inline_ranks(self) -> frozenset[int]:
-        """Ranks that are sent their samples; the others read storage themselves."""
+        """Ranks that need their samples sent. The others read storage themselves."""
         return self._members.inline_ranks
 
     def serve_inline(self, session: int, place: Place) -> str:
-        """Send a process its samples from now on: it cannot read storage. Returns its name; empty if it has left."""
+        """Send a process its samples from now on, because it cannot read storage. Returns its name, "" if it left."""
         if session != self.session or self._members.get(place) is None:
             return ""
         self._members.serve_inline(place)
@@ -149,60 +149,60 @@ class Coordinator:
 
     @property
     def missing(self) -> Iterator[Place]:
-        """Processes that have not joined, and have not left either."""
+        """Places whose processes have neither joined nor left."""
         return (place for place in self._members.free if place not in self._steps.left)
 
     def stage(self, staged: Staged, now: float) -> list[Effect]:
-        """A step is packed and durable: deliver it to whoever asked for it."""
+        """Deliver a planned and durable step to every process that requested it."""
         assert len(staged.payloads) == self.ranks
         return self._judge(self._steps.stage(staged, now))
 
     def committed(self, session: int, step: int) -> list[Effect]:
-        """The engine has written down that a step is trained: now the ranks may hear of it."""
+        """Tell the ranks that a step is committed. Call it when the commit is in the log."""
         return self._steps.committed(session, step)
 
     def refuse(self, resume: Resume, next_step: int, reason: str) -> list[Effect]:
-        """The trainer cannot resume where it wants to; `next_step` is where the run is."""
+        """Reject a resume at a step the run does not have. `next_step` is where the run is."""
         self._session.next_step = next_step
         return self._abort(Happened.FAIL, resume.step, -1, reason)
 
     def fail(self, reason: str, *, step: int | None = None) -> list[Effect]:
-        """The plane ends the session for everybody; the step may be planned anew, and what comes behind it."""
+        """End the session for every process. `step` and the steps after it may then be planned again."""
         if step is not None:
             self.unstage(step)
         return self._abort(Happened.FAIL, step or self.next_step, -1, reason)
 
     def unstage(self, first: int) -> None:
-        """Steps from this one on must be staged again."""
+        """Forget staged steps from `first` on. They must be staged again."""
         self._steps.unstage(first)
 
     def waits_for(self, now: float) -> str:
-        """What ranks wait for, in words: found once per tick at most, for a thousand of them may ask."""
-        found, phase, _ = self._words
+        """Return what ranks wait for, as text. Cached for an eighth of a heartbeat: a thousand ranks may ask."""
+        found, phase, _ = self._waits_for
         if now - found >= self.timeouts.heartbeat_s / 8 or phase is not self.phase:
-            self._words = (now, self.phase, self._find_words())
-        return self._words[2]
+            self._waits_for = (now, self.phase, self._describe_wait())
+        return self._waits_for[2]
 
-    def _find_words(self) -> str:
+    def _describe_wait(self) -> str:
         if self.phase in (Phase.FORMING, Phase.REJOINING):
             if self._members.awaited:
                 return f"{self._members.names(self._members.awaited)} to answer"
             return f"{self._members.names(self.missing)} to {'join' if self.phase is Phase.FORMING else 'come back'}"
         if self._failure is not None:
             return "a new session"
-        if late := self._steps.late_words():
+        if late := self._steps.describe_late():
             return late
-        words = self.waiting_for or f"a rank to ask for step {self.next_step}"
-        return f"{words}; {self.remark}" if self.remark else words
+        text = self.waiting_for or f"a rank to ask for step {self.next_step}"
+        return f"{text}; {self.remark}" if self.remark else text
 
     def on_message(self, peer: Peer, message: FromRank, now: float) -> list[Effect]:
         if isinstance(message, Hello):
             return self._on_hello(peer, message, now)
         place = self._members.place_of(peer)
         session = message.session
-        if session == 0 and place is not None:  # it said hello and has not heard our answer yet
+        if session == 0 and place is not None:  # it sent a hello and has not received our welcome yet
             session = self.session
-        if 0 < session < self.session:
+        if 0 < session < self.session:  # a process that missed the end of its session
             return [Send(peer, self._tombstones.of_session(session, self.session))]
         if self._failure is not None and session == self.session:
             return [Send(peer, self._failure)]
@@ -210,11 +210,11 @@ class Coordinator:
             return [Detach(peer)]
         if place is None or session != self.session:  # the plane restarted, or the peer's address changed
             return [Send(peer, Unknown(epoch=self.epoch))]
+        # `_answered` comes last: the message itself may end the session or take the process out of it.
         self._members[place].heard = now
-        return [*self._on_word(place, message, now), *self._answered(place, now)]
+        return [*self._on_member_message(place, message, now), *self._answered(place, now)]
 
-    def _on_word(self, place: Place, message: FromRank, now: float) -> list[Effect]:
-        """A process that takes part says something."""
+    def _on_member_message(self, place: Place, message: FromRank, now: float) -> list[Effect]:
         if isinstance(message, Fail):
             return self._abort(Happened.FAIL, message.step, place[0], message.reason)
         if isinstance(message, Bye):
@@ -240,7 +240,10 @@ class Coordinator:
         return self._judge(outcome)
 
     def on_beat(self, peer: Peer, beat: Beat, now: float) -> Pulse | None:
-        """Answer a beat of a process that takes part, where nothing can be decided; None: it is no such process."""
+        """Answer a member's beat while the plane cannot decide anything. Returns None if the peer is no member.
+
+        Used while the log's database is away: heartbeats must continue, or live ranks would give up.
+        """
         place = self._members.place_of(peer)
         if place is None or beat.session != self.session or self._failure is not None:
             return None
@@ -249,10 +252,10 @@ class Coordinator:
         return self.pulse(now, beat.number)
 
     def on_tick(self, now: float) -> list[Effect]:
-        """Notice silence. Call it at least once per heartbeat."""
+        """Detect silent processes. Call it at least once per heartbeat."""
         last, pace = self._ticked, self.timeouts.heartbeat_s
         if last is not None and now - last < pace / 8:
-            return []
+            return []  # the plane's loop may turn thousands of times per second; looking costs O(ranks)
         self._ticked = now
         if last is not None and now - last > pace:
             self._joiners.excuse(now - last)
@@ -261,7 +264,9 @@ class Coordinator:
         if self.phase is Phase.FAILED:
             return joined
         if last is not None and now - last > pace:
-            # The plane itself stood still so long; what was said meanwhile may not have been read yet.
+            # The plane itself was paused (a slow disk, SIGSTOP). Messages that arrived meanwhile may still be unread,
+            # so that time must not count as silence of the ranks. Example: heartbeat 2 s, last tick at 100, now 109:
+            # all deadlines move by 9 s.
             self._rejoining_since += now - last
             self._members.excuse(now - last)
         if self.phase is Phase.FORMING:
@@ -269,7 +274,7 @@ class Coordinator:
         return [*joined, *self._notice_silence(now)]
 
     def _drop_silent(self, now: float) -> list[Effect]:
-        """Who falls silent before the session runs has taken no part: its place is free again."""
+        """Free the places of processes that fell silent before the session ran. Nothing was computed with them."""
         silent = self._members.silent_since(now - self.timeouts.peer_s)
         for place in silent:
             self._session.on(Happened.SILENCE)
@@ -311,19 +316,20 @@ class Coordinator:
         return self._join_fresh(place, joiner, now)
 
     def _join_fresh(self, place: Place, joiner: Joiner, now: float) -> list[Effect]:
-        """A process that just started joins the session that is forming; if there is none, it begins one."""
+        """Let a fresh process join the session that is forming, or begin a new session."""
         effects: list[Effect] = []
         hello = joiner.hello
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
             why = f"{another(hello.process)} joined as this rank: it restarted"
             effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
+        # A failed session is replaced. So is the session of a restarted plane that no process has come back to.
         if self.phase is not Phase.FORMING or self.session == 0:
             self._begin_session(Happened.FRESH_HELLO)
         self._join(joiner.peer, place, hello, joiner.heard)
         return [*effects, *self._admit(place, now)]
 
     def _rejoin(self, peer: Peer, place: Place, hello: Hello, now: float) -> list[Effect]:
-        """A process of this session comes back after its connection, or the plane, was lost."""
+        """Readmit a process of this session after its connection broke or the plane restarted."""
         over = [Send(peer, self._tombstones.of_session(hello.session, self.session))]
         if hello.session != self.session or self.phase is Phase.FORMING:
             return [*over]
@@ -332,7 +338,7 @@ class Coordinator:
         known = self._members.get(place)
         if known is not None:
             return self._come_back(place, peer, now) if known.incarnation == hello.incarnation else [*over]
-        if place in self._steps.left:  # a process that left does not rejoin: this is an old message
+        if place in self._steps.left:  # a process that left does not rejoin: this message was delayed
             return [*over]
         if not self._members:
             self._rejoining_since = now
@@ -340,7 +346,7 @@ class Coordinator:
         return self._admit(place, now)
 
     def _join(self, peer: Peer, place: Place, hello: Hello, heard: float) -> None:
-        if self._members.get(place) is not None:  # an earlier incarnation of it, before all had joined
+        if self._members.get(place) is not None:  # an earlier incarnation, from before the session ran
             by = f"{another(hello.process)} has joined as {self._members.name(place)} since"
             self._tombstones.replaced(self._members.leave(place).incarnation, by)
             self._steps.forget(place)
@@ -364,7 +370,7 @@ class Coordinator:
         return [Send(peer, self._welcome())]
 
     def _admit(self, place: Place, now: float) -> list[Effect]:
-        """Begin when all are there and, in a new session, alive."""
+        """Begin when all processes have joined and, in a new session, are alive."""
         here, all_ = len(self._members) + len(self._steps.left), self._members.num_places
         back = "joined" if self.phase is Phase.FORMING else "came back"
         note = Note(f"session {self.session}: {self._members.name(place)} {back}, {here} of {all_}")
@@ -375,11 +381,12 @@ class Coordinator:
         if not awaited:
             return [note, *self._begin(now)]
         self._session.on(Happened.HELLO)
-        welcome = self._welcome()  # a process that is not ready answers it with a beat, at once
+        # A process that is not ready answers a welcome with a beat at once: that proves it is alive.
+        welcome = self._welcome()
         return [note, *(Send(self._members[one].peer, welcome) for one in {place, *awaited})]
 
     def _answered(self, place: Place, now: float) -> list[Effect]:
-        """A process was heard: begin if it is the last one that was awaited."""
+        """Begin if this process was the last one whose sign of life was awaited."""
         last = self._members.was_last_awaited(place) and self.phase is Phase.FORMING
         return self._begin(now) if last else []
 
@@ -387,6 +394,8 @@ class Coordinator:
         effects: list[Effect] = []
         if self.phase is Phase.FORMING:
             named = self._members.starts()
+            # Ranks that name no step follow those that do. Example: {7: rank 0} and nothing from rank 1 starts at 7;
+            # {7: rank 0, 9: rank 1} cannot start.
             start, *others = named or [self.next_step]
             if others:
                 reason = f"wants to resume at step {others[-1]}, others at {start}; resume all from one checkpoint"
@@ -406,7 +415,7 @@ class Coordinator:
         self._steps.new_session()
 
     def _on_bye(self, place: Place) -> list[Effect]:
-        """Leaving is no failure; when all have left, the next hello begins a session of its own."""
+        """Let a process leave without failing the others. When all have left, the next hello begins a new session."""
         member = self._members.leave(place)
         self._tombstones.left(member.incarnation)
         note = Note(f"session {self.session}: {self._members.name(place)} left at step {self.next_step}")
@@ -446,7 +455,7 @@ class Coordinator:
         return Welcome(epoch=self.epoch, session=self.session, ready=is_ready, step=self.next_step)
 
     def pulse(self, now: float, number: int = 0, probe: int = 0) -> Pulse:
-        """A sign of life, and what there is to know while one waits."""
+        """Return a heartbeat that also says what the plane waits for."""
         return Pulse(
             epoch=self.epoch,
             session=self.session,

@@ -1,4 +1,4 @@
-"""What the coordinator wants done: messages for the transport, decisions for the engine."""
+"""Effects: what the coordinator asks its caller to do, as data. Messages to send, decisions to log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.protocol.messages import Frames, FromPlane, Peer
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give this to the transport."""
+    """Send this message."""
 
     peer: Peer
     message: FromPlane
@@ -19,42 +19,42 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """No more steps go to this process: the transport may give back what it keeps for it."""
+    """This process gets no further steps: the transport may free what it holds for it."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    """A process wants nothing more, and others are still there: a plane that restarts must not wait for it."""
+    """A process left while others stay. Logged, so that a restarted plane does not wait for it."""
 
     session: int
     rank: int
     replica: int
     step: int
-    """The last one it committed."""
+    """The last step it committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A new session begins and its trainer is at `step`: what came before counts as trained."""
+    """A new session begins at `step`: earlier steps count as trained."""
 
     session: int
     step: int
     named: bool
-    """Whether the trainer named the step; else it goes on at the first one that is not committed."""
+    """Whether the trainer named the step. Otherwise it continues at the first uncommitted one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReceived:
-    """Every process has the step, and found it whole."""
+    """Every process has the step and verified it."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """Every process has trained the step: write it down, then call `Coordinator.committed`."""
+    """Every process has trained the step: log it, then call `Coordinator.committed`."""
 
     session: int
     step: int
@@ -63,7 +63,7 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A process knows something about samples."""
+    """A process reported priorities of groups and metrics of samples."""
 
     step: int
     priorities: dict[str, float]
@@ -72,7 +72,8 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A process could not read a group from storage: look at the group, then at the process."""
+    """A process could not read a group from storage. Check the group first: if it is readable, the process is at
+    fault."""
 
     session: int
     place: tuple[int, int]
@@ -83,7 +84,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line of the run's story, for the log."""
+    """A line for the log file."""
 
     text: str
 

@@ -1,11 +1,12 @@
-"""Processes that want a place which another process has. They wait until it is known whether that one lives.
+"""Joiners: processes that want a place which another process holds. They wait until it is known whether it is alive.
 
-    plane  <- hello rank 0 (pid 8)          rank 0 is pid 7: is that one alive?
+    plane  <- hello rank 0 (pid 8)          rank 0 is pid 7: is pid 7 alive?
     plane  -> pid 7: pulse(probe 3)
-    plane  <- pid 7: beat(probe 3)          it is: pid 8 is refused
-              ... or two heartbeats of silence: it is not, pid 8 replaces it
+    plane  <- pid 7: beat(probe 3)          yes: pid 8 is refused
+              ... or two heartbeats of silence: no, pid 8 replaces it
 
-A beat alone proves nothing: it may have been sent before the process died. An answer to a probe was sent after it.
+An ordinary beat proves nothing: it may have been sent before the process died. The answer to a probe is newer than the
+probe.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ class Joiner:
     hello: Hello
     heard: float
     until: float
-    """When the process that has the place counts as dead."""
+    """When the holder of the place counts as dead."""
     probe: int
-    """What that process is asked to repeat."""
+    """The number the holder is asked to repeat."""
     holder: str
-    """Its incarnation."""
+    """The holder's incarnation."""
 
     @staticmethod
     def at_once(peer: Peer, hello: Hello, now: float) -> Joiner:
-        """One that has nobody to wait for."""
+        """Return a joiner that does not wait for any holder."""
         return Joiner(peer=peer, hello=hello, heard=now, until=now, probe=0, holder="")
 
 
 class Joiners:
-    """At most one for each place: the one that was heard last."""
+    """Waiting processes, at most one per place: the one heard last."""
 
     def __init__(self, members: Members, timeouts: Timeouts, is_gone: Callable[[str, int], bool]) -> None:
         self._members, self._timeouts, self._is_gone = members, timeouts, is_gone
@@ -48,7 +49,10 @@ class Joiners:
         self._probes = 0
 
     def must_wait(self, place: Place, joiner: Joiner) -> bool:
-        """Whether another process has the place that may be alive. One that the joiner has waited for may not."""
+        """Return whether the place is held by another process that may be alive.
+
+        A holder that the joiner has already waited for counts as dead, so this returns False for it.
+        """
         known, hello = self._members.get(place), joiner.hello
         if known is None or known.incarnation == joiner.holder:
             return False
@@ -57,10 +61,11 @@ class Joiners:
         return not joins_again and not self._is_gone(known.pid_space, known.pid)
 
     def wait(self, place: Place, joiner: Joiner, now: float) -> tuple[Peer, int]:
-        """Keep a process waiting. Returns whom to probe, and with which number."""
+        """Keep a process waiting. Returns the peer to probe and the probe's number."""
         holder = self._members[place]
         found = self._waiting.get(place)
         if found is None or found.holder != holder.incarnation:
+            # A new number per holder: an old answer must not prove that a later holder is alive.
             self._probes += 1
             found = replace(
                 joiner,
@@ -73,14 +78,14 @@ class Joiners:
         return holder.peer, found.probe
 
     def leave(self, peer: Peer) -> bool:
-        """A process wants nothing more. Returns whether it waited for a place."""
+        """Remove a process that left. Returns whether it waited for a place."""
         found = [place for place, one in self._waiting.items() if one.peer == peer]
         for place in found:
             del self._waiting[place]
         return bool(found)
 
     def answered(self, place: Place, beat: Beat, epoch: int) -> list[Effect]:
-        """A process was heard. If it answers the probe it lives, and whoever waits for its place is refused."""
+        """Handle a beat of a place's holder. If it answers the probe, the holder is alive and the joiner is refused."""
         found = self._waiting.get(place)
         if found is None or not beat.probe or beat.probe != found.probe:
             return []
@@ -91,22 +96,22 @@ class Joiners:
         return [Note(f"refused {found.hello.process or 'a process'}: {reason}"), Send(found.peer, refused)]
 
     def probes(self) -> list[tuple[Peer, int]]:
-        """Whom to probe again: an earlier one may be lost."""
+        """Return the peers to probe again, because a probe may be lost."""
         return [(self._members[place].peer, one.probe) for place, one in self._waiting.items() if self._holds(place)]
 
     def excuse(self, gap_s: float) -> None:
-        """Nobody could be heard for so long."""
+        """Extend all deadlines: for `gap_s` seconds the plane itself could not receive."""
         for one in self._waiting.values():
             one.until += gap_s
 
     def due(self, now: float) -> list[tuple[Place, Joiner]]:
-        """Take out those that can join: who had the place has left, or did not answer."""
+        """Remove and return the joiners that may join: the holder has left, or did not answer."""
         found = [(place, one) for place, one in self._waiting.items() if now >= one.until or not self._holds(place)]
         for place, _ in found:
             del self._waiting[place]
         return found
 
     def _holds(self, place: Place) -> bool:
-        """Whether the process that had the place has it still."""
+        """Return whether the holder that a joiner waits for still has the place."""
         holder: Member | None = self._members.get(place)
         return holder is not None and holder.incarnation == self._waiting[place].holder

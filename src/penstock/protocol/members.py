@@ -1,4 +1,4 @@
-"""Who takes part in a session: which process has which place, where it can be reached, and who was silent too long."""
+"""The members of a session: which process has which place, its address, and whether it was silent too long."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ class Member:
     peer: Peer
     incarnation: str
     start: int
-    """The first step it wants; 0 for the first that is not committed."""
+    """The first step it wants, or 0 for the first uncommitted one."""
     heard: float
     sent: dict[int, float] = field(default_factory=dict)
-    """Step -> when it was first sent, or last said to be filled; removed when received."""
+    """Step -> when it was first sent, or last reported as being filled. Removed when received."""
     copies: dict[int, int] = field(default_factory=dict)
     """Step -> how many times it was sent."""
     direct: bool = False
     """Whether it reads samples from storage itself."""
     process: str = ""
-    """Its pid and host, for messages to people."""
+    """Its pid and host, for error messages."""
     pid: int = 0
     pid_space: str = ""
-    """Where the pid counts; empty: not known."""
+    """Where the pid is valid. Empty if unknown."""
     reports: int = 0
-    """How many of its reports arrived."""
+    """The number of its last report that arrived."""
     filling: set[int] = field(default_factory=set)
-    """Steps that it has and is about to acknowledge, as it said with its last beat."""
+    """Steps it has and is filling, as of its last beat."""
     unheard: tuple[int, float] | None = None
-    """The first pulse that it has not yet said to have heard, and when that was sent."""
+    """The first pulse it has not confirmed, and when that was sent."""
 
     def beat(self, beat: Beat, now: float) -> None:
-        """It says which pulse it heard last, and is about to get the next one; and which steps have reached it."""
+        """Note the pulse a member confirms, the pulse it is about to be sent, and the steps that have reached it."""
         number, heard = beat.number, beat.heard
+        # A step that is being filled is not late: restart its deadline with every beat that reports it.
         self.filling = self.sent.keys() & set(beat.filling)
         self.sent |= dict.fromkeys(self.filling, now)
+        # Example: pulse 5 is unconfirmed since 10.0. A beat that heard 4 leaves it. A beat that heard 5 confirms it,
+        # and the pulse that answers this beat (number 7) is the next to be confirmed.
         if self.unheard is not None and heard >= self.unheard[0]:
             self.unheard = None
         if self.unheard is None and number:
@@ -55,17 +58,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A process that does not do its part."""
+    """A process that missed a deadline."""
 
     place: Place
     step: int | None
-    """The step it is about; None for whichever is next."""
+    """The step it is late with, or None for the next one."""
     reason: str
 
 
 class Members:
-    """The places of a session and who is in them. Joining, leaving and looking a process up do not depend on how
-    many there are."""
+    """The places of a session and the processes in them. Joining, leaving and lookups take constant time."""
 
     def __init__(self, run: str, ranks: int, replicas: int) -> None:
         self._run, self._ranks, self._replicas = run, ranks, replicas
@@ -73,9 +75,9 @@ class Members:
         self._members: dict[Place, Member] = {}
         self._places: dict[Peer, Place] = {}
         self._inline: frozenset[int] | None = None
-        """Ranks with a process that is sent its samples; None: to be found out."""
+        """Cache of `inline_ranks`, or None if it must be computed."""
         self.awaited: set[Place] = set()
-        """All places are taken, and these processes were not heard since: they may be dead."""
+        """Processes not heard since the last place was taken. They may be dead."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -99,12 +101,12 @@ class Members:
 
     @property
     def free(self) -> Iterator[Place]:
-        """Places nobody is in, in order."""
+        """Free places, in order."""
         return (place for place in self._every if place not in self._members)
 
     @property
     def inline_ranks(self) -> frozenset[int]:
-        """Ranks with a process that is sent its samples."""
+        """Ranks with a process that needs its samples sent."""
         if self._inline is None:
             self._inline = frozenset(rank for (rank, _), member in self._members.items() if not member.direct)
         return self._inline
@@ -117,14 +119,14 @@ class Members:
         return self._places.get(peer)
 
     def join(self, place: Place, member: Member) -> None:
-        """Give a place to a process; who had it before has it no more."""
+        """Give a place to a process. Removes the process that had it."""
         if place in self._members:
             self.leave(place)
         self._members[place] = member
         self._places[member.peer], self._inline = place, None
 
     def move(self, place: Place, peer: Peer, now: float) -> None:
-        """A process is at another address now, and what was under way to the old one is lost."""
+        """Note a process's new address. What was in transit to the old address is lost."""
         member = self._members[place]
         self._places.pop(member.peer, None)
         member.peer, member.heard, member.sent, member.copies, member.unheard = peer, now, {}, {}, None
@@ -143,25 +145,25 @@ class Members:
     # -------------------------------------------------------------- before the session runs
 
     def await_silent(self, now: float) -> set[Place]:
-        """Await a sign of life of every process that was not heard just now."""
+        """Await a sign of life from every process not heard at `now`."""
         self.awaited = set(self.silent_since(now))
         return self.awaited
 
     def was_last_awaited(self, place: Place) -> bool:
-        """A process was heard; return whether it is the last of those awaited."""
+        """Note that a process was heard. Returns whether it was the last one awaited."""
         if place not in self.awaited:
             return False
         self.awaited.discard(place)
         return not self.awaited
 
     def starts(self) -> dict[int, Place]:
-        """The steps that processes want to begin at, in order of joining, each with one that wants to."""
+        """Return the steps that processes want to begin at, in order of joining, each with one such process."""
         return {member.start: place for place, member in self._members.items() if member.start}
 
     # -------------------------------------------------------------- liveness
 
     def excuse(self, gap_s: float) -> None:
-        """Nobody could be heard for so long."""
+        """Extend all deadlines: for `gap_s` seconds the plane itself could not receive."""
         for member in self._members.values():
             member.heard += gap_s
             member.sent = {step: sent + gap_s for step, sent in member.sent.items()}
@@ -172,26 +174,27 @@ class Members:
         return [place for place, member in self._members.items() if member.heard < time]
 
     def overdue(self, timeouts: Timeouts, now: float) -> Overdue | None:
-        """The first process that did not speak, listen or acknowledge in time; None if all is well."""
+        """Return the first process that missed a deadline to send, receive or acknowledge. None if there is none."""
         for place, member in self._members.items():
             silent = now - member.heard
             if silent > timeouts.peer_s:
                 return Overdue(place, None, f"silent for {silent:.1f} s; it died, stopped or was cut off")
-            # Two heartbeats more than for silence: a pulse is confirmed by the beat after next at the latest, and a
-            # process that stood still for less than `peer_s` must have the time to do so.
+            # The process sends but does not receive: only the direction to it is cut. Two heartbeats more than for
+            # silence, because a pulse is confirmed by the beat after next at the latest. Example with heartbeat 2 s and
+            # peer_s 11: a process paused for 10.9 s still has 4.1 s to confirm.
             if member.unheard is not None and now - member.unheard[1] > timeouts.peer_s + 2 * timeouts.heartbeat_s:
                 deaf = now - member.unheard[1]
-                return Overdue(place, None, f"has not heard the plane for {deaf:.1f} s; the way to it is cut")
+                return Overdue(place, None, f"has not heard the plane for {deaf:.1f} s; the connection to it is cut")
             for step, sent in member.sent.items():
                 if now - sent > timeouts.delivery_s:
                     reason = f"did not acknowledge step {step} within {timeouts.delivery_s:g} s of its delivery"
                     return Overdue(place, step, reason)
         return None
 
-    # -------------------------------------------------------------- words
+    # -------------------------------------------------------------- texts
 
     def mismatch(self, hello: Hello) -> str:
-        """Why a process cannot take part, with both values; empty if it can."""
+        """Return why a process cannot take part, with both values, or "" if it can."""
         for name, text in (
             ("run", hello.run),
             ("incarnation", hello.incarnation),
@@ -199,7 +202,7 @@ class Members:
             ("pid_space", hello.pid_space),
         ):
             if len(text) > MAX_NAME:
-                return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; at most {MAX_NAME} are allowed"
+                return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; use at most {MAX_NAME}"
         pairs = (
             ("run", hello.run or self._run, self._run),
             ("world", hello.world, self._ranks),
@@ -213,11 +216,11 @@ class Members:
             have = f"{self._ranks} ranks of {self._replicas} processes"
             return f"rank {hello.rank}, replica {hello.replica}: the plane has {have}, counted from 0"
         if hello.step < 0:
-            return f"step {hello.step}: steps are counted from 1; 0 is the first that is not committed"
+            return f"step {hello.step}: steps are counted from 1; 0 is the first uncommitted one"
         return ""
 
     def names(self, places: Iterable[Place]) -> str:
-        """Some of these places, in words; empty if there are none."""
+        """Return the names of the first eight places, "" if there are none."""
         first = list(islice(places, _MAX_NAMED + 1))
         more = ", ..." if len(first) > _MAX_NAMED else ""
         return ", ".join(map(self.name, first[:_MAX_NAMED])) + more
@@ -227,7 +230,7 @@ class Members:
 
 
 def another(process: str) -> str:
-    """Name a process that is not the one that is told of it.
+    """Return text that names a process other than the reader's.
 
     >>> another("pid 7 on node-1"), another("")
     ('another process (pid 7 on node-1)', 'another process')

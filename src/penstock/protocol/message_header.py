@@ -1,13 +1,13 @@
 """The header of a message: a checksum, the protocol, the run, and a record.
 
-    checksum   8 bytes    XXH3 of the rest: not every path between two hosts keeps bytes as they were
+    checksum   8 bytes    XXH3 of the rest: not every network path delivers bytes unaltered
     protocol   1 byte
     run id    16 bytes    the run that sender and receiver belong to; zeros in a client's first message
     record     msgpack    one of `messages.py`
 
-A run gets its id when its folder is made. A client learns it at its first contact (`Attach`, answered by `Attached`),
-and everything it says from then on carries it: what was meant for another run, also one that lay in the same folder or
-was reached at the same address before, is answered with `Foreign` and goes no further.
+A run gets its id when its log is created. A client learns the id at first contact (`Attach`, answered by `Attached`)
+and sends it with every later message. A message for another run is answered with `Foreign` and has no other effect.
+This catches a client that outlives its run while a new one is started in the same folder or at the same address.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from penstock.protocol.messages import Buffer, FromClient, FromPlane
 PROTOCOL = 2
 """The first byte after the checksum."""
 NO_RUN = bytes(16)
-"""The run id of a client that has not heard of the plane yet."""
+"""The run id of a client that does not know the run yet."""
 MAX_HEADER = 1 << 24
 HEAD_BYTES = 25
-"""Of a header, before its record."""
+"""Bytes before the record: 8 + 1 + 16."""
 _PREFIX = bytes([PROTOCOL])
 _PACK = msgspec.msgpack.Encoder()
 _TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
@@ -32,18 +32,18 @@ _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPla
 
 
 def pack_message(message: FromClient | FromPlane, run_id: bytes = NO_RUN) -> bytes:
-    """Everything but the payload, behind a checksum: not every path between two hosts keeps bytes as they were."""
+    """Return a message's header: everything but the payload."""
     return wrap(_PACK.encode(message), run_id)
 
 
 def wrap(record: bytes, run_id: bytes) -> bytes:
-    """A header around a record that is encoded already."""
+    """Return the header for a record that is already encoded."""
     body = _PREFIX + run_id + record
     return xxhash.xxh3_64_digest(body) + body
 
 
 class Packer:
-    """Packs messages of one run, one after another; one that goes to many processes is packed once."""
+    """Packs messages of one run. A message sent to many processes in a row is packed once."""
 
     def __init__(self, run_id: bytes = NO_RUN) -> None:
         self._run_id = run_id
@@ -51,18 +51,18 @@ class Packer:
         self._packed = b""
 
     def __call__(self, message: FromClient | FromPlane) -> bytes:
-        if message is not self._last:
+        if message is not self._last:  # identity is enough: a broadcast passes the same object to each peer
             self._last, self._packed = message, pack_message(message, self._run_id)
         return self._packed
 
 
 def run_of(header: Buffer) -> bytes:
-    """The run that a message belongs to; read the message first, to know that the header is one."""
+    """Return the run id of a header. Call `read_from_*` first: it verifies the header."""
     return bytes(memoryview(header)[9:HEAD_BYTES])
 
 
 def read_from_client(header: Buffer) -> FromClient:
-    """The message a producer or rank sent; CorruptFrame for anything else."""
+    """Decode a message from a producer or rank. Raises CorruptFrame for anything else."""
     try:
         return _TO_PLANE.decode(_checked(header))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -70,7 +70,7 @@ def read_from_client(header: Buffer) -> FromClient:
 
 
 def read_from_plane(header: Buffer) -> FromPlane:
-    """The message the plane sent; CorruptFrame for anything else."""
+    """Decode a message from the plane. Raises CorruptFrame for anything else."""
     try:
         return _TO_CLIENT.decode(_checked(header))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -80,10 +80,10 @@ def read_from_plane(header: Buffer) -> FromPlane:
 def _checked(header: Buffer) -> memoryview:
     view = memoryview(header)
     if not HEAD_BYTES < len(view) <= MAX_HEADER:
-        raise CorruptFrame(f"message: a header of {len(view)} bytes; from {HEAD_BYTES + 1} to {MAX_HEADER} are allowed")
+        raise CorruptFrame(f"message: a header of {len(view)} bytes; must have from {HEAD_BYTES + 1} to {MAX_HEADER}")
     if xxhash.xxh3_64_digest(view[8:]) != view[:8]:
         raise CorruptFrame("message: checksum does not match; the bytes were altered on the way")
     if view[8] != PROTOCOL:
-        both = f"protocol {view[8]}, and this is protocol {PROTOCOL}"
-        raise CorruptFrame(f"message: of {both}; use the same version of Penstock on both sides")
+        both = f"protocol {view[8]}, this process speaks protocol {PROTOCOL}"
+        raise CorruptFrame(f"message: {both}; use the same version of Penstock on both sides")
     return view[HEAD_BYTES:]

@@ -1,8 +1,10 @@
-"""What the plane, the ranks and the producers say to each other: small typed records, payloads beside them.
+"""The messages between the plane, the ranks and the producers: small typed records, with payloads beside them.
 
 A message is a header, which holds one of these records (`message_header.py`), and a list of payload buffers. Payloads
-are frames (penstock.frames) and are never copied into the header. Fields are only ever appended; readers ignore what
-they do not know.
+are frames (penstock.frames) and are never copied into the header.
+
+Records travel as msgpack arrays: fields go by position. So a field may only be appended, never moved or removed.
+Readers ignore trailing fields they do not know, and fill in defaults for those that an older sender does not have.
 """
 
 from __future__ import annotations
@@ -12,89 +14,101 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from penstock.arrays import MAX_VERSION
-from penstock.protocol.message_record import SCHEMA as SCHEMA
-from penstock.protocol.message_record import Message as _Message
+from penstock.arrays import MAX_TEXT, MAX_VERSION, run_name_problem
+from penstock.errors import InvalidInput
 
+SCHEMA = 2
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 MAX_REASON = 2000
-"""Characters of what went wrong."""
+"""Characters of an error's text."""
 MAX_NAME = 200
-"""Characters of a run's name, or of what tells one start of a process from another."""
+"""Characters of a run's name, or of an incarnation."""
+MAX_KEY = 1024
+"""Characters of the key that makes a discard count once."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frames: TypeAlias = Sequence[Buffer]
 Peer: TypeAlias = object
-"""Whatever a transport uses to address a process; comes with each message and goes back with each answer."""
+"""Whatever a transport uses to address a process. Comes with each message and is passed back with each answer."""
 OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "dropped_tokens")
-"""What an answer counts of samples longer than `seq_len`, in this order."""
+"""What `Accepted.over_length` counts, in this order."""
 MAX_SIGNED = 64
-"""URLs that are asked for with one message."""
+"""URLs asked for with one message, at most."""
 BEHIND: Frames = (b"",)
-"""The payload of a message that has none, and must not overtake those that have."""
+"""An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """The base of all messages."""
 
 
 # ------------------------------------------------------------------ from a rank
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """A process of the trainer joins, or comes back after the connection or the plane was lost."""
+    """A process of the trainer joins, or comes back after it lost the connection or the plane restarted."""
 
     run: str
     rank: int
     world: int
     """Number of data ranks."""
     replica: int
-    """Which of the processes that share this data rank (tensor or context parallel)."""
+    """Index among the processes that share this data rank (tensor or context parallel)."""
     replicas: int
     incarnation: str
-    """New for every start of the process: tells a restart from a reconnect."""
+    """A new random id for every start of the process: distinguishes a restart from a reconnect."""
     session: int
-    """0 for a process that just started; else the session it belongs to."""
+    """0 for a process that just started, otherwise the session it belongs to."""
     step: int
-    """The first step it wants; 0 for the first that is not committed."""
+    """The first step it wants, or 0 for the first uncommitted one."""
     schema: int = SCHEMA
     direct: bool = False
-    """Whether it reads samples from storage itself; else they come with each step."""
+    """Whether it reads samples from storage itself. Otherwise they come with each step."""
     process: str = ""
-    """Its pid and host, for messages to people."""
+    """Its pid and host, for error messages."""
     pid: int = 0
     pid_space: str = ""
-    """Where the pid counts: the machine's boot and the pid namespace. Empty: not known."""
+    """Where the pid is valid: the machine's boot id and the pid namespace. Empty if unknown."""
 
 
 class Request(_Message, frozen=True, tag="request"):
+    """Asks for a step."""
+
     session: int
     step: int
     lost: int = 0
-    """So many copies of it are known to be lost. While one may be on its way no other is sent: on a slow link that
-    would only make it later."""
+    """Copies of the step known to be lost. The plane sends another copy only when all earlier ones are lost: on a slow
+    link a second copy would only delay the first."""
 
 
 class Received(_Message, frozen=True, tag="received"):
+    """This rank has the step and verified it."""
+
     session: int
     step: int
     digest: str
 
 
 class Commit(_Message, frozen=True, tag="commit"):
+    """This rank has trained the step."""
+
     session: int
     step: int
     policy_version: Version | None = None
 
 
 class Report(_Message, frozen=True, tag="report"):
-    """Priorities of groups and numbers about samples, by id."""
+    """New priorities of groups and metrics of samples, by id."""
 
     session: int
     step: int
-    priorities: dict[str, float] = {}  # noqa: RUF012 - copied by msgspec
-    metrics: dict[str, float] = {}  # noqa: RUF012
+    priorities: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     number: int = 0
-    """Counts this process's reports from 1, so that one sent again is not applied again."""
+    """Counts this process's reports from 1. A repeated report is not applied twice."""
 
 
 class Fail(_Message, frozen=True, tag="fail"):
-    """Something went wrong on this rank: every rank must know."""
+    """This rank failed. The plane aborts the session for every rank."""
 
     session: int
     step: int
@@ -102,7 +116,7 @@ class Fail(_Message, frozen=True, tag="fail"):
 
 
 class Damaged(_Message, frozen=True, tag="damaged"):
-    """This rank cannot read a group of a step from storage, or read something else than was put."""
+    """This rank cannot read a group of a step from storage, or read other bytes than were put."""
 
     session: int
     step: int
@@ -111,19 +125,21 @@ class Damaged(_Message, frozen=True, tag="damaged"):
 
 
 class Beat(_Message, frozen=True, tag="beat"):
+    """A rank's heartbeat."""
+
     session: int
     number: int = 0
     """Counts this process's beats from 1."""
     heard: int = 0
-    """The last beat whose pulse came back: so the plane notices when only the way to this process is cut."""
+    """The last beat answered by a pulse. Shows the plane when only the direction to this process is cut."""
     filling: tuple[int, ...] = ()
-    """Steps that came and are being checked and filled: however long that takes, they are not late."""
+    """Steps that arrived and are being verified and filled. These are not late, however long that takes."""
     probe: int = 0
-    """The probe that it answers."""
+    """The probe this beat answers, or 0."""
 
 
 class Bye(_Message, frozen=True, tag="bye"):
-    """A clean end: this process wants nothing more."""
+    """This process leaves cleanly and wants no further steps."""
 
     session: int
 
@@ -132,16 +148,18 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
+    """Answers a hello."""
+
     epoch: int
     session: int
     ready: bool
     """Whether all processes of the session have joined."""
     step: int
-    """The next step that is not committed."""
+    """The first uncommitted step."""
 
 
 class Deliver(_Message, frozen=True, tag="deliver"):
-    """A step for one rank. The payload is the rank's samples, or nothing for a rank that reads storage itself."""
+    """A step for one rank. The payload is the rank's samples, or empty for a rank that reads storage itself."""
 
     run: str
     epoch: int
@@ -150,29 +168,30 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     rank: int
     world: int
     digest: str
-    """xxh3-128 of the rank's plan and its samples' digests (`arrays.digests.step_digest`), however they are encoded."""
+    """xxh3-128 of the rank's plan and its samples' digests (`arrays.digests.step_digest`). Independent of encodings."""
     plan: bytes
-    """The rank's part of the plan, and the step's global numbers."""
+    """The rank's part of the plan, and the step's global denominators."""
     schema: int = SCHEMA
     picks: bytes = b""
-    """Which samples of which stored groups these are (`penstock.protocol.picks`)."""
+    """Which samples of which stored groups to read (`penstock.protocol.picks`)."""
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
-    """What the plane knows of the time before the step was planned: `gen/` what was put, `buffer/` what was held. Not
-    in the digest."""
+    """The plane's metrics up to the moment the step was planned: `gen/` what was put, `buffer/` what was held. Not part
+    of the digest."""
 
 
 class Sent(_Message, frozen=True, tag="sent"):
-    """The answer to a request that is repeated. It takes the way of the step: who gets this first has lost that."""
+    """Answers a repeated request. Sent on the same connection as the step, so a rank that receives this without the
+    step knows the step was lost."""
 
     epoch: int
     session: int
     step: int
     copies: int
-    """Sent before this."""
+    """Copies of the step sent before this message."""
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """Every process has the step and found it whole: now it may be trained."""
+    """Every process has the step and verified it: now it may be trained."""
 
     epoch: int
     session: int
@@ -180,13 +199,15 @@ class Release(_Message, frozen=True, tag="release"):
 
 
 class Committed(_Message, frozen=True, tag="committed"):
+    """All ranks have committed the step, and this is in the log."""
+
     epoch: int
     session: int
     step: int
 
 
 class Noted(_Message, frozen=True, tag="noted"):
-    """A report arrived."""
+    """Confirms a report."""
 
     epoch: int
     session: int
@@ -194,7 +215,7 @@ class Noted(_Message, frozen=True, tag="noted"):
 
 
 class Aborted(_Message, frozen=True, tag="aborted"):
-    """The session is over for everybody: which rank, at which step, why."""
+    """The session is over for every rank: which rank failed, at which step, why."""
 
     epoch: int
     session: int
@@ -204,52 +225,54 @@ class Aborted(_Message, frozen=True, tag="aborted"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """This peer cannot take part: says what does not match, with both values."""
+    """This peer cannot take part. The reason names what does not match, with both values."""
 
     epoch: int
     reason: str
     session: int = 0
-    """The session that is over; 0 when it is about the process itself."""
+    """The session that is over, or 0 when the process itself is refused."""
 
 
 class Unknown(_Message, frozen=True, tag="unknown"):
-    """The plane does not know this process (any more): it should say hello."""
+    """The plane does not know this process (any longer). It should send a hello."""
 
     epoch: int
 
 
 class Pulse(_Message, frozen=True, tag="pulse"):
-    """The plane lives, and says what it waits for."""
+    """The plane's heartbeat, with what it waits for."""
 
     epoch: int
     session: int
     waiting_for: str
     left: int = -1
-    """A rank that left: no further step can be served to all."""
+    """A rank that left, or -1. After that no further step can be served to all."""
     number: int = 0
-    """The beat that it answers."""
+    """The beat this pulse answers."""
     policy_version: int | None = None
     """The version of the weights that was published last."""
     credit_groups: int = 0
-    """Groups that may be sent without asking for room, and not be answered yet."""
+    """Groups that may be sent, and be unanswered, without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     probe: int = 0
-    """Repeat this in a beat, at once: another process wants the place."""
+    """If not 0: answer at once with a beat that repeats this number. Another process wants this place."""
 
 
-# ------------------------------------------------------------------ first contact, of anybody
+# ------------------------------------------------------------------ first contact of any client
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """Which run is this? The first thing a client says, and the only one without the run's id."""
+    """Asks which run this is. A client's first message, and the only one without the run's id."""
 
     ticket: int
     run: str = ""
-    """The name of the run it wants; empty for whichever is here."""
+    """The name of the run the client wants. Empty accepts any."""
 
 
 class Attached(_Message, frozen=True, tag="attached"):
+    """Answers `Attach`."""
+
     ticket: int
     run_id: bytes
     run: str
@@ -257,42 +280,44 @@ class Attached(_Message, frozen=True, tag="attached"):
     ranks: int
     policy_version: int | None = None
     credit_groups: int = 0
-    """Groups that may be sent without asking for room, and not be answered yet."""
+    """Groups that may be sent, and be unanswered, without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     storage: str = ""
-    """Folder or URL of the plane's storage; empty where only the plane can reach it."""
+    """Folder or URL of the plane's storage. Empty if only the plane can reach it."""
     may_write: bool = False
-    """Whether this client may write frames itself and vouch for their metadata."""
+    """Whether the plane trusts this client to write frames itself and to compute their metadata."""
     seq_len: int = 0
-    """What metadata is made for."""
+    """The `seq_len` to compute metadata for."""
     drops_long: bool = False
-    """Whether samples longer than `seq_len` are dropped, in metadata too; else they are truncated."""
+    """Whether samples longer than `seq_len` are dropped, in metadata too. Otherwise they are truncated."""
     max_frame: int = 0
-    """Bytes of the largest frame that can be sent here: the connection ends with a larger one. 0: not known."""
+    """Bytes of the largest frame the plane takes. A larger one ends the connection. 0 if unknown."""
     signs: bool = False
-    """Whether who writes frames itself asks the plane for signed URLs, and needs no credentials for the storage."""
+    """Whether a client that writes frames itself asks the plane for signed URLs, and needs no credentials."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
-    """What you said was meant for another run: you belong to an earlier one, and must be opened anew."""
+    """The client belongs to another run than this plane's. It must be opened again."""
 
     reason: str
 
 
-# ------------------------------------------------------------------ producers and onlookers
+# ------------------------------------------------------------------ producers and observers
 
 
 class OpenSegment(_Message, frozen=True, tag="open-segment"):
-    """A process that writes to storage itself wants a segment of its own."""
+    """Asks for a segment to write frames to."""
 
     ticket: int
 
 
 class SegmentOpened(_Message, frozen=True, tag="segment-opened"):
+    """Answers `OpenSegment`."""
+
     ticket: int
     segment: str
-    """Its name, which the log knows by now."""
+    """Its name, already registered in the log."""
 
 
 class SignUrls(_Message, frozen=True, tag="sign-urls"):
@@ -317,7 +342,7 @@ class SignedUrls(_Message, frozen=True, tag="signed-urls"):
 
 
 class Put(_Message, frozen=True, tag="put"):
-    """A group. Its payload is one frame; or none, where the sender has written the frame to storage."""
+    """A group. Its payload is one frame, or nothing if the sender has written the frame to storage."""
 
     ticket: int
     """Chosen by the sender, returned with the answer."""
@@ -325,20 +350,20 @@ class Put(_Message, frozen=True, tag="put"):
     digest: bytes = b""
     """xxh3-128 of the frame, as it was sent."""
     evaluation: bool = False
-    """To be recorded and looked at: no step may use it, and it waits in no table."""
+    """Recorded and shown, never trained: it enters no table."""
     location: str = ""
-    """Where the sender has written the frame; empty where the frame is the payload."""
+    """Where the sender has written the frame. Empty if the frame is the payload."""
     metadata: bytes = b""
-    """Of a frame in storage: what the plane decides by."""
+    """Metadata of a frame in storage: what the plane decides by."""
     shown: bytes = b""
-    """Of an evaluation group in storage: what metrics show of it."""
+    """What metrics show of an evaluation group in storage."""
     priority: float = 1.0
-    """For samplers that go by it, until ranks report another."""
+    """The priority until ranks report another, for samplers that use priorities."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):
-    """Asked instead of putting again. With an (empty) payload it follows the group on its way, and is answered as the
-    put would have been, or with `Missing`; without one it only asks for a sign of life, a `Pulse`."""
+    """Asks what became of a put, instead of sending it again. With an empty payload it travels behind the group and is
+    answered as the put would have been, or with `Missing`. Without a payload it only asks for a `Pulse`."""
 
     ticket: int
     group: str
@@ -346,39 +371,39 @@ class Trace(_Message, frozen=True, tag="trace"):
 
 
 class AskRoom(_Message, frozen=True, tag="ask-room"):
-    """May I put a group of this size? Asked instead of sending it by a client without credit, and repeated while it
-    waits. Answered by `Room`, now or later, or by `Rejected` for the time being."""
+    """Asks for room for a group of this size. Sent by a client without credit, and repeated while it waits. Answered by
+    `Room`, now or later, or for the moment by `Rejected`."""
 
     ticket: int
-    """Of the put."""
+    """The ticket of the put."""
     run: str
-    """Of the group's samples."""
+    """The tenant of the group's samples."""
     size: int
     waits: bool = True
-    """Whether to be told when there is room; else the answer is for now."""
+    """Whether to wait until there is room. Otherwise the answer is for now."""
     group: str = ""
     digest: bytes = b""
-    """Of the group: one that is there already needs no room."""
+    """The group's digest: a group the plane already has needs no room."""
 
 
 class GiveUp(_Message, frozen=True, tag="give-up"):
-    """This put no longer waits for room: it was cancelled, or is unknown here."""
+    """This put no longer waits for room: it was cancelled, or the client does not know it."""
 
     ticket: int
 
 
 class Discard(_Message, frozen=True, tag="discard"):
-    """Samples that were generated and filtered out before they became a group."""
+    """Counts samples that were generated and filtered out before they became a group."""
 
     ticket: int
     reason: str
     samples: int
     key: str = ""
-    """Counted once under this name, however often it is said; empty: counted each time."""
+    """Counted once per key, however often it is sent. Empty counts each time."""
 
 
 class SettleGroup(_Message, frozen=True, tag="settle"):
-    """What is to become of a group in quarantine: given up, or back among those that wait."""
+    """Drops a group in quarantine, or releases it so that it waits for training again."""
 
     ticket: int
     group: str
@@ -386,24 +411,26 @@ class SettleGroup(_Message, frozen=True, tag="settle"):
 
 
 class SetWeight(_Message, frozen=True, tag="weight"):
-    """What a run is to have of the trainer."""
+    """Sets a tenant's share of the trainer."""
 
     ticket: int
     run: str
     weight: float
-    """Against those of the other runs; 0 evicts it."""
+    """Relative to the weights of the other tenants. 0 evicts the tenant."""
     reason: str = ""
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
+    """The group is durable, or the decision is in the log."""
+
     ticket: int
     duplicate: bool = False
     policy_version: int | None = None
     """The version of the weights that was published last."""
     stale: bool = False
-    """It was too old for `max_staleness`: taken, counted, and dropped."""
+    """The group was too old for `max_staleness`: accepted, counted and dropped."""
     credit_groups: int = 0
-    """Groups that may be sent without asking for room, and not be answered yet."""
+    """Groups that may be sent, and be unanswered, without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -411,7 +438,7 @@ class Accepted(_Message, frozen=True, tag="accepted"):
 
 
 class Missing(_Message, frozen=True, tag="missing"):
-    """The group that was traced did not come: it must be put again."""
+    """The traced group did not arrive. It must be sent again."""
 
     put: int
     """The ticket of its put, which remains open."""
@@ -425,18 +452,24 @@ class Room(_Message, frozen=True, tag="room"):
 
 
 class Rejected(_Message, frozen=True, tag="rejected"):
+    """The put or decision failed."""
+
     ticket: int
     kind: str
-    """The error's name: InvalidInput, Conflict, Overloaded, DiskFull, ..."""
+    """The class name of the error: InvalidInput, Conflict, Overloaded, DiskFull, ..."""
     reason: str
     retry_after_s: float = 0.0
 
 
 class Ask(_Message, frozen=True, tag="ask"):
+    """Asks for the plane's status."""
+
     ticket: int
 
 
 class Status(_Message, frozen=True, tag="status"):
+    """Answers `Ask`."""
+
     ticket: int
     text: bytes
     """JSON."""
@@ -468,3 +501,23 @@ FromPlane: TypeAlias = (
     | Rejected
     | Status
 )
+
+
+# ------------------------------------------------------------------ limits of names
+
+_MAX_CHARACTERS = {"reason": MAX_REASON, "key": MAX_KEY, "group": MAX_TEXT, "run": MAX_TEXT}
+"""By field of a decision."""
+
+
+def check_decision(message: Discard | SettleGroup | SetWeight) -> None:
+    """Raise InvalidInput if a name in a decision is too long, or is no valid name of a tenant.
+
+    Decisions are logged, shown and quoted in errors, so client and plane both check them: the client to fail early, the
+    plane because it trusts no client.
+    """
+    for field, most in _MAX_CHARACTERS.items():
+        value = getattr(message, field, "")
+        if len(value) > most:
+            raise InvalidInput(f"{field}: {value[:40]!r}... has {len(value):,} characters; give at most {most:,}")
+    if isinstance(message, SetWeight) and message.weight and (problem := run_name_problem(message.run)):
+        raise InvalidInput(f"run: {problem}")

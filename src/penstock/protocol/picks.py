@@ -1,6 +1,6 @@
-"""Which samples of which stored groups a rank trains in a step, and how it knows that it read the right ones.
+"""Picks: which samples of which stored groups a rank trains in a step, and how it verifies what it read.
 
-About 1 kB for each group: the front of its frame says where in it the samples lie, the digests what they must be.
+About 1 kB per group: the front of its frame gives the byte ranges of the samples, the digests verify their content.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ class PickedGroup(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     group: str
     location: str
-    """Of its frame in storage."""
+    """Where its frame is in storage."""
     rows: tuple[int, ...]
     """Which samples of the frame, ascending."""
     front: bytes
-    """The first bytes of the frame: which columns it has, and where."""
+    """The first bytes of the frame, which describe its columns and where they are."""
     digests: tuple[bytes, ...]
-    """Of these samples, 16 bytes each."""
+    """Digests of these samples, 16 bytes each."""
 
 
 class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """All that one rank trains, in the order in which its plan counts samples."""
+    """All samples of one rank's step, in the order of its plan."""
 
     groups: tuple[PickedGroup, ...]
 
@@ -37,7 +37,8 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return [digest for picked in self.groups for digest in picked.digests]
 
     def group_of(self, sample: int) -> str:
-        """The group that a sample of the step belongs to."""
+        """Return the group of a sample, by the sample's index in the step."""
+        # Example: groups with 3 and 2 samples; sample 4 -> 4 - 3 = 1, so it is in the second group.
         for picked in self.groups:
             if sample < len(picked.rows):
                 return picked.group
@@ -46,7 +47,7 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @staticmethod
     def from_bytes(data: bytes) -> StepPicks:
-        """Raises CorruptFrame."""
+        """Decode picks. Raises CorruptFrame."""
         try:
             found = msgspec.msgpack.decode(data, type=StepPicks)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

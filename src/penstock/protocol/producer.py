@@ -1,29 +1,29 @@
-"""A producer's side of the protocol, as a state machine without I/O or a clock of its own.
+"""A producer's side of the protocol: a state machine without I/O or a clock of its own.
 
-It asks questions (put this group, count these samples, what is the status) and asks again until each is answered. The
-first thing it asks is which run it talks to. Two things are not like other questions, because a group is large:
+It sends requests (put this group, count these samples, what is the status) and repeats each until it is answered. Its
+first request asks which run this is. Puts differ from other requests in two ways, because a group is large:
 
-**A group that was sent is not sent again** before the plane says that it did not come: on a slow link it may still be
-on its way, and a copy behind it would make every later one later still. What goes out is a `Trace`, which takes the
-group's way and arrives after it, or instead of it.
+**A group is not sent again** until the plane reports that it did not arrive. On a slow link it may still be in transit,
+and a second copy would delay everything behind it. Instead the producer sends a `Trace` on the same connection, which
+arrives after the group, or instead of it.
 
     put g (1.5 MB)  ->
-    trace g         ->                 no answer yet: asked behind the group
+    trace g         ->                 no answer yet: ask behind the group
                     <- missing g       it was lost: now it is sent again
     put g (1.5 MB)  ->
                     <- accepted g
 
-**A group for which there may be no room stays here.** The plane's answers carry *credit*: the groups and bytes that
-may be under way without asking. A put beyond that asks first, and waits for `Room` in the plane's line.
+**A group stays with the producer until there is room.** The plane's answers carry *credit*: how many groups and bytes
+may be unanswered without asking. A put beyond that asks first, and waits for `Room` in the plane's queue.
 
-    ask room g      -> rejected g: Overloaded      asked again every heartbeat: that keeps its place
+    ask room g      -> rejected g: Overloaded      repeated every heartbeat, which keeps its place in the queue
                     <- room g                      a step was committed
     put g (1.5 MB)  -> accepted g, credit
-    put h           ->                             on credit, without a question
+    put h           ->                             on credit, without asking
 
-Credit reserves nothing. A put that was sent on credit and is rejected as `Overloaded` has a place in line and waits
-here like one that asked. What is told about a put that is unknown here, because it was cancelled, is answered with
-`GiveUp`: so the plane keeps no place for it.
+Credit reserves nothing. A put that was sent on credit and rejected as `Overloaded` has a place in the queue and waits
+like one that asked. A message about a put that this session does not know, because it was cancelled, is answered with
+`GiveUp`, so that the plane keeps no place for it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | Si
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a question was answered. `Room` is no end: write the frame to storage, then say `written`."""
+    """The answer to a request. `Room` is not final: write the frame to storage, then call `written`."""
 
     ticket: int
     answer: Answer
@@ -79,24 +79,24 @@ Event: TypeAlias = Out | Answered | Failed
 
 @dataclass(slots=True, eq=False)
 class _Put(Pending):
-    """A group that was not acknowledged yet."""
+    """A group that is not acknowledged yet."""
 
     run: Callable[[], str] = str
-    """Of its samples; found when it matters, for that means to look into the frame."""
+    """Returns the tenant of its samples. Called only if room must be asked for, because it parses the frame's head."""
     waits: bool = True
     """Whether it may wait for room."""
     refused: Rejected | None = None
-    """Why it waits here; None while it is on its way."""
+    """Why it waits for room, or None once it was sent."""
     is_unheard: bool = False
-    """Whether room was asked for and there is no answer yet."""
+    """Whether it asked for room and has no answer yet."""
     is_on_credit: bool = False
-    """Whether it was sent without asking, and there is no answer yet."""
+    """Whether it was sent on credit and has no answer yet."""
     size: int = 0
     """Bytes of its frame."""
     is_unwritten: bool = False
-    """Whether the caller is to write the frame to storage itself, and has not yet."""
+    """Whether the caller has still to write the frame to storage."""
     is_granted: bool = False
-    """Whether the caller was told to write it."""
+    """Whether the caller was asked to write it."""
 
     @property
     def put(self) -> Put:
@@ -115,23 +115,25 @@ class _Put(Pending):
         )
 
     def reminders(self) -> list[Event]:
-        """What to say while there is no answer."""
+        """Return what to send while there is no answer."""
         put = self.put
-        if self.refused is not None or self.is_unwritten:  # room that is reserved stays so while it is mentioned
+        if self.refused is not None or self.is_unwritten:  # repeating the ask keeps the place or the reservation
             return [Out(self.ask_room())] if not self.is_on_credit else []
         if put.location:
             return [Out(put)]
+        # Two copies: one behind the group on the payload connection, answered when the group has arrived, and one on
+        # the small connection, answered at once by a pulse, so that a slow transfer does not look like a dead plane.
         trace = Trace(ticket=put.ticket, group=put.group, digest=put.digest)
         return [Out(trace, BEHIND), Out(trace)]
 
 
 def _is_written_on_credit(question: Pending) -> bool:
-    """Whether the caller still writes the frame of a put that the plane has not heard of."""
+    """Return whether the caller is still writing a frame that the plane has no message about."""
     return isinstance(question, _Put) and question.is_unwritten and question.is_on_credit
 
 
 class ProducerSession:
-    """One client that puts groups, or looks on. `where` names the plane in errors."""
+    """One client that puts groups or observes the plane. `where` names the plane in errors."""
 
     def __init__(
         self,
@@ -143,24 +145,24 @@ class ProducerSession:
         self.timeouts = timeouts or Timeouts()
         self.run, self.where = run, where
         self.run_id = NO_RUN
-        """Of the run this client belongs to; everything it says carries it."""
+        """The run this client belongs to. Sent with every message."""
         self.policy_version: int | None = None
-        """The version of the weights that was published last, as far as is known here."""
+        """The last published version of the weights that this client knows of."""
         self._tickets = itertools.count(1)
         self._open: dict[int, Pending] = {}
         self._credit, self._credit_until = NOTHING, 0.0
-        """What may be under way without asking, as last heard, and until when that counts."""
+        """The credit last received, and when it expires."""
         self._on_credit = NOTHING
-        """What is."""
+        """The credit in use."""
         self._max_frame = 0
-        """Bytes of the largest frame that can be sent to the plane; 0: not known."""
+        """Bytes of the largest frame the plane takes, or 0 if unknown."""
         self._attach: Pending | None = None
         self._contact = Contact(self.timeouts.plane_s / 4)
 
     # -------------------------------------------------------------- questions
 
     def ask(self, make: Callable[[int], FromClient], now: float) -> tuple[int, list[Event]]:
-        """Ask something small; returns the ticket that comes back with the answer."""
+        """Send a small request. Returns the ticket that the answer will carry."""
         ticket = self._next_ticket(now)
         question = self._open[ticket] = Pending(make(ticket), now, self.timeouts.resend_s)
         return ticket, self._begin(question, now)
@@ -178,9 +180,12 @@ class ProducerSession:
         evaluation: bool = False,
         priority: float = 1.0,
     ) -> tuple[int, list[Event]]:
-        """Hand a group over. `waits`: keep it here while the plane has no room, rather than answer `Overloaded`.
-        `evaluation`: no table has to have room for it. Without a frame it is answered with `Room` first: then the
-        caller writes the frame, of `size` bytes, to storage and says `written`."""
+        """Put a group. Returns its ticket.
+
+        With `waits`, the group is held here while the plane has no room, instead of answered with `Overloaded`. An
+        `evaluation` group needs no room in any table. Without a frame the answer is `Room` first: then the caller
+        writes the frame, of `size` bytes, to storage and calls `written`.
+        """
         ticket = self._next_ticket(now)
         message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation, priority=priority)
         frames = [] if frame is None else [frame]
@@ -195,31 +200,34 @@ class ProducerSession:
         return ticket, self._begin(question, now)
 
     def written(self, ticket: int, location: str, metadata: bytes, shown: bytes, now: float) -> list[Event] | None:
-        """The frame of a put is in storage. None if the plane was lost meanwhile."""
+        """Send a put whose frame is in storage. Returns None if the plane was lost meanwhile."""
         question = self._open.get(ticket)
         if not isinstance(question, _Put):
             return None
         question.is_unwritten = False
         question.message = msgspec.structs.replace(question.put, location=location, metadata=metadata, shown=shown)
-        question.ask_anew(now, self.timeouts.resend_s)
+        question.restart(now, self.timeouts.resend_s)
         return [Out(question.message)]
 
     def _too_large(self, question: Pending) -> Event | None:
-        """The answer to a group that cannot be sent: the plane would end the connection, time and again."""
+        """Return the rejection of a frame that is too large to send, or None. If it were sent, the plane would cut the
+        connection, and again at every retry."""
         size = sum(len(frame) for frame in question.frames)
         if not isinstance(question, _Put) or not 0 < self._max_frame < size:
             return None
         put = question.put
         self._close(put.ticket)
         reason = (
-            f"group {put.group!r}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (max_held_bytes and "
-            "max_group_bytes bound it); put smaller groups"
+            f"group {put.group!r}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (limited by "
+            "max_held_bytes and max_group_bytes); put smaller groups"
         )
         return Answered(put.ticket, Rejected(ticket=put.ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
-        """Give a group back that waits for room, with the reason; None if it does not wait for that, or nobody has
-        said yet whether there is some: the answer says it."""
+        """Take back a group that waits for room. Returns why it waits.
+
+        Returns None if it does not wait for room, or the plane has not answered yet: then the answer decides.
+        """
         question = self._open.get(ticket)
         if not isinstance(question, _Put):
             return None, []
@@ -229,7 +237,7 @@ class ProducerSession:
         return question.refused, self.abandon(ticket)
 
     def abandon(self, ticket: int) -> list[Event]:
-        """Forget a question. The plane is told if it may keep a place in line, or room, for it."""
+        """Forget a request. Tells the plane if it may hold a place in its queue, or a reservation, for it."""
         question = self._close(ticket)
         may_wait = isinstance(question, _Put) and not question.put.evaluation and self.run_id != NO_RUN
         return [Out(GiveUp(ticket=ticket))] if may_wait else []
@@ -242,11 +250,11 @@ class ProducerSession:
 
     def _next_ticket(self, now: float) -> int:
         if not self._open:
-            self._contact.hear(now)  # silence begins when something is asked
+            self._contact.hear(now)  # an idle client sends nothing, so silence counts only from the first request
         return next(self._tickets)
 
     def _begin(self, question: Pending, now: float) -> list[Event]:
-        """Say it now, or as soon as it is known which run this is."""
+        """Send a request now, or as soon as the run id is known."""
         if self.run_id != NO_RUN:
             return self._first(question, now)
         if self._attach is not None:
@@ -257,11 +265,13 @@ class ProducerSession:
     # -------------------------------------------------------------- credit
 
     def _hear_credit(self, message: Attached | Accepted | Pulse, now: float) -> None:
+        # Credit is absolute, not added up: the plane sends what may be unanswered in total. A lost or repeated message
+        # then does no harm. It expires: what was free a while ago may be taken by other clients.
         self._credit = Amount(message.credit_groups, message.credit_bytes)
         self._credit_until = now + self.timeouts.peer_s
 
     def _spend(self, put: _Put, now: float) -> bool:
-        """Whether a put may be sent without asking."""
+        """Use credit for a put. Returns False if there is not enough."""
         groups, size = self._on_credit.groups + 1, self._on_credit.bytes + put.size
         if now > self._credit_until or groups > self._credit.groups or size > self._credit.bytes:
             return False
@@ -269,7 +279,7 @@ class ProducerSession:
         return True
 
     def _refund(self, put: _Put) -> None:
-        """A put was answered, or is forgotten."""
+        """Return a put's credit, once it is answered or forgotten."""
         if put.is_on_credit:
             put.is_on_credit = False
             self._on_credit = Amount(self._on_credit.groups - 1, self._on_credit.bytes - put.size)
@@ -300,27 +310,27 @@ class ProducerSession:
         return []
 
     def _on_attached(self, message: Attached, now: float) -> list[Event]:
-        """Everything that was asked meanwhile goes out now."""
+        """Learn the run id, and send everything that waited for it."""
         if self.run_id != NO_RUN:
             return []
         self.run_id, self._attach, self._max_frame = message.run_id, None, message.max_frame
         rejected = [event for question in list(self._open.values()) if (event := self._too_large(question))]
         for question in self._open.values():
-            question.ask_anew(now, self.timeouts.resend_s)
+            question.restart(now, self.timeouts.resend_s)
         sent = [event for question in self._open.values() for event in self._first(question, now)]
         return [*rejected, *sent]
 
     def _first(self, question: Pending, now: float) -> list[Event]:
-        """What is said of a question at first."""
+        """Return the first message of a request: a put without credit asks for room instead."""
         if isinstance(question, _Put) and not question.put.evaluation and not self._spend(question, now):
-            words = f"group {question.put.group!r}: {self.where} has not answered yet"
-            question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=words)
+            reason = f"group {question.put.group!r}: {self.where} has not answered yet"
+            question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=reason)
             question.is_unheard = True
             return [Out(question.ask_room())]
         return self._send_or_write(question)
 
     def _send_or_write(self, question: Pending) -> list[Event]:
-        """Send what there is to send; or have the caller write the frame first."""
+        """Send a request, or ask the caller to write the frame to storage first."""
         if not isinstance(question, _Put) or not question.is_unwritten:
             return [Out(question.message, question.frames)]
         if question.is_granted:
@@ -330,22 +340,22 @@ class ProducerSession:
 
     def _on_rejected(self, message: Rejected, now: float) -> list[Event]:
         question = self._open.get(message.ticket)
-        if question is None:
+        if question is None:  # cancelled here; `Overloaded` means that the plane keeps a place for it
             return [Out(GiveUp(ticket=message.ticket))] if message.kind == "Overloaded" else []
         if message.kind != "Overloaded" or not isinstance(question, _Put):
             self._close(message.ticket)
             return [Answered(message.ticket, message)]
-        self._credit = NOTHING
+        self._credit = NOTHING  # the credit was too generous: ask for room until an answer brings new credit
         self._refund(question)
         has_asked, question.is_unheard = question.refused is not None, False
-        if has_asked:  # the plane knows its size only
+        if has_asked:  # the plane answered a question about a size: add the group's name to its reason
             message = msgspec.structs.replace(message, reason=f"group {question.put.group!r}: {message.reason}")
         if not question.waits:
             return [*self.abandon(message.ticket), Answered(message.ticket, message)]
         question.refused = message
         if has_asked:
             return []
-        question.ask_anew(now, self.timeouts.resend_s)
+        question.restart(now, self.timeouts.resend_s)
         return [Out(question.ask_room())]
 
     def _on_room(self, ticket: int, now: float) -> list[Event]:
@@ -361,18 +371,19 @@ class ProducerSession:
         question = self._open.get(ticket)
         if not isinstance(question, _Put) or question.refused is not None:
             return []
-        question.ask_anew(now, self.timeouts.resend_s)
+        question.restart(now, self.timeouts.resend_s)
         return self._send_or_write(question)
 
     # -------------------------------------------------------------- time
 
     def on_tick(self, now: float) -> list[Event]:
-        """Ask again, notice silence. Call it at least twice per `resend_s`."""
+        """Repeat requests and detect a silent plane. Call it at least twice per `resend_s`."""
         silent = self._contact.tick(now)
         if not self._open:
             return []
         if all(map(_is_written_on_credit, self._open.values())):
-            self._contact.hear(now)  # nothing was asked yet: silence means nothing, however long a write takes
+            # Nothing was sent yet, so the plane has nothing to answer, however long the writes to storage take.
+            self._contact.hear(now)
             return []
         if silent > self.timeouts.plane_s:
             return self._end(PlaneLost(f"{self.where}: no answer for {silent:.1f} s; is the plane running?"))
@@ -385,7 +396,8 @@ class ProducerSession:
             return []
         if isinstance(question, _Put):
             waits = question.refused is not None
-            # The plane keeps room reserved for a put that is under way while it is reminded of it.
+            # A reservation at the plane expires after peer_s without a reminder, so a put in transit reminds it three
+            # times in that period: two of three reminders may be lost.
             least_s = self.timeouts.heartbeat_s if waits else min(self.timeouts.plane_s / 4, self.timeouts.peer_s / 3)
             question.asked(now, least_s)
             return question.reminders()
@@ -393,6 +405,6 @@ class ProducerSession:
         return [Out(question.message, question.frames)]
 
     def _end(self, error: PenstockError) -> list[Event]:
-        """Nothing that is open will be answered; what is asked next begins anew."""
+        """Fail all open requests. The next request starts over."""
         self._open, self._attach, self._on_credit = {}, None, NOTHING
         return [Failed(error)]

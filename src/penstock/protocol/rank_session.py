@@ -1,15 +1,15 @@
-"""A rank's side of delivery, as a state machine without I/O or a clock of its own.
+"""A rank's side of delivery: a state machine without I/O or a clock of its own.
 
-It joins, asks for steps, acknowledges them, waits for their release, commits them, and asks again whatever was not
-answered: every message may be lost, doubled or late, and the plane may die and come back in between. What it cannot
-survive is told to it by the plane (`Aborted`, `Refused`, `Foreign`) or by silence, and ends in one typed error.
+It joins, requests steps, acknowledges them, waits for their release, commits them, and repeats whatever is not
+answered: every message may be lost, duplicated or late, and the plane may die and come back. It ends with one typed
+error when the plane sends `Aborted`, `Refused` or `Foreign`, or is silent for too long.
 
     JOINING   attach             -> attached(run id)              which run is this?
               hello(session 0)   -> welcome(session 4, not ready)
                                  <- welcome(session 4, ready)     all have joined
     READY     request, received, commit, report, beat
-              beat               -> unknown                       the plane restarted, or the connection was lost
-              hello(session 4)   -> welcome(session 4, ready)     we are back: say again what is open
+              beat               -> unknown                       the plane restarted, or the connection broke
+              hello(session 4)   -> welcome(session 4, ready)     back: repeat what is open
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class Ready:
     """All processes have joined."""
 
     step: int
-    """The first one that is not committed."""
+    """The first uncommitted step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A step came: check it, then say `received`."""
+    """A step arrived: verify it, then call `received`."""
 
     deliver: Deliver
     frames: Frames
@@ -88,7 +88,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Every process has committed the step, and those before it."""
+    """Every process has committed the step and all earlier ones."""
 
     step: int
 
@@ -115,18 +115,18 @@ class RankSession:
         pid: int = 0,
         pid_space: str = "",
     ) -> None:
-        """`step` is the first one it wants; None for the first that is not committed. `can_read` finds out whether
-        this process sees the plane's storage."""
+        """`step` is the first one it wants, None for the first uncommitted one. `can_read` returns whether this process
+        sees the plane's storage."""
         self._can_read = can_read
         self.timeouts = timeouts or Timeouts()
         self.run_id = NO_RUN
-        """Of the run this process belongs to; everything it says carries it."""
+        """The run this process belongs to. Sent with every message."""
         self.standing, self.waiting_for = Standing.JOINING, "the plane to answer"
         self.session = self.epoch = 0
         self.done = (step or 1) - 1
         """The last step known to be committed."""
         self.left = -1
-        """A rank that left; no further step can come."""
+        """A rank that left, or -1. No further step can come then."""
         self._hello_message = Hello(
             run=run,
             rank=rank,
@@ -141,17 +141,17 @@ class RankSession:
             pid_space=pid_space,
         )
         self.was_ready = False
-        """Whether it took part in a session, to which it would return."""
+        """Whether it took part in a session that it can return to."""
         self._beat = self._hello = float("-inf")
         self._contact = Contact(self.timeouts.heartbeat_s)
         self._requests: dict[int, Pending] = {}
         self._lost: dict[int, int] = {}
-        """How many copies of a step are known to be lost."""
+        """Step -> copies known to be lost."""
         self._filling: set[int] = set()
-        """Steps that arrived and are neither received nor lost yet."""
+        """Steps that arrived and are neither verified nor lost yet."""
         self._received: dict[int, Pending] = {}
-        """Steps this process has and that are not committed. Each is said until its release answers, and again to a
-        plane that restarted: that forgot who has what, and others may still wait for their release."""
+        """Steps this process has that are not committed. Each is reported until its release arrives, and again to a
+        restarted plane: it has forgotten which rank has what, and others may still wait for the release."""
         self._released: set[int] = set()
         self._commits: dict[int, Pending] = {}
         self._reports: dict[int, Pending] = {}
@@ -159,7 +159,7 @@ class RankSession:
         self._failing: Pending | None = None
         self._leaving = False
         self._beats = self._pulses = 0
-        """Said, and heard of."""
+        """Beats sent, and the last one answered."""
 
     # -------------------------------------------------------------- what the rank does
 
@@ -171,19 +171,19 @@ class RankSession:
         return self._ask(self._requests, step, Request(session=self.session, step=step), now)
 
     def altered(self, step: int, now: float) -> list[Event]:
-        """What came is not what was sent: it is lost, and asked for again."""
+        """Request a step again, because the bytes that arrived are not those that were sent."""
         self._filling.discard(step)
         self._lost[step] = self._lost.get(step, 0) + 1
         return self._ask(self._requests, step, Request(session=self.session, step=step, lost=self._lost[step]), now)
 
     def damaged(self, step: int, group: str, reason: str, now: float) -> list[Event]:
-        """A group of a step cannot be read from storage. Said until the step comes again, or the session ends."""
+        """Report a group that cannot be read from storage, until the step arrives again or the session ends."""
         self._filling.discard(step)
         message = Damaged(session=self.session, step=step, group=group, reason=reason[:MAX_REASON])
         return self._ask(self._requests, step, message, now)
 
     def received(self, step: int, digest: str, now: float) -> list[Event]:
-        """The payload was checked."""
+        """Acknowledge a step that was verified."""
         self._filling.discard(step)
         self._lost.pop(step, None)
         return self._ask(self._received, step, Received(session=self.session, step=step, digest=digest), now)
@@ -200,17 +200,17 @@ class RankSession:
         return self._ask(self._reports, self._report_number, message, now)
 
     def fail(self, step: int, reason: str, now: float) -> list[Event]:
-        """Something went wrong here; said again until the plane has told everybody, us included."""
+        """Report a failure of this rank, until the plane has aborted the session for every rank, this one included."""
         if self.has_left:
             return []
         message = Fail(session=self.session, step=step, reason=reason[:MAX_REASON])
         self._failing = self._failing or Pending(message, now, self.timeouts.resend_s)
         if self.run_id == NO_RUN:
-            return []  # no message may go before the plane's run is known; it follows our hello
+            return []  # no message may be sent before the run id is known; it follows our hello
         return [Out(self._failing.message)]
 
     def leave(self) -> list[Event]:
-        """Say goodbye; or, before the plane was ever heard, wait for it to say what went wrong here (`has_left`)."""
+        """Leave the session. After a failure before first contact it stays until the failure is sent (`has_left`)."""
         if self.has_left:
             return []
         if self.run_id == NO_RUN and self._failing:
@@ -219,7 +219,8 @@ class RankSession:
         self.standing = Standing.LEFT
         if self.run_id == NO_RUN:
             return []
-        # After a failure our silence must be noticed, should the word of it have been lost: so no goodbye then.
+        # After a failure, repeat the failure instead of a bye. If the message is lost, the plane must notice our
+        # silence and abort the others; a bye would let them wait for a step that never comes.
         return [Out(self._failing.message)] if self._failing else [Out(Bye(session=self.session))]
 
     @property
@@ -227,7 +228,7 @@ class RankSession:
         return self.standing in (Standing.FAILED, Standing.LEFT)
 
     def beat_now(self, now: float) -> list[Event]:
-        """Ask what the plane waits for, without waiting for the next heartbeat."""
+        """Send a beat at once, to learn what the plane waits for now."""
         return self._say_beat(now) if self.standing is Standing.READY else []
 
     @property
@@ -254,11 +255,13 @@ class RankSession:
         if isinstance(message, Welcome):
             return self._on_welcome(message, now)
         if isinstance(message, Unknown):
+            # Every message of a burst is answered with `Unknown`: one hello is enough for all of them.
             return self._say_hello(now) if now - self._hello > self.timeouts.resend_s / 2 else []
+        # Before it was ready, a process may not know its session's number yet.
         if isinstance(message, Aborted) and (message.session == self.session or not self.was_ready):
             return self._end(StepAborted(message.reason, message.step, message.rank))
         if getattr(message, "session", self.session) != self.session:
-            return []  # about another life of the trainer
+            return []  # about another session
         if isinstance(message, Pulse):
             self.waiting_for, self.left = message.waiting_for, message.left
             self._pulses = max(self._pulses, message.number)
@@ -277,17 +280,21 @@ class RankSession:
         return []
 
     def on_tick(self, now: float) -> list[Event]:
-        """Beat, ask again, notice silence. Call it at least twice per heartbeat."""
+        """Send beats, repeat requests, detect a silent plane. Call it at least twice per heartbeat."""
         if self.has_left:
             return []
         silent = self._contact.tick(now)
         if silent > self.timeouts.plane_s:
-            return self._end(PlaneLost(f"no word from the plane for {silent:.1f} s; waited for: {self.waiting_for}"))
+            return self._end(
+                PlaneLost(f"heard nothing from the plane for {silent:.1f} s; waited for: {self.waiting_for}")
+            )
         if self.standing is Standing.JOINING:
             return self._say_hello(now) if now - self._hello >= self.timeouts.resend_s else []
         events = self._due(now)
+        # An unanswered beat is repeated after a quarter of a heartbeat, so that one lost message does not bring this
+        # process a full heartbeat closer to `peer_s`, when it counts as dead.
         answered = self._pulses == self._beats
-        if now - self._beat >= self.timeouts.heartbeat_s * (1.0 if answered else 0.25):  # a lost one must not count
+        if now - self._beat >= self.timeouts.heartbeat_s * (1.0 if answered else 0.25):
             events += self._say_beat(now)
         return events
 
@@ -297,15 +304,15 @@ class RankSession:
         self._hello = now
         if self.run_id == NO_RUN:
             return [Out(Attach(ticket=0, run=self._hello_message.run))]
-        for pending in self._received.values():  # whoever does not know us does not know what we have
+        for pending in self._received.values():  # a plane that does not know us does not know which steps we have
             pending.patience = min(pending.patience, self.timeouts.resend_s)
-        session = self.session if self.was_ready else 0  # until all had joined, there was no session to return to
+        session = self.session if self.was_ready else 0  # before all have joined there is no session to return to
         hello = Out(msgspec.structs.replace(self._hello_message, session=session))
         return [hello, Out(self._failing.message)] if self._failing else [hello]
 
     def _on_attached(self, message: Attached, now: float) -> list[Event]:
         if self.run_id != NO_RUN:
-            return []  # said twice
+            return []  # a duplicate
         self.run_id = message.run_id
         self._hello_message = msgspec.structs.replace(self._hello_message, direct=self._can_read(message))
         return [*self._say_hello(now), *(self.leave() if self._leaving else [])]
@@ -319,7 +326,7 @@ class RankSession:
         if message.session == 0:
             return self._end(PeerError(f"the plane refused: {message.reason}"))
         if message.session != self.session:
-            return []  # about another life of the trainer
+            return []  # about another session
         return self._end(Fenced(message.reason)) if self.was_ready else self._say_hello(now)
 
     def _on_welcome(self, message: Welcome, now: float) -> list[Event]:
@@ -330,22 +337,22 @@ class RankSession:
             self._restamp()
         if not message.ready:
             return [Out(self._failing.message)] if self._failing else self._say_beat(now)
-        self.waiting_for = "the plane to say what for"
-        self._count_anew()
+        self.waiting_for = "the plane's first heartbeat"
+        self._reset_copies()
         was_ready, self.standing = self.standing is Standing.READY, Standing.READY
         self.was_ready = True
         events: list[Event] = [] if was_ready else [Ready(message.step)]
-        if message.step - 1 > self.done:
+        if message.step - 1 > self.done:  # steps were committed while the connection was lost
             events += self._on_committed(message.step - 1)
         return events + self._say_all(now)
 
     def _restamp(self) -> None:
-        """Questions asked before the session had a number get it now."""
+        """Put the session's number into requests made before it was known."""
         for pending in self._pending():
             pending.message = msgspec.structs.replace(pending.message, session=self.session)
 
-    def _count_anew(self) -> None:
-        """The plane may have restarted, and counts the copies of a step from 1."""
+    def _reset_copies(self) -> None:
+        """Count copies of steps from 0 again, as a restarted plane does."""
         self._lost.clear()
         for step, pending in self._requests.items():
             pending.message = Request(session=self.session, step=step)
@@ -360,49 +367,52 @@ class RankSession:
         return [Out(message)] if self.standing is Standing.READY else []
 
     def _due(self, now: float) -> list[Event]:
-        """What has waited long enough for an answer to be said again."""
+        """Repeat the requests that have waited long enough."""
         due = [pending for pending in self._pending() if pending.is_due(now)]
         for pending in due:
             pending.asked(now, self._most_patience(pending.message))
         return [Out(pending.message) for pending in due]
 
     def _most_patience(self, message: FromClient) -> float:
-        """All wait for a step that one has not got, or not been heard to have; what comes after is not so urgent."""
+        """Return the longest pause between repeats. All ranks wait while one has not received a step or its
+        acknowledgement is lost, so these repeat every heartbeat. Commits and reports are less urgent."""
         urgent = isinstance(message, (Request, Damaged, Received))
         return self.timeouts.heartbeat_s if urgent else self.timeouts.delivery_s / 4
 
     def _say_all(self, now: float) -> list[Event]:
-        """The plane was lost and may know nothing: tell it everything that is open, and ask patiently from anew."""
+        """Repeat everything that is open, because a restarted plane may know none of it."""
         for pending in self._pending():
-            pending.ask_anew(now, self.timeouts.resend_s)
+            pending.restart(now, self.timeouts.resend_s)
         return [Out(pending.message) for pending in self._pending()]
 
     def _on_deliver(self, message: Deliver, frames: Frames, now: float) -> list[Event]:
         if message.step not in self._requests:
-            return []  # a duplicate of what we already have
+            return []  # a duplicate of a step we already have
         who = self._hello_message
+        # Cannot happen with a correct plane. Training another rank's samples would go unnoticed, so check it.
         if (message.rank, message.world) != (who.rank, who.world):
             reason = f"got step {message.step} of rank {message.rank}/{message.world}, is rank {who.rank}/{who.world}"
             return self.fail(message.step, reason, now)
         self._requests.pop(message.step)
         self._filling.add(message.step)
         if self._hello_message.direct and any(len(frame) for frame in frames):
-            # The plane found that storage is well and this process is not: it must not ask for the same again.
+            # The plane sends samples to a process that reads storage itself: it found that storage is fine and this
+            # process cannot read it. After a reconnect the process must not claim again that it can.
             self._hello_message = msgspec.structs.replace(self._hello_message, direct=False)
         return [Arrived(message, frames)]
 
     def _on_sent(self, message: Sent, now: float) -> list[Event]:
-        """What we asked for was on its way before this. So if it is not here, it is lost."""
+        """Request a step again if it is lost. `Sent` travels behind the step: if it arrives first, the step is lost."""
         step = message.step
         if step not in self._requests or message.copies <= self._lost.get(step, 0):
-            return []
+            return []  # the step is here, or this loss is already reported
         self._lost[step] = message.copies
         return self._ask(self._requests, step, Request(session=self.session, step=step, lost=message.copies), now)
 
     def _on_release(self, step: int) -> list[Event]:
         if step not in self._received:
             return []
-        self._received[step].patience = float("inf")
+        self._received[step].patience = float("inf")  # answered: repeat it only to a restarted plane
         if step in self._released:
             return []
         self._released.add(step)

@@ -1,8 +1,9 @@
-"""What ranks and producers have in common: questions that are asked again, and a plane that may fall silent.
+"""Retries: what ranks and producers share. Requests that are repeated, and a plane that may fall silent.
 
-Every message may be lost, doubled or late. So a question stays open until it is answered; it is asked again after
-`patience` seconds, then after twice as long, up to a limit. A client that hears nothing for `plane_s` seconds gives up;
-time in which it stood still itself does not count, for what was said meanwhile is still to be read.
+Every message may be lost, duplicated or late. So a request stays open until it is answered. It is repeated after
+`patience` seconds, then after twice as long, up to a limit. With `resend_s` 1 and a limit of 2 that is after 1, 3, 5, 7
+seconds. A client that hears nothing for `plane_s` seconds gives up. Time in which the client itself was paused does not
+count, because messages that arrived meanwhile are still unread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from penstock.protocol.messages import Frames, FromClient
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """Give this to the transport."""
+    """Send this message."""
 
     message: FromClient
     frames: Frames = ()
@@ -23,14 +24,14 @@ class Out:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It is over."""
+    """The session is over."""
 
     error: PenstockError
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A question that waits for its answer."""
+    """A request without an answer yet."""
 
     message: FromClient
     sent: float
@@ -41,18 +42,19 @@ class Pending:
         return now - self.sent >= self.patience
 
     def asked(self, now: float, most_patience: float) -> None:
-        """It was asked again."""
+        """Note that it was repeated: double the patience."""
         self.sent, self.patience = now, min(self.patience * 2, most_patience)
 
-    def ask_anew(self, now: float, patience: float) -> None:
+    def restart(self, now: float, patience: float) -> None:
+        """Start over, as if it was sent for the first time."""
         self.sent, self.patience = now, patience
 
 
 class Contact:
-    """When the plane was heard last."""
+    """Measures how long the plane has been silent."""
 
     def __init__(self, stall_s: float) -> None:
-        """A client that ticks less often than every `stall_s` seconds stood still."""
+        """A gap of more than `stall_s` seconds between two ticks means that the client itself was paused."""
         self._stall_s = stall_s
         self._heard = float("-inf")
         self._ticked: float | None = None
@@ -61,8 +63,10 @@ class Contact:
         self._heard = now
 
     def tick(self, now: float) -> float:
-        """How long the plane has been silent."""
+        """Return the seconds of silence, without time in which this process was paused."""
         if self._ticked is not None and now - self._ticked > self._stall_s:
+            # Example: heard at 10, ticks at 12 and 60 (suspended in between): 58 seconds would look like a lost plane.
+            # Moving `heard` to 10 + 48 leaves 2 seconds of silence.
             self._heard += now - self._ticked
         self._ticked = now
         return now - self._heard

@@ -1,25 +1,27 @@
-"""Decides who may send a group now and who waits: one waiting line per table. No I/O, no clock.
+"""Decides which puts may be sent now and which wait: one queue per table. No I/O, no clock.
 
-A *ticket* is one put of one client. It asks for room with `ask`, gets a place in its table's line, and `offer` reserves
-room for the first in line as soon as there is some. A reservation is used by the put itself (`claim`, then `close`).
+A *ticket* is one put of one client. It asks for room with `ask`, gets a place in its table's queue, and `offer`
+reserves room for the first in the queue as soon as there is some. The put itself uses the reservation (`claim`, then
+`close`).
 
-    ask(a), ask(b)     line: a, b        the table is full
-    offer              line: b           a step was committed: one group fits, reserved for a
-    ask(a)             line: b           a reminder: told again to send, nothing changes
-    claim(c)           None              c sent without asking; b waits before it, so c waits too
-    claim(a), close(a)                   the put came and takes the room that was reserved for it
+    ask(a), ask(b)     queue: a, b       the table is full
+    offer              queue: b          a step was committed: one group fits, reserved for a
+    ask(a)             queue: b          a reminder: answered again with room, nothing changes
+    claim(c)           None              c was sent without asking; b waits before it, so c waits too
+    claim(a), close(a)                   the put arrived and uses the room reserved for it
 
-Three rules keep the line free of tickets that no client waits for:
+Three rules keep the queue free of tickets that no client waits for:
 
 - Asks, puts and give-ups take effect in the order in which they arrive, at once.
-- A ticket that was put or given up is *closed*. A reminder that arrives later gets no place. It is still told to send,
-  because its client may have missed the answer to its put. A client that does not know the ticket answers `GiveUp`.
-- A client reminds of each ticket every heartbeat. A ticket that was not mentioned for `peer_s` loses its place or its
-  reservation. Its client died, stood still, or never knew it. A reminded reservation never expires.
+- A ticket that was put or given up is *closed*. A reminder that arrives later gets no place. It is still answered with
+  room, because its client may have missed the answer to its put. A client that does not know the ticket sends `GiveUp`.
+- A client repeats each ask every heartbeat. A ticket without a reminder for `peer_s` loses its place or reservation:
+  its client died, was paused, or never knew it. A reservation with reminders never expires.
 
-*Credit* is how much a client may send without asking. It reserves nothing, so an idle client with credit holds up
-nobody. It is at most a quarter of the free room divided by the number of clients, and none while anybody waits. A put
-that was sent on credit and finds no room after all gets a place in line like an ask.
+*Credit* is how much a client may send without asking. It reserves nothing, so an idle client with credit blocks no
+other. It is at most a quarter of the free room divided by the number of clients, and none while any put waits. With 80
+groups of free room and 4 clients, each may have 80 // (4 * 4) = 5 groups unanswered. A put that was sent on credit and
+finds no room after all gets a place in the queue like an ask.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from penstock.protocol.messages import Peer
 
 Ticket: TypeAlias = tuple[Peer, int]
 MOST_PLACES, MOST_OF_ONE = 1 << 16, 1024
-"""Tickets with a place or a reservation: of all clients together, and of one."""
+"""Limits on tickets with a place or reservation: of all clients together, and of one client."""
 MOST_CREDIT = (64, 64 << 20)
 """Groups and bytes that one client may send without asking."""
 _REMEMBERED = 1 << 14
+"""Closed tickets that are remembered."""
 _TOO_MANY = "too many puts wait for room"
 
 
@@ -49,14 +52,16 @@ NOTHING = Amount(0, 0)
 
 
 class Space(Protocol):
-    """Knows how much a table may hold."""
+    """The free room of tables."""
 
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
-        """Return why a group of `size` bytes does not fit beside `reserved`, or "" if it does. None: it will be
-        rejected for good, so it should come and needs no room."""
+        """Return why a group of `size` bytes does not fit beside `reserved`, or "" if it does.
+
+        Returns None for a group that will be rejected for good: it needs no room, and sending it gets it the reason.
+        """
 
     def spare(self, reserved: Amount) -> Amount:
-        """Return the room that is free, rounded down; nothing where tables are shared between tenants."""
+        """Return the free room, rounded down, or nothing if tenants share the plane."""
 
 
 @dataclass(slots=True)
@@ -71,46 +76,48 @@ class _Place:
 
 
 class Rooms:
-    """Waiting lines, reservations and credit of all producers."""
+    """Queues, reservations and credit of all producers."""
 
     def __init__(self, peer_s: float) -> None:
         self._peer_s = peer_s
         self._time = 0.0
-        """Advances with `offer`, and slowly if the plane stood still: reminders sent meanwhile are still unread."""
+        """Advances with `offer`, by at most `peer_s / 4` per call. After a pause of the plane, reminders are still
+        unread and must not count as missing."""
         self._now: float | None = None
         self._places: OrderedDict[Ticket, _Place] = OrderedDict()
-        """Those that wait and those with a reservation, least recently heard first."""
-        self._lines: dict[str, OrderedDict[Ticket, None]] = {}
-        """Per table, those that wait in order of arrival."""
+        """Tickets that wait or have a reservation, least recently heard first."""
+        self._queues: dict[str, OrderedDict[Ticket, None]] = {}
+        """The queue of each table, in order of arrival."""
         self._reserved: dict[str, Amount] = {}
         self._of: dict[Peer, set[int]] = {}
         """The tickets with a place, by client."""
         self._live: OrderedDict[Peer, float] = OrderedDict()
         """When each client was last heard, least recently first."""
         self._closed: OrderedDict[Ticket, None] = OrderedDict()
-        """Recently closed. One that is forgotten may get a place again, until its client answers or `peer_s` passed."""
+        """Recently closed tickets. A forgotten one may get a place again, until its client answers or `peer_s`
+        passes."""
         self._asked: dict[Ticket, bool] = {}
-        """Those to answer at the end of this turn -> whether they wait for room."""
+        """Tickets to answer at the end of this turn -> whether they wait for room."""
         self._spare: Amount | None = None
-        """Free room as of this turn; None if it was not looked up yet."""
+        """Free room as of this turn, or None if it was not looked up yet."""
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))
 
     @property
     def oldest_s(self) -> float:
-        """How long the first in line has waited."""
-        firsts = [self._places[next(iter(line))].since for line in self._lines.values()]
+        """How long the longest waiting ticket has waited."""
+        firsts = [self._places[next(iter(queue))].since for queue in self._queues.values()]
         return self._time - min(firsts, default=self._time)
 
     @property
     def tickets(self) -> Iterable[Ticket]:
-        """All that wait or have room reserved."""
+        """All tickets that wait or have a reservation."""
         return self._places.keys()
 
     def is_waiting(self, ticket: Ticket) -> bool:
-        """Whether it has a place in line and no reservation."""
+        """Return whether a ticket has a place in the queue and no reservation."""
         place = self._places.get(ticket)
         return place is not None and not place.is_reserved
 
@@ -120,7 +127,7 @@ class Rooms:
     # -------------------------------------------------------------- messages
 
     def hear(self, peer: Peer, number: int = -1) -> None:
-        """A client gave a sign of life, maybe about one of its tickets."""
+        """Note that a client is alive, and that it still waits for one of its tickets."""
         self._live[peer] = self._time
         self._live.move_to_end(peer)
         if len(self._live) > MOST_PLACES:
@@ -131,7 +138,7 @@ class Rooms:
             self._places.move_to_end((peer, number))
 
     def ask(self, ticket: Ticket, table: str, size: int, *, waits: bool = True) -> bool:
-        """Append to the waiting line; a repeated ask keeps its position. True: tell it at once to send."""
+        """Append to the queue. A repeated ask keeps its position. Returns True if the client may send at once."""
         self.hear(*ticket)
         place = self._places.get(ticket)
         if place.is_reserved if place is not None else ticket in self._closed:
@@ -142,26 +149,29 @@ class Rooms:
         return False
 
     def claim(self, ticket: Ticket, table: str) -> Amount | None:
-        """A put arrived. Return what is reserved for others, or None if others wait before it."""
+        """Handle a put that arrived. Returns the room reserved for others, or None if others wait before it."""
         self.hear(*ticket)
         reserved, place = self.reserved(table), self._places.get(ticket)
         if place is not None and place.is_reserved and place.table == table:
+            # Its own reservation must not count against it. Example: 3 groups reserved in all, one of them for this
+            # put: 2 are reserved for others.
             return Amount(reserved.groups - 1, reserved.bytes - place.size)
-        line = self._lines.get(table)
-        return reserved if not line or next(iter(line)) == ticket else None
+        queue = self._queues.get(table)
+        return reserved if not queue or next(iter(queue)) == ticket else None
 
     def wait(self, ticket: Ticket, table: str, size: int) -> None:
-        """A put found no room: it waits like an ask. One whose reservation did not hold goes first."""
+        """Queue a put that found no room. One whose reservation did not hold goes to the front."""
         place = self._places.get(ticket)
         is_first = place is not None and place.is_reserved
         if place is None or is_first:
+            # A reservation does not hold if the frame is larger than its ask claimed.
             self._leave(ticket)
             self._closed.pop(ticket, None)
             if self._enter(ticket, table, size) and is_first:
-                self._lines[table].move_to_end(ticket, last=False)
+                self._queues[table].move_to_end(ticket, last=False)
 
     def close(self, ticket: Ticket) -> None:
-        """A put was accepted or rejected, or given up: nothing more is to come of it."""
+        """End a ticket: its put was accepted, rejected or given up."""
         self._leave(ticket)
         self._asked.pop(ticket, None)
         self._closed[ticket] = None
@@ -169,7 +179,7 @@ class Rooms:
             self._closed.popitem(last=False)
 
     def gone(self, peer: Peer) -> None:
-        """A client cannot be reached: it leaves the line, and its reservations are free."""
+        """Remove a client that cannot be reached, with its places and reservations."""
         self._live.pop(peer, None)
         for number in list(self._of.get(peer, ())):
             self._leave((peer, number))
@@ -177,16 +187,17 @@ class Rooms:
     # -------------------------------------------------------------- the end of a turn
 
     def offer(self, space: Space, now: float) -> tuple[list[Ticket], list[tuple[Ticket, str]]]:
-        """Reserve room for the first in line while there is some. Return who may send, and whom to tell why not."""
+        """Reserve room in order of arrival while there is some. Returns the tickets that may send, and for the others
+        that asked in this turn the reason why not."""
         self._advance(now)
         self._spare = None
         granted: list[Ticket] = []
-        why = {table: self._offer(table, space, granted) for table in list(self._lines)}
+        why = {table: self._offer(table, space, granted) for table in list(self._queues)}
         refused = []
         for ticket, waits in self._asked.items():
             place = self._places.get(ticket)
             if place is None:
-                if ticket not in self._closed:
+                if ticket not in self._closed:  # `_enter` found the queue too long
                     refused.append((ticket, _TOO_MANY))
             elif not place.is_reserved:
                 refused.append((ticket, why[place.table]))
@@ -196,41 +207,45 @@ class Rooms:
         return granted, refused
 
     def _offer(self, table: str, space: Space, granted: list[Ticket]) -> str:
-        """Return why the next in line must wait."""
-        for ticket in self._line(table):
+        """Grant room to one table's queue. Returns why the next ticket must wait, "" if none is left."""
+        for ticket in self._first_of(table):
             place, reserved = self._places[ticket], self.reserved(table)
             why = space.no_room(table, place.size, reserved)
             if why:
                 return why
-            if why is None:
+            if why is None:  # rejected for good whenever it is sent: let it come, without a reservation
                 self.close(ticket)
             else:
-                self._leave_line(ticket, table)
+                self._leave_queue(ticket, table)
                 place.is_reserved = True
                 self._reserved[table] = Amount(reserved.groups + 1, reserved.bytes + place.size)
             granted.append(ticket)
         return ""
 
-    def _line(self, table: str) -> Iterator[Ticket]:
-        """The first in line, as often as it is asked for."""
-        while line := self._lines.get(table):
-            yield next(iter(line))
+    def _first_of(self, table: str) -> Iterator[Ticket]:
+        """Yield the first ticket of the queue until it is empty. The caller removes each."""
+        while queue := self._queues.get(table):
+            yield next(iter(queue))
 
     def credit(self, space: Space) -> Amount:
         """Return how much a client may send without asking."""
-        if self._lines:
-            return NOTHING
+        if self._queues:
+            return NOTHING  # a put on credit would overtake those that wait
+        # Looked up once per turn, because every answer and pulse carries credit.
         if self._spare is None:
             self._spare = space.spare(self.reserved(""))
         groups, size = (free // (4 * max(len(self._live), 1)) for free in self._spare)
         return Amount(min(groups, MOST_CREDIT[0]), min(size, MOST_CREDIT[1])) if groups and size else NOTHING
 
     def _advance(self, now: float) -> None:
-        """Let time pass. Whoever was silent for too long has left."""
+        """Advance the clock and remove tickets and clients that were silent for too long."""
+        # Not the wall clock: after the plane was paused for a minute, all reminders of that minute are still unread in
+        # the socket. Advancing by at most a quarter of `peer_s` per turn leaves at least three turns to read them.
         if self._now is not None:
             self._time += min(max(now - self._now, 0.0), self._peer_s / 4)
         self._now = now
         too_old = self._time - self._peer_s
+        # Both dicts are ordered by last sign of life, so only expired entries are visited.
         while self._places and next(iter(self._places.values())).heard < too_old:
             self._leave(next(iter(self._places)))
         while self._live and next(iter(self._live.values())) < too_old:
@@ -239,20 +254,21 @@ class Rooms:
     # -------------------------------------------------------------- places
 
     def _enter(self, ticket: Ticket, table: str, size: int) -> bool:
-        """Go to the end of the line; False if it is too long."""
+        """Append a ticket to its queue. Returns False if a limit is reached."""
         peer, number = ticket
         mine = self._of.setdefault(peer, set())
+        # Tickets come from peers, so their number is bounded, in total and per client.
         if len(mine) >= MOST_OF_ONE or len(self._places) >= MOST_PLACES:
             if not mine:
                 del self._of[peer]
             return False
         mine.add(number)
         self._places[ticket] = _Place(table, max(size, 0), self._time, self._time)
-        self._lines.setdefault(table, OrderedDict())[ticket] = None
+        self._queues.setdefault(table, OrderedDict())[ticket] = None
         return True
 
     def _leave(self, ticket: Ticket) -> None:
-        """Give up its place or its reservation, if it has one."""
+        """Free a ticket's place or reservation, if it has one."""
         place = self._places.pop(ticket, None)
         if place is None:
             return
@@ -261,13 +277,13 @@ class Rooms:
         if not self._of[peer]:
             del self._of[peer]
         if not place.is_reserved:
-            self._leave_line(ticket, place.table)
+            self._leave_queue(ticket, place.table)
             return
         groups, size = self._reserved.pop(place.table)
         if groups > 1:
             self._reserved[place.table] = Amount(groups - 1, size - place.size)
 
-    def _leave_line(self, ticket: Ticket, table: str) -> None:
-        del self._lines[table][ticket]
-        if not self._lines[table]:
-            del self._lines[table]
+    def _leave_queue(self, ticket: Ticket, table: str) -> None:
+        del self._queues[table][ticket]
+        if not self._queues[table]:
+            del self._queues[table]

@@ -1,14 +1,14 @@
-"""A session of the trainer: its phases, the one table of what leads from one to another, and how sessions ended.
+"""A session of the trainer: its phases, the table of transitions between them, and how past sessions ended.
 
-A *session* is one incarnation of the trainer job: all its processes joined, and none of them died since.
+A *session* is one incarnation of the trainer job: all its processes joined, and none of them died since then.
 
-    FORMING     a new session; waiting until every process has said hello
+    FORMING     a new session; waiting until every process has sent a hello
     REJOINING   the plane restarted; waiting until every process of the session it served has come back
     RUNNING     steps are requested, delivered, received, released, committed
-    FAILED      the session is over; every process was told why; a fresh hello starts the next one
+    FAILED      the session is over; every process was sent the reason; a fresh hello starts the next one
 
-`TRANSITIONS` is the machine, not a picture of it: `Session.on` looks the next phase up, and what is not in the table
-raises. docs/delivery.md draws it.
+`TRANSITIONS` is the machine, not a picture of it: `Session.on` looks up the next phase, and a pair that is not in the
+table raises. docs/delivery.md draws it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from enum import Enum
 from penstock.protocol.messages import Aborted, FromPlane, Refused
 
 _REMEMBERED_BYTES = 1 << 20
+"""Memory for tombstones: reasons are texts from peers, so their number and size must be bounded."""
 _ENTRY_BYTES = 128
-"""What an entry costs besides its text."""
+"""Approximate cost of an entry besides its text."""
 
 
 class Phase(Enum):
@@ -32,21 +33,21 @@ class Phase(Enum):
 
 
 class Happened(Enum):
-    """What can happen to a session."""
+    """Events of a session."""
 
     HELLO = "hello"
-    """A process joins, comes back, or says hello again because our answer was lost."""
+    """A process joins, comes back, or repeats its hello because our answer was lost."""
     LAST_HELLO = "last hello"
     FRESH_HELLO = "fresh hello"
-    """A process that just started, where there is no session that it could join."""
+    """A process that just started, while there is no session it could join."""
     MESSAGE = "step message"
-    """Request, received, commit, report or beat of a process that takes part."""
+    """Request, received, commit, report or beat of a member."""
     BYE = "bye"
     LAST_BYE = "last bye"
     FAIL = "fail"
-    """A process, or the plane, cannot go on."""
+    """A process, or the plane, cannot continue."""
     MISMATCH = "mismatch"
-    """A process did what no process may do, or disagrees with the others."""
+    """A process broke the protocol, or disagrees with the others."""
     SILENCE = "silence"
     NOT_BACK = "not back in time"
     RESTARTED = "a process restarted"
@@ -85,27 +86,27 @@ TRANSITIONS: dict[tuple[Phase, Happened], Phase] = {
 
 
 class ImpossibleTransition(AssertionError):
-    """The protocol tried what its table does not have: a mistake in the protocol, not of a peer."""
+    """An event that the table does not allow in this phase. A bug in this module, not an error of a peer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One session, and where it stands."""
+    """The state of one session."""
 
     run: str
     ranks: int
     epoch: int
-    """Of the plane."""
+    """The plane's epoch."""
     number: int
-    """Of the session that is forming, running or failed; 0 before the first."""
+    """The number of the session that is forming, running or failed. 0 before the first."""
     next_step: int
-    """The first step that is not committed."""
+    """The first uncommitted step."""
     last_step: int
     """The last step that was planned, possibly before the plane restarted."""
     phase: Phase = Phase.FORMING
 
     def on(self, happened: Happened) -> None:
-        """Go where the table says; a number of its own for each session that begins."""
+        """Move to the phase the table gives. A session that begins gets the next number."""
         after = TRANSITIONS.get((self.phase, happened))
         if after is None:
             raise ImpossibleTransition(f"session {self.number}: {happened.value!r} while {self.phase.name}")
@@ -115,20 +116,20 @@ class Session:
 
 
 class Tombstones:
-    """How sessions ended, for processes that have not heard of it yet. The oldest are forgotten first."""
+    """How sessions ended, for processes that have not been informed yet. The oldest entries are dropped first."""
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
         self._sessions: dict[int, Aborted] = {}
         self._processes: dict[str, int] = {}
-        """Incarnation -> the session that ended for it; 0 if it left."""
+        """Incarnation -> the session that ended for it, or 0 if it left."""
         self._replaced: dict[str, str] = {}
-        """Incarnation -> who took its place before the session ran."""
+        """Incarnation -> the process that took its place before the session ran."""
         self.num_bytes = 0
-        """Of what is remembered, about."""
+        """Approximate memory in use."""
 
     def failed(self, failure: Aborted, incarnations: Iterable[str]) -> None:
-        """A session ended for all these processes."""
+        """Record that a session failed for all these processes."""
         self._sessions[failure.session] = failure
         self.num_bytes += len(failure.reason) + _ENTRY_BYTES
         for incarnation in incarnations:
@@ -136,12 +137,13 @@ class Tombstones:
         self._trim()
 
     def left(self, incarnation: str) -> None:
-        """A process wanted nothing more; a hello of it that comes now is an old one."""
+        """Record that a process left. A hello from it that arrives later was delayed."""
         self._bury(incarnation, 0)
         self._trim()
 
     def replaced(self, incarnation: str, reason: str) -> None:
-        """Another process took its place; a hello of it that comes now is an old one, or of a second trainer."""
+        """Record that another process took its place. A later hello from it was delayed, or two trainers are
+        running."""
         self._replaced[incarnation] = reason
         self.num_bytes += len(reason)
         self._bury(incarnation, 0)
@@ -151,7 +153,7 @@ class Tombstones:
         return incarnation in self._processes
 
     def of_process(self, incarnation: str, current: int) -> FromPlane | None:
-        """What to tell a process whose session is over; None if it left."""
+        """Return the message for a process whose session is over, or None if it left."""
         if incarnation in self._replaced:
             reason = f"{self._replaced[incarnation]}; stop one of the two trainers"
             return Refused(epoch=self._epoch, reason=reason)
@@ -159,7 +161,7 @@ class Tombstones:
         return self.of_session(session, current) if session else None
 
     def of_session(self, session: int, current: int) -> FromPlane:
-        """What to tell a process of a session that is over: why, if it is known."""
+        """Return the message for processes of a past session, with the reason if it is known."""
         reason = f"session {session} is over; the current one is {current}; restart this process"
         return self._sessions.get(session) or Refused(epoch=self._epoch, reason=reason, session=session)
 
@@ -169,6 +171,7 @@ class Tombstones:
         self._processes[incarnation] = session
 
     def _trim(self) -> None:
+        # Always keep the last session and process: their members may still ask why they ended.
         while self.num_bytes > _REMEMBERED_BYTES and len(self._sessions) > 1:
             old = self._sessions.pop(next(iter(self._sessions)))
             self.num_bytes -= len(old.reason) + _ENTRY_BYTES

@@ -1,4 +1,4 @@
-"""How long anybody may be silent."""
+"""Timeouts of the protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long silence may last. All waits in the protocol are bounded by one of these, or by a live peer."""
+    """How long silence may last. Every wait in the protocol is bounded by one of these, or by a live peer."""
 
     heartbeat_s: Annotated[
         float, Meta(gt=0, description="seconds between two signs of life of a rank or the plane")
@@ -27,7 +27,7 @@ class Timeouts:
         ),
     ] = 11.0
     delivery_s: Annotated[
-        float, Meta(gt=0, description="seconds from sending a step to the rank's word that it has it, or is filling it")
+        float, Meta(gt=0, description="seconds from sending a step until the rank confirms that it has it or fills it")
     ] = 30.0
     plane_s: Annotated[
         float, Meta(gt=0, description="seconds that ranks and producers wait for a lost plane to come back")
@@ -37,14 +37,14 @@ class Timeouts:
         Meta(
             gt=0,
             description="seconds that the database of the log may be away before the plane ends; until then "
-            "heartbeats go on and puts and steps wait",
+            "heartbeats continue and puts and steps wait",
         ),
     ] = 60.0
     resend_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="seconds after which an unanswered question is asked again; then twice as long, and so on",
+            description="seconds after which an unanswered request is repeated; then after twice as long, and so on",
         ),
     ] = 1.0
 
@@ -53,5 +53,5 @@ class Timeouts:
         if self.peer_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"timeouts: peer_s {self.peer_s} with heartbeat_s {self.heartbeat_s}; "
-                "allow at least two heartbeats, or live peers will be called dead"
+                "allow at least two heartbeats, or live peers will count as dead"
             )

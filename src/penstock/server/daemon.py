@@ -1,18 +1,20 @@
-"""The server process: one plane, its signals, its log lines, its exit codes.
+"""The server process behind `penstock serve`: one plane, its signals, log lines and exit codes.
 
-    SIGTERM, SIGINT   answer what has arrived, then end: within 10 s, for the watchdog sees to it
+    SIGTERM, SIGINT   answer what has arrived, then end. The watchdog ensures that this takes at most 10 s
     a second one      end at once
     SIGUSR1           write the stacks of all threads to the log
     parent killed     end as on SIGTERM, if the parent was named
 
-Whatever the end, nothing acknowledged is lost: it was on disk before it was acknowledged. Ranks are not told of an
-orderly end: if a plane comes back on the same folder within `timeouts.plane_s` they go on where they were.
+However it ends, nothing acknowledged is lost: it was on disk before it was acknowledged. A clean end is not announced
+to the ranks: if a plane starts on the same folder within `timeouts.plane_s`, they continue where they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -29,7 +31,6 @@ from penstock.client import Plane, plane_transport, usable_url
 from penstock.errors import ConfigError, Fenced
 from penstock.log import Log
 from penstock.plane import PlaneLoop, ServerSettings, note_listening, open_log, run_folder
-from penstock.server.allocation import settle_memory
 from penstock.server.http_api import HttpApi, find_token
 from penstock.server.log_format import LineFormatter
 from penstock.server.metrics_page import MetricsPage, metrics_token
@@ -40,22 +41,28 @@ from penstock.transport import MemoryPlane
 logger = logging.getLogger("penstock.process")
 _DRAIN_S = 2.0
 LIVE_S = 30.0
-"""Without a turn of the loop for longer, /healthz says that the plane is stuck; the watchdog waits longer than that."""
+"""/healthz reports a stuck plane when its loop has not turned for longer. The watchdog waits longer than that."""
 IN_PROCESS = "memory:"
-"""The address of what runs in this process: nobody else can use it."""
+"""The address of the in-process transport, which no other process can use."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt`, from <malloc.h>."""
+KEPT_BYTES = 128 << 20
+"""Freed memory that the C library keeps, per arena."""
+LARGE_BYTES = 32 << 20
+"""Blocks from this size on are mapped one by one and returned to the system at once."""
 
 
 class Exit(IntEnum):
-    """How a server process ended. Killed by the watchdog it ends by SIGKILL, which a shell shows as 137."""
+    """Exit codes of a server process. If the watchdog kills it, a shell shows 137 (SIGKILL)."""
 
     ENDED = 0
-    """By SIGTERM or SIGINT, in order."""
+    """A clean end by SIGTERM or SIGINT."""
     REFUSED = 1
-    """It did not start: a setting, an address, a folder that another plane has open."""
+    """It did not start: an invalid setting or address, or a folder that another plane has open."""
     USAGE = 2
-    """The command line could not be read."""
+    """Invalid command line."""
     FAILED = 3
-    """Something went wrong beyond repair; the log says what, and every rank was told."""
+    """A fatal error. The log has the reason, and it was sent to every rank."""
     FENCED = 4
     """Another plane has taken the run over."""
     AT_ONCE = 143
@@ -64,11 +71,11 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What others need to know of a plane that listens."""
+    """What to report about a plane that listens."""
 
     pid: int
     watchdog: int | None
-    """Its watchdog's process."""
+    """The pid of its watchdog."""
     run: str
     run_id: str
     folder: str
@@ -81,30 +88,30 @@ class Ready:
     http: str | None
     """Address of the HTTP API."""
     http_token: str | None
-    """Its token, if it was made here; None if it was given."""
+    """Its token if it was generated here, None if it was configured."""
     secured: bool
     """Whether clients need keys."""
 
 
 def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent: int | None = None) -> Exit:
-    """Run a plane in this process, in the main thread, until a signal ends it; `ready` is called when it listens.
+    """Run a plane in the main thread of this process until a signal ends it. Calls `ready` when it listens.
 
-    `parent` names the process that started this one: when that dies, however it dies, so does the plane.
+    `parent` is the pid of the process that started this one. When that process dies, however it dies, the plane ends.
     """
-    os.umask(0o077)
+    os.umask(0o077)  # logs, sockets and frames are private to this user
     if parent is not None and not die_with_parent(parent, signal.SIGTERM):
         raise ConfigError(f"parent {parent}: this process was started by {os.getppid()}; name that, or leave it out")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_logging(config.log_file))
-        turns = _open(config, stack)
+        hooks = _open(config, stack)
         settle_memory()
-        state = turns.ready
-        logger.info("epoch %d, next step %d, listening at %s", turns.log.epoch, state.next_step, ", ".join(state.urls))
+        state = hooks.ready
+        logger.info("epoch %d, next step %d, listening at %s", hooks.log.epoch, state.next_step, ", ".join(state.urls))
         try:
             ready(state)
-            turns.server.run()
+            hooks.server.run()
         except Fenced as error:
-            logger.error("fenced: %s", error)  # noqa: TRY400 - the sentence says it all
+            logger.error("fenced: %s", error)  # noqa: TRY400 - the message is enough
             return Exit.FENCED
         except Exception:
             logger.exception("the plane failed")
@@ -113,8 +120,24 @@ def run_plane(config: ServerSettings, *, ready: Callable[[Ready], None], parent:
     return Exit.ENDED
 
 
+def settle_memory() -> None:
+    """Tune memory management. Call once, when everything is loaded.
+
+    Every step frees some tens of megabytes and needs them again for the next. By default the C library returns them to
+    the system each time, and faulting the pages in again costs about as much as building the step. So it keeps them.
+    And Python's collector would scan all objects of all modules again and again: `gc.freeze` excludes them.
+    `tests/server/test_allocation.py` counts the page faults. Does nothing where the C library has no `mallopt`.
+    """
+    gc.collect()
+    gc.freeze()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
 class LoopHooks:
-    """What is done between two turns of the plane's loop: beat, answer onlookers, end when asked to."""
+    """Called between two hooks of the plane's loop: beats, answers observers, ends the loop when asked to."""
 
     def __init__(self, config: ServerSettings) -> None:
         self.config = config
@@ -122,7 +145,7 @@ class LoopHooks:
         self.log: Log
         self.watchdog: Watchdog | None = None
         self.page: MetricsPage | None = None
-        self.door: HttpApi | None = None
+        self.http_api: HttpApi | None = None
         self.made_token: str | None = None
         self.snapshot = Snapshot(lambda: self.server.status())
         self._asked: float | None = None
@@ -139,25 +162,28 @@ class LoopHooks:
             self._drain(now)
 
     def not_live(self) -> str:
+        """Return the reason to restart the process, or ""."""
         age = 0.0 if self._turned_at is None else time.monotonic() - self._turned_at
         return f"the plane's loop has not turned for {age:.0f} s" if age > LIVE_S else ""
 
     def not_ready(self) -> str:
+        """Return why clients should not connect now, or ""."""
         if self._turned_at is None:
             return "starting"
         return "ending" if self._asked is not None else self.not_live()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked is not None:
+        if self._asked is not None:  # nothing acknowledged is lost by this: it is on disk
             os._exit(Exit.AT_ONCE)
         self._asked = time.monotonic()
         logger.info("%s: ending", signal.Signals(number).name)
 
     def _drain(self, now: float) -> None:
-        """End after the first turn in which nothing happened: what had arrived by then is written and answered."""
+        """Stop after the first turn in which nothing happened: everything that arrived is then written and answered."""
         assert self._asked is not None
         engine = self.server.engine
         seen = (engine.ledger.accepted, engine.next_step, engine.last_step, engine.counts.total())
+        # Counters that change with any work: equal ones in two turns mean that nothing was left to do in between.
         if seen == self._seen or now - self._asked > _DRAIN_S:
             self.server.stop()
         self._seen = seen
@@ -183,15 +209,15 @@ class LoopHooks:
             replicas=self.config.replicas,
             next_step=self.server.engine.next_step,
             metrics=None if self.page is None else self.page.url,
-            http=None if self.door is None else self.door.url,
+            http=None if self.http_api is None else self.http_api.url,
             http_token=self.made_token,
             secured=self.config.keys is not None,
         )
 
 
 def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
-    """Everything that can refuse to start; what was opened is closed again if the rest cannot be."""
-    turns = LoopHooks(config)
+    """Open everything that may fail to start. Closes what was opened if a later part fails."""
+    hooks = LoopHooks(config)
     if config.metrics is None and config.metrics_token is not None:
         raise ConfigError(f"metrics_token: {config.metrics_token!r} without metrics; give the address of the page too")
     token = None if config.metrics is None else metrics_token(config.metrics, config.metrics_token)
@@ -200,39 +226,40 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     with contextlib.ExitStack() as opened:
         log = _open_log(config)
         opened.callback(log.close)
-        turns.log = log
+        hooks.log = log
         transports = []
         for url in config.listen:
             transports.append(plane_transport(url, config.keys, max_message=config.max_message_bytes))
             opened.callback(transports[-1].close)
             stack.callback(_remove_socket, transports[-1].url, _inode(transports[-1].url))
+        # The HTTP API is a client in this process. Its puts take the same path as those of any other client.
         memory = MemoryPlane()
-        turns.server = PlaneLoop(config, log, [*transports, memory] if config.http else transports, on_turn=turns)
+        hooks.server = PlaneLoop(config, log, [*transports, memory] if config.http else transports, on_turn=hooks)
         note_listening(log, [usable_url(transport.url) for transport in transports])
         if config.http is not None:
-            memory.last_words = turns.server.last_words
-            turns.door, turns.made_token = _open_door(config, config.http, memory)
-            opened.callback(turns.door.close)
+            memory.last_words = hooks.server.last_words
+            hooks.http_api, hooks.made_token = _open_http(config, config.http, memory)
+            opened.callback(hooks.http_api.close)
         if config.metrics is not None:
-            turns.page = MetricsPage(config.metrics, turns.snapshot.ask, token=token, health=turns)
-            opened.callback(turns.page.close)
+            hooks.page = MetricsPage(config.metrics, hooks.snapshot.ask, token=token, health=hooks)
+            opened.callback(hooks.page.close)
         stall = config.watchdog.stall_s
         if stall is not None:
-            turns.watchdog = Watchdog(stall_s=stall, end_s=config.watchdog.end_s, grace_s=config.watchdog.grace_s)
-            opened.callback(turns.watchdog.close)
-        opened.pop_all()
-    _keep(turns, stack)
-    return turns
+            hooks.watchdog = Watchdog(stall_s=stall, end_s=config.watchdog.end_s, grace_s=config.watchdog.grace_s)
+            opened.callback(hooks.watchdog.close)
+        opened.pop_all()  # everything is open: from here on the plane's loop and `_keep` close it
+    _keep(hooks, stack)
+    return hooks
 
 
-def _open_door(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpApi, str | None]:
-    """The door, a client of the plane in this process; and its token, if it was made here."""
+def _open_http(config: ServerSettings, address: str, memory: MemoryPlane) -> tuple[HttpApi, str | None]:
+    """Open the HTTP API, a client of the plane in this process. Returns its token if that was generated here."""
     token, is_made = find_token(address, config.http_token, config.folder)
-    line = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts)
+    plane = Plane(memory.connect, url=IN_PROCESS, run=config.run, timeouts=config.timeouts)
     try:
-        return HttpApi(address, line, token=token), token if is_made else None
+        return HttpApi(address, plane, token=token), token if is_made else None
     except BaseException:
-        line.close()
+        plane.close()
         raise
 
 
@@ -240,29 +267,29 @@ def _open_log(config: ServerSettings) -> Log:
     return open_log(run_folder(config.folder, config), config)
 
 
-def _keep(turns: LoopHooks, stack: contextlib.ExitStack) -> None:
-    """Signals from here on; at the end, what the server does not close itself."""
-    if turns.watchdog is not None:
-        stack.callback(turns.watchdog.close)
-        signal.set_wakeup_fd(turns.watchdog.pipe, warn_on_full_buffer=False)
+def _keep(hooks: LoopHooks, stack: contextlib.ExitStack) -> None:
+    """Install signal handlers, and register what to close at the end."""
+    if hooks.watchdog is not None:
+        stack.callback(hooks.watchdog.close)
+        signal.set_wakeup_fd(hooks.watchdog.pipe, warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, -1)
-    if turns.page is not None:
-        stack.callback(turns.page.close)
-    if turns.door is not None:
-        stack.callback(turns.door.close)
+    if hooks.page is not None:
+        stack.callback(hooks.page.close)
+    if hooks.http_api is not None:
+        stack.callback(hooks.http_api.close)
     for number in (signal.SIGTERM, signal.SIGINT):
-        stack.callback(signal.signal, number, signal.signal(number, turns.on_signal))
-    turns()  # the first beat: from here on the watchdog knows what it watches
+        stack.callback(signal.signal, number, signal.signal(number, hooks.on_signal))
+    hooks()  # the first beat: from here on the watchdog reports the plane's state
 
 
 def _inode(url: str) -> int:
-    """Of an ipc address's socket file; 0 for other addresses."""
+    """Return the inode of an ipc address's socket file, or 0 for other addresses."""
     path = url.removeprefix("ipc://")
     return Path(path).stat().st_ino if path != url else 0
 
 
 def _remove_socket(url: str, inode: int) -> None:
-    """ZeroMQ leaves the file behind; remove it unless somebody else listens there by now."""
+    """Remove the socket file that ZeroMQ leaves behind, unless another plane listens there by now."""
     path = Path(url.removeprefix("ipc://"))
     with contextlib.suppress(FileNotFoundError):
         if inode and path.stat().st_ino == inode:
@@ -271,13 +298,13 @@ def _remove_socket(url: str, inode: int) -> None:
 
 @contextlib.contextmanager
 def _logging(path: str | None) -> Iterator[None]:
-    """Log lines to a file or stderr, where SIGUSR1 and crashes write stacks too."""
+    """Write log lines to a file or stderr. SIGUSR1 and crashes write stacks there too."""
     with contextlib.ExitStack() as stack:
         stream: IO[Any] = sys.stderr
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(Path(path).open("a", encoding="utf-8"))
-            os.dup2(stream.fileno(), 2)  # the watchdog, and whatever a library writes, end up there as well
+            os.dup2(stream.fileno(), 2)  # output of the watchdog and of libraries goes to the file too
         handler = logging.StreamHandler(stream)
         handler.setFormatter(LineFormatter())
         root = logging.getLogger("penstock")

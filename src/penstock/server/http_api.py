@@ -1,14 +1,14 @@
-"""The HTTP API: producers in other languages, and in sandboxes, put groups and look at the ledger.
+"""The HTTP API: producers in other languages or in sandboxes put groups and read the ledger.
 
-    POST /v1/groups     a group as JSON, or a frame: 201 it is new and durable, 200 it was there already
+    POST /v1/groups     a group as JSON, or a frame: 201 if it is new and durable, 200 if the plane already had it
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
-    GET  /openapi.json  the description of all this, which needs no token
+    GET  /openapi.json  the OpenAPI description, without a token
 
-The server runs in a thread of its own and is a client of the plane like any other: bodies are read and parsed beside
-the plane's loop, and a group is answered when it is durable. It keeps a bounded number of bytes in hand. Errors are
-those of `penstock.errors`, in the same words, with the status that `STATUS` gives them. Where there is no room a put
-waits in the plane's line like any other, for `timeout` seconds. Then the answer is 429 with Retry-After, and the
-producer sends the group again.
+The server runs on its own thread and is a client of the plane like any other: bodies are read and parsed outside the
+plane's loop, and a group is answered when it is durable. The bytes of all requests together are bounded. Errors are
+those of `penstock.errors`, with the same messages and the status that `STATUS` gives them. While there is no room, a
+put waits in the plane's queue for up to `timeout` seconds. Then the answer is 429 with Retry-After, and the producer
+sends the group again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import OVER_LENGTH, Accepted
-from penstock.server.bearer import has_token, is_loopback, parse_address, read_token
-from penstock.server.http_server import HttpThread
+from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
 from penstock.server.openapi import FRAME, describe
 
 if TYPE_CHECKING:
@@ -53,20 +52,20 @@ STATUS: dict[type[PenstockError], int] = {
     errors.PeerError: 503,
     errors.PenstockError: 500,
 }
-"""The status of an error: of the first class here that it is."""
+"""The status of an error is that of the first class here it is an instance of, so subclasses come first."""
 MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
 MAX_BYTES_IN_HAND = 512 << 20
-"""Of all requests together, from the first byte of a body until its group is answered."""
+"""Limit on all requests together, from the first byte of a body until its group is answered."""
 _BODY_S = 60.0
 WAIT_S, MOST_WAIT_S = 20.0, 300.0
-"""How long a put waits for room, unless its request says otherwise, and at most."""
+"""How long a put waits for room by default, and at most."""
 _THREADS = 8
 _LATER_S = 1.0
 Answer = Callable[["Request"], Awaitable["Response"]]
 
 
 class HttpApi:
-    """Serves a plane over HTTP until closed; `address` is HOST:PORT, port 0 takes a free one."""
+    """Serves a plane over HTTP until closed. `address` is HOST:PORT, port 0 chooses a free port."""
 
     def __init__(self, address: str, plane: Plane, *, token: str) -> None:
         require("the HTTP API", "starlette", "uvicorn", extra="http")
@@ -80,7 +79,7 @@ class HttpApi:
         return self._server.url
 
     def close(self) -> None:
-        """Take no further requests. Requests that wait for the plane fail with it."""
+        """Accept no further requests. Requests that wait for the plane fail."""
         self._server.stop()
         self._plane.close()
         self._server.close()
@@ -88,7 +87,7 @@ class HttpApi:
 
 
 def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
-    """The routes, behind the token."""
+    """Return the application. All routes but /openapi.json need the token."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 
@@ -104,7 +103,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
             return refusal
         with in_hand.taking(size) as fits:
             if not fits:
-                return _later(f"the HTTP API: {MAX_BYTES_IN_HAND} bytes of groups are on their way; send it again")
+                return _later(f"the HTTP API: requests of {MAX_BYTES_IN_HAND} bytes are being handled; send it again")
             body = await _body(request, size)
             if body is None:
                 return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
@@ -133,13 +132,13 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
 
 
 def _of_json(plane: Plane, body: bytes) -> tuple[int, EncodedGroup]:
-    """The number of samples, and the group to put."""
+    """Parse a JSON group. Returns the number of samples and the group to put."""
     group, evaluation = read_json_group(body, lambda: plane.columns)
     return len(group), EncodedGroup.of(group, evaluation=evaluation, columns=lambda: plane.columns)
 
 
 def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
-    """The number of samples, and the group to put."""
+    """Check a frame's head. Returns the number of samples and the group to put."""
     head = read_head(body)
     groups = sorted(set(head.text.get("group", ())))
     if len(groups) != 1 or not groups[0]:
@@ -156,13 +155,13 @@ def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict
 
 
 async def _while_connected(request: Request, putting: Coroutine[Any, Any, Accepted]) -> Accepted:
-    """The result of a put; a client that goes away meanwhile leaves the line."""
+    """Wait for a put. Cancels it if the client disconnects, so that it leaves the plane's queue."""
     from starlette.requests import ClientDisconnect
 
     put, gone = asyncio.ensure_future(putting), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait([put, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not put.done():  # behind a body that was read nothing comes but the end of the connection
+        if not put.done():  # after a complete body, the only further message is the end of the connection
             raise ClientDisconnect
         return put.result()
     finally:
@@ -178,14 +177,14 @@ async def _beside(pool: ThreadPoolExecutor, work: Callable[..., Any], *arguments
 
 
 class BytesInHand:
-    """Counts the bytes of requests at work; used by one thread."""
+    """Counts the bytes of requests in progress. Use it from one thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self.num_bytes = limit, 0
 
     @contextmanager
     def taking(self, size: int) -> Iterator[bool]:
-        """Whether so many more fit, while the block runs."""
+        """Reserve `size` bytes while the block runs. Yields False if they do not fit."""
         fits = self.num_bytes + size <= self._limit
         self.num_bytes += size * fits
         try:
@@ -195,7 +194,7 @@ class BytesInHand:
 
 
 def _timeout(request: Request) -> float:
-    """How long the put may wait for room, in seconds."""
+    """Return the seconds that the put may wait for room."""
     text = request.query_params.get("timeout", str(WAIT_S))
     try:
         seconds = float(text)
@@ -207,12 +206,12 @@ def _timeout(request: Request) -> float:
 
 
 def _length(request: Request, limit: int) -> tuple[int, Response | None]:
-    """The length that a body will have, or the answer that rejects it."""
+    """Return the length of the body, and a response if it must be rejected."""
     if "transfer-encoding" in request.headers:
-        # Beside a content-length it would win: the body would have no limit, and a proxy that believes the length would
-        # take the rest of the body for the next request. So the connection ends with the answer.
-        said = "transfer-encoding: not taken; send a body with content-length only"
-        return 0, _problem(411, "InvalidInput", said, {"connection": "close"})
+        # It takes precedence over a content-length: the body would have no limit, and a proxy that trusts the length
+        # would treat the rest of the body as the next request (request smuggling). So the connection is closed too.
+        reason = "transfer-encoding: not supported; send a body with content-length only"
+        return 0, _problem(411, "InvalidInput", reason, {"connection": "close"})
     text = request.headers.get("content-length", "")
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         return 0, _problem(411, "InvalidInput", "content-length: missing; send a body of known length")
@@ -223,7 +222,7 @@ def _length(request: Request, limit: int) -> tuple[int, Response | None]:
 
 
 async def _body(request: Request, size: int) -> bytes | None:
-    """The body; None if it is too slow. Raises InvalidInput at the first byte beyond `size`."""
+    """Read the body, or return None if it is too slow. Raises InvalidInput at the first byte beyond `size`."""
     body = bytearray()
 
     async def read() -> None:
@@ -240,19 +239,19 @@ async def _body(request: Request, size: int) -> bytes | None:
 
 
 def _guard(answer: Answer, token: str) -> Answer:
-    """Only to those who have the token."""
+    """Answer only requests with the token."""
 
     async def guarded(request: Request) -> Response:
         if not has_token(request.headers.get("authorization", ""), token):
-            said = "authorization: no token, or another; send the header Authorization: Bearer TOKEN"
-            return _problem(401, "InvalidInput", said, {"www-authenticate": "Bearer"})
+            reason = "authorization: no token, or a wrong one; send the header Authorization: Bearer TOKEN"
+            return _problem(401, "InvalidInput", reason, {"www-authenticate": "Bearer"})
         return await answer(request)
 
     return guarded
 
 
 def _safely(answer: Answer) -> Answer:
-    """Our errors as answers; what else goes wrong is the server's to report."""
+    """Turn Penstock's errors into responses. The server reports all others as 500."""
     from starlette.requests import ClientDisconnect
     from starlette.responses import Response
 
@@ -264,13 +263,13 @@ def _safely(answer: Answer) -> Answer:
         except PenstockError as error:
             return _problem(status_of(error), type(error).__name__, str(error))
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody hears it
+            return Response(status_code=400)  # never sent: the client is gone
 
     return answering
 
 
 def status_of(error: PenstockError) -> int:
-    """The HTTP status that says whose fault it is."""
+    """Return the HTTP status of an error."""
     return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
@@ -295,20 +294,21 @@ def _json(found: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 def find_token(address: str, file: str | None, folder: str) -> tuple[str, bool]:
-    """The token, and whether it was made here: one that is made is kept in the run's folder, for the next start."""
+    """Return the token, and whether it was generated here. A generated one is stored in the run's folder for the next
+    start."""
     host, _ = parse_address(address, "http")
     if file is not None:
         return read_token(Path(file), "http_token"), False
     if not is_loopback(host):
         raise ConfigError(
             f"http: {address!r} can be reached by other hosts; give http_token, a file with a token of your own, and "
-            "let a proxy with TLS stand in front"
+            "put a proxy with TLS in front"
         )
     if folder in ("", "memory:"):
         return secrets.token_urlsafe(32), True
     kept = Path(folder) / "http-token"
     if not kept.exists():
-        with replacing(kept) as made:  # a token cut short by a kill would refuse every later start
+        with replacing(kept) as made:  # atomic: a token truncated by a kill would prevent every later start
             os.fchmod(made.fileno(), 0o600)
             made.write(secrets.token_urlsafe(32).encode() + b"\n")
     return read_token(kept, "http_token"), True

@@ -1,4 +1,5 @@
-"""The connections of `http_server`: uvicorn's own, with deadlines and a guard that counts them. Imports uvicorn."""
+"""The connections of `http_server`: uvicorn's protocol with deadlines and limits. A module of its own, because it
+imports uvicorn, which is optional."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from penstock.server.http_server import REJECTION, Guard, Limits
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection. Servers use subclasses that `protocol_of` makes."""
+    """One connection. `protocol_of` makes a subclass per server."""
 
     guard: ClassVar[Guard]
     _counted = False
@@ -30,8 +31,8 @@ class GuardedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(self.guard.limits.header_s, self.drop)
 
     def data_received(self, data: bytes) -> None:
-        # Not restarted by further bytes: a header, or the rest of a body that was rejected, that drips in has the
-        # same deadline as one that does not come.
+        # Further bytes do not restart the deadline: a header, or the rest of a rejected body, that arrives byte by byte
+        # has the same deadline as one that does not arrive at all.
         if self in self.guard.waiting and self._deadline is None:
             self._deadline = self.loop.call_later(self.guard.limits.header_s, self.drop)
         super().data_received(data)
@@ -42,8 +43,8 @@ class GuardedProtocol(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Note whether the connection waits for a request, or its request is being answered."""
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its type says
+        """Note whether the connection waits for a request or is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, unlike its declared type
         if cycle is None or cycle.response_complete:
             if self._counted:
                 self.guard.waiting.setdefault(self, self._address)
@@ -61,7 +62,7 @@ class GuardedProtocol(H11Protocol):
         self._unread = _cancelled(self._unread)
 
     def drop(self) -> None:
-        """Close the connection at once: a client that reads nothing would keep an orderly end waiting."""
+        """Close the connection at once. A clean close would wait for a client that reads nothing."""
         self._leave()
         self.transport.abort()
 
@@ -78,12 +79,12 @@ class GuardedProtocol(H11Protocol):
 
 
 def protocol_of(limits: Limits) -> type[GuardedProtocol]:
-    """A protocol for `uvicorn.Config(http=...)`; connections that share it are limited together."""
+    """Return a protocol class for `uvicorn.Config(http=...)`. Its connections share one guard."""
     return type("GuardedProtocol", (GuardedProtocol,), {"guard": Guard(limits)})
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer. Returns what to put in its place."""
+    """Cancel a timer. Returns None, to assign in its place."""
     if timer is not None:
         timer.cancel()
     return None

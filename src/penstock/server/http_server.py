@@ -1,26 +1,31 @@
-"""The HTTP server of every page: uvicorn, with a guard that bounds connections.
+"""The HTTP server of the API, the metrics page and the viewer: uvicorn with limits, addresses and tokens.
 
-uvicorn has no deadline for a request's headers and no limit per address: a thousand connections that send nothing, and
-need no token for it, would keep everybody else out. The guard adds
+uvicorn has no deadline for a request's headers and no limit per address: a thousand connections that send nothing,
+which needs no token, would block all other clients. The guard adds
 
-- a deadline from the first moment of a connection, or the first byte of a further request, to the end of its headers;
+- a deadline from the start of a connection, or the first byte of a further request, to the end of its headers;
 - a deadline for a client that does not read its answer;
-- a limit on connections per address and in total. Where it is reached, the connection that has waited longest for a
+- a limit on connections per address and in total. When it is reached, the connection that has waited longest for a
   request is closed to make room. A connection whose request is being answered is never closed for another one.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import resource
+import secrets
 import socket
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.extras import require
 
+MIN_TOKEN = 22
+"""Characters, which hold 128 bits."""
 _END_S = 3.0
 _FULL = b'{"error":"Overloaded","message":"too many connections are being answered; send it again","retry_after_s":1.0}'
 REJECTION = (
@@ -31,34 +36,36 @@ REJECTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one server allows its clients."""
+    """Limits on the clients of one server."""
 
     connections: int = 1024
     """In total. Never more than half of the descriptors that the process may open: the plane needs the others."""
     per_address: int = 256
     header_s: float = 10.0
-    """From the connection, or the first byte of a further request, to the end of the request's headers."""
+    """Seconds from the connection, or the first byte of a further request, to the end of the request's headers."""
     send_s: float = 30.0
-    """For a client to read some of an answer that is larger than the buffers on its way."""
+    """Seconds for a client to read some of an answer that does not fit the send buffers."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """Counts the connections of one server. Used by the server's thread only."""
+    """Counts the connections of one server. Use it from the server's thread only."""
 
     limits: Limits
     by_address: Counter[str] = field(default_factory=Counter)
     waiting: dict[Any, str] = field(default_factory=dict)
-    """Connections that wait for a request, with their address, the longest waiting first."""
+    """Connections that wait for a request, with their address. The longest waiting comes first."""
 
     @property
     def most(self) -> int:
+        # Read each time: an operator may change the limit of a running process (prlimit).
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return self.limits.connections if soft < 0 else max(min(self.limits.connections, soft // 2), 1)
 
     def admit(self, address: str) -> bool:
-        """Count a new connection. Closes the one that has waited longest where there are too many; False if all are
-        being answered."""
+        """Count a new connection. Closes the one that has waited longest if there are too many. Returns False if all
+        are being answered."""
+        # Connections of the same address come first: one greedy client must not push out the others.
         if self.by_address[address] >= self.limits.per_address:
             oldest = next((one for one, its in self.waiting.items() if its == address), None)
         elif self.by_address.total() >= self.most:
@@ -73,14 +80,14 @@ class Guard:
         return True
 
     def left(self, address: str) -> None:
-        """Count a connection that is gone."""
+        """Uncount a closed connection."""
         self.by_address[address] -= 1
         if self.by_address[address] <= 0:
             del self.by_address[address]
 
 
 def server_config(app: Any, *, limits: Limits | None = None, **options: Any) -> Any:
-    """A `uvicorn.Config` behind the guard. It logs no requests: their addresses may hold a token."""
+    """Return a `uvicorn.Config` with the guard. It logs no requests, because their URLs may contain a token."""
     import uvicorn
 
     from penstock.server.http_protocol import protocol_of
@@ -90,7 +97,7 @@ def server_config(app: Any, *, limits: Limits | None = None, **options: Any) -> 
 
 
 class HttpThread:
-    """Serves an ASGI app from a thread of its own until closed. Port 0 takes a free one."""
+    """Serves an ASGI app on its own thread until closed. Port 0 chooses a free port."""
 
     def __init__(
         self, app: Any, host: str, port: int, *, setting: str, extra: str, limits: Limits | None = None
@@ -120,10 +127,57 @@ class HttpThread:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
-        """Take no further requests. Returns at once."""
+        """Accept no further requests. Returns at once."""
         self._server.should_exit = True
 
     def close(self) -> None:
         self.stop()
         self._thread.join(_END_S)
         self._socket.close()
+
+
+# ------------------------------------------------------------------ addresses and tokens
+
+
+def parse_address(address: str, setting: str) -> tuple[str, int]:
+    """Split HOST:PORT. `setting` names the setting in errors.
+
+    >>> parse_address("localhost:7441", "http"), parse_address("[::1]:80", "http")
+    (('127.0.0.1', 7441), ('::1', 80))
+    """
+    host, _, port = address.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        ipaddress.ip_address(host)
+        good = port.isdigit() and int(port) <= 65535
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"{setting}: {address!r}; must be ADDRESS:PORT, such as 127.0.0.1:7441")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host can reach an address."""
+    return ipaddress.ip_address(host).is_loopback
+
+
+def read_token(path: Path, setting: str) -> str:
+    """Read a token from a file. Raises ConfigError if other users may read the file, or the token is too short."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+        mode = path.stat().st_mode & 0o777
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", error)
+        raise ConfigError(f"{setting}: {path}: {problem}; give a file with a token") from None
+    if mode & 0o077:
+        raise ConfigError(f"{setting}: {path}: others may read it (mode {mode:o}); chmod 600 {path}")
+    if len(token) < MIN_TOKEN or not token.isprintable() or " " in token:
+        raise ConfigError(f"{setting}: {path}: {len(token)} characters; give at least {MIN_TOKEN}, without spaces")
+    return token
+
+
+def has_token(authorization: str, token: str) -> bool:
+    """Check the bearer token of an Authorization header in constant time."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), token.encode())

@@ -1,7 +1,7 @@
-"""Log lines: one event, one line, whatever the message holds.
+"""The format of log lines: one event, one line, whatever the message contains.
 
-Text from elsewhere (ids, errors of peers) may contain newlines or terminal codes; they are shown escaped, so that
-nobody can forge a line or repaint an operator's screen.
+Text from peers (ids, errors) may contain newlines or terminal codes. They are escaped, so that a peer cannot forge a
+line or control an operator's terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal or a line reader would act on escaped.
+    """Escape everything that a terminal or a line reader would act on.
 
     >>> printable("one\\ntwo \\x1b[31mred")
     'one\\\\ntwo \\\\x1b[31mred'
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """`time level logger: message`, in UTC; an exception's frames follow on the same line, innermost first."""
+    """Formats `time level logger: message`, in UTC. An exception's frames follow on the same line, innermost first."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -37,7 +37,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_lines() -> None:
-    """Write what Penstock logs to stderr, in a process that is somebody else's: an actor's goes to Ray's logs."""
+    """Write Penstock's log lines to stderr in a host process, such as a Ray actor, whose stderr goes to Ray's logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     root = logging.getLogger("penstock")

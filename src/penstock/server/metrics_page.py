@@ -1,7 +1,7 @@
-"""A plane's page over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever starts and watches planes.
+"""The metrics page: `/metrics` for Prometheus, `/healthz` and `/readyz` for supervisors and Kubernetes probes.
 
-Beyond loopback `/metrics` needs a token. The other two say no more than yes or no and why, and need none: probes have
-no place to keep one.
+Beyond loopback `/metrics` needs a token. The other two only answer yes or no with a reason and need none, because
+probes cannot store one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from penstock.errors import ConfigError, WaitTimeout
 from penstock.extras import require
-from penstock.server.bearer import has_token, is_loopback, parse_address, read_token
-from penstock.server.http_server import HttpThread, Limits
+from penstock.server.http_server import HttpThread, Limits, has_token, is_loopback, parse_address, read_token
 from penstock.server.prometheus import CONTENT_TYPE, render
 
 App: TypeAlias = Callable[..., Awaitable[None]]
@@ -23,30 +22,30 @@ _LIMITS = Limits(connections=64, per_address=32)
 
 
 class Health(Protocol):
-    """What probes ask. Both may be called from any thread, and answer at once."""
+    """What probes ask. Both may be called from any thread and return at once."""
 
     def not_live(self) -> str:
-        """Why the process should be started again, in words; empty while it should not."""
+        """Return the reason to restart the process, or ""."""
 
     def not_ready(self) -> str:
-        """Why nobody should connect now, in words; empty while everybody may."""
+        """Return why clients should not connect now, or ""."""
 
 
 def metrics_token(address: str, file: str | None) -> str | None:
-    """The token of a page; raises ConfigError where one is needed and not given. Nothing is bound."""
+    """Read the page's token. Raises ConfigError if one is needed and not given. Does not open the address."""
     host, _ = parse_address(address, "metrics")
     if file is not None:
         return read_token(Path(file), "metrics_token")
     if not is_loopback(host):
         raise ConfigError(
-            f"metrics: {address!r} can be reached by other hosts, and whoever reaches the page can read it; give "
+            f"metrics: {address!r} can be reached by other hosts, which could read the page; give "
             "metrics_token, a file with a token of your own, or use 127.0.0.1:PORT"
         )
     return None
 
 
 class MetricsPage:
-    """Serves `/metrics` from a thread: what `show` makes of what `ask` gives. With `health`, probes too."""
+    """Serves `/metrics` on a thread: `show(ask())`. With `health`, it answers probes too."""
 
     def __init__(
         self,
@@ -61,7 +60,8 @@ class MetricsPage:
         host, port = parse_address(address, "metrics")
         if token is None:
             metrics_token(address, None)
-        # A page without a token answers to its loopback name only: another one is a DNS name that was rebound.
+        # A page without a token answers only requests for its loopback name. Any other name means DNS rebinding: a web
+        # page in the user's browser whose domain now resolves to 127.0.0.1.
         names = {host, f"[{host}]", "localhost"} if token is None else None
         app = _app(lambda: show(ask()), names, token, health)
         self._server = HttpThread(app, host, port, setting="metrics", extra="metrics", limits=_LIMITS)
@@ -74,31 +74,31 @@ class MetricsPage:
         self._server.close()
 
 
-def _app(text: Callable[[], str], names: set[str] | None, token: str | None, health: Health | None) -> App:
-    """The page as an ASGI application."""
+def _app(render_page: Callable[[], str], names: set[str] | None, token: str | None, health: Health | None) -> App:
+    """Return the page as an ASGI application."""
 
     async def answer(path: str, host: str, authorization: str) -> tuple[int, str]:
         if health is not None and path in ("/healthz", "/readyz"):
             found = health.not_live() if path == "/healthz" else health.not_ready()
             return (503 if found else 200), f"{found or 'ok'}\n"
         if names is not None and (host.rpartition(":")[0] or host) not in names:
-            return 403, "this page answers to its loopback name only\n"  # a rebound DNS name
+            return 403, "this page answers only to its loopback name\n"  # DNS rebinding
         if path != "/metrics":
             return 404, "the page is /metrics\n"
         if token is not None and not has_token(authorization, token):
             return 401, "send the header Authorization: Bearer TOKEN\n"
         try:
-            return 200, await asyncio.to_thread(text)  # waits for the plane's loop; probes are answered meanwhile
+            return 200, await asyncio.to_thread(render_page)  # waits for the plane's loop; probes do not
         except WaitTimeout as error:
             return 503, f"{error}\n"
 
     async def app(scope: dict[str, Any], _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] == "GET":
-            code, said = await answer(scope["path"], given.get("host", ""), given.get("authorization", ""))
+            code, text = await answer(scope["path"], given.get("host", ""), given.get("authorization", ""))
         else:
-            code, said = 405, "the page is read with GET\n"
-        body = said.encode()
+            code, text = 405, "use GET\n"
+        body = text.encode()
         headers = {"content-type": CONTENT_TYPE, "content-length": str(len(body)), "x-content-type-options": "nosniff"}
         headers |= {"www-authenticate": "Bearer"} if code == 401 else {}
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,4 +1,4 @@
-"""What the HTTP API says of itself, as OpenAPI 3.1: made of the records that it reads, so it says what is so."""
+"""The OpenAPI 3.1 description of the HTTP API, generated from the records that the API parses."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FRAME = "application/x-penstock-frame"
 
 
 class Put(msgspec.Struct, kw_only=True):
-    """A group that is durable."""
+    """The answer to a group that is durable."""
 
     group: str
     samples: int
     new: bool
-    """False: this very group was there already."""
+    """False if the plane already had this group."""
     over_length: dict[str, int] | None = None
-    """truncated_samples, truncated_tokens, dropped_samples, dropped_tokens; absent where no sample is too long."""
+    """truncated_samples, truncated_tokens, dropped_samples, dropped_tokens. Absent if no sample is too long."""
 
 
 class Problem(msgspec.Struct, kw_only=True):
-    """Why not."""
+    """An error."""
 
     error: str
     """The class of the error in penstock.errors."""
@@ -39,20 +39,25 @@ class Problem(msgspec.Struct, kw_only=True):
 _EVALUATION = {
     "name": "evaluation",
     "in": "query",
-    "description": "of a frame: recorded and shown, never trained; a JSON group says so itself",
+    "description": "for a frame: recorded and shown, never trained; a JSON group has a field for it",
     "schema": {"type": "boolean", "default": False},
 }
 _TIMEOUT = {
     "name": "timeout",
     "in": "query",
-    "description": "seconds to wait in line while there is no room, at most 300; then 429",
+    "description": "seconds to wait while there is no room, at most 300; then 429",
     "schema": {"type": "number", "default": 20},
 }
-_OWN = {401: "no token, or another", 408: "the body was too slow", 411: "no content-length", 413: "too large a body"}
+_OWN = {
+    401: "no token, or a wrong one",
+    408: "body too slow",
+    411: "no content-length",
+    413: "the body is too large",
+}
 
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
-    """The description of all routes; `statuses` are those of errors."""
+    """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
     (group, put, problem), parts = msgspec.json.schema_components(
         [JsonGroup, Put, Problem], ref_template="#/components/schemas/{name}"
     )
@@ -60,8 +65,8 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     for kind, status in statuses.items():
         names[status].append(kind.__name__)
     problems = {
-        str(status): _answer(words, problem)
-        for status, words in sorted(({s: ", ".join(found) for s, found in names.items()} | _OWN).items())
+        str(status): _answer(description, problem)
+        for status, description in sorted(({s: ", ".join(found) for s, found in names.items()} | _OWN).items())
     }
     frame = {"schema": {"type": "string", "format": "binary"}}
     return {
@@ -71,19 +76,19 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "/v1/groups": {
                 "post": {
                     "operationId": "put_group",
-                    "summary": "Hand a group over; it is durable when this is answered",
+                    "summary": "Put a group; it is durable when this is answered",
                     "parameters": [_EVALUATION, _TIMEOUT],
                     "requestBody": {"required": True, "content": {"application/json": {"schema": group}, FRAME: frame}},
                     "responses": {
                         "201": _answer("the group is new, and durable", put),
-                        "200": _answer("this very group was there already", put),
+                        "200": _answer("the plane already had this group", put),
                         "415": _answer("another content-type", problem),
                         **problems,
                     },
                 }
             },
-            "/v1/status": _look("get_status", "Where everything is", problem),
-            "/v1/ledger": _look("get_ledger", "What became of every sample that was accepted", problem),
+            "/v1/status": _look("get_status", "The plane's status", problem),
+            "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
         "components": {
             "schemas": parts,
@@ -98,5 +103,5 @@ def _look(name: str, summary: str, problem: Any) -> dict[str, Any]:
     return {"get": {"operationId": name, "summary": summary, "responses": answers}}
 
 
-def _answer(words: str, schema: Any) -> dict[str, Any]:
-    return {"description": words, "content": {"application/json": {"schema": schema}}}
+def _answer(description: str, schema: Any) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

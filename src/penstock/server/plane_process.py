@@ -1,4 +1,4 @@
-"""Start a plane as a process of its own from a program, and have it end with the program."""
+"""Starts a plane as a separate process that ends with the program that started it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from penstock.errors import PlaneLost
 
 
 class PlaneProcess:
-    """A running `penstock serve`, started with the words that follow it on the command line.
+    """A running `penstock serve`, started with the given command-line arguments.
 
-    The kernel ends it when the thread that made it ends, however that happens; so make it from a thread that stays.
+    The kernel ends it when the thread that created it ends, however that happens. So create it from a thread that
+    stays.
 
     >>> with PlaneProcess(["memory:", "--ranks=1", "--seq-len=16", "--groups-per-step=1",
     ...                    "--listen=tcp://127.0.0.1:*"]) as plane:
@@ -29,11 +30,14 @@ class PlaneProcess:
 
     command = "serve"
 
-    def __init__(self, words: Sequence[str], *, stderr: IO[Any] | int | None = None, timeout_s: float = 60.0) -> None:
-        words_of = [sys.executable, "-m", "penstock.cli", self.command, *words, "--json", f"--parent={os.getpid()}"]
-        self.process = subprocess.Popen(words_of, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
+    def __init__(
+        self, arguments: Sequence[str], *, stderr: IO[Any] | int | None = None, timeout_s: float = 60.0
+    ) -> None:
+        own = ["--json", f"--parent={os.getpid()}"]
+        command = [sys.executable, "-m", "penstock.cli", self.command, *arguments, *own]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
         self.ready: dict[str, Any] = {}
-        """What it prints with --json."""
+        """What the process printed with --json."""
         try:
             self.ready = json.loads(self._first_line(time.monotonic() + timeout_s))
         except BaseException:
@@ -54,7 +58,7 @@ class PlaneProcess:
         return self.urls[0]
 
     def stop(self, timeout_s: float = 12.0) -> int:
-        """SIGTERM, and its exit code."""
+        """Send SIGTERM, wait, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -63,7 +67,7 @@ class PlaneProcess:
             self._close()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL and wait."""
         self.process.kill()
         self.process.wait()
         self._close()
@@ -82,14 +86,15 @@ class PlaneProcess:
 
     def _first_line(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
+        # `readline` could block past the deadline, so wait with `select` and read what is there.
         line = b""
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise PlaneLost(f"penstock {self.command}: did not say where it listens in time; its log says why")
+                raise PlaneLost(f"penstock {self.command}: did not report its address in time; see its log")
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 code = self.process.wait()
-                raise PlaneLost(f"penstock {self.command}: ended with code {code} before it listened; its log says why")
+                raise PlaneLost(f"penstock {self.command}: ended with code {code} before it listened; see its log")
             line += data
         return line

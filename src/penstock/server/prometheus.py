@@ -1,10 +1,10 @@
-"""The Prometheus page: what a plane counts, written by prometheus_client.
+"""A plane's metrics in Prometheus format, rendered by prometheus_client.
 
-Names say whose side they are on: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
+The second part of a name tells what it is about: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
 `penstock_train_` what was trained on, `penstock_eval_` what was evaluated, `penstock_ledger_` where every sample is,
-`penstock_run_` the runs that share the trainer, `penstock_plane_` the plane itself.
-The numbers are taken by the plane's own loop between two turns, so they belong together; a plane that does not
-answer within two seconds gives 503, which is worth an alarm.
+`penstock_run_` the tenants that share the trainer, `penstock_plane_` the plane itself.
+The plane's loop takes all numbers between two turns, so they are consistent. A plane that does not answer within two
+seconds gives 503, which is worth an alarm.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _SIDES = {
     "train": "what was trained on",
     "eval": "what was evaluated",
     "ledger": "where every accepted sample is",
-    "run": "the runs that share the trainer",
+    "run": "the tenants that share the trainer",
     "plane": "the plane itself",
     "storage": "where frames are",
     "perf": "how fast",
 }
-"""What the word after `penstock_` says, for the HELP lines."""
+"""HELP texts by the second part of a metric's name."""
 _ODD = re.compile(r"[^a-zA-Z0-9_]")
 _TOTALS = {
     "gen/items", "gen/tokens", "gen/bytes", "gen/refused_stale", "gen/wait_s", "buffer/evicted_unsampled",
     "train/items", "train/batches", "train/tokens", "train/first_uses", "train/filled", "train/wait_s",
     "train/priority_updates", "train/priority_updates_stale",
 }  # fmt: skip
-"""Of the table's numbers, those that only grow while the plane runs."""
+"""The table's metrics that only grow while the plane runs."""
 _STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
@@ -50,7 +50,7 @@ Point = tuple[str, str, dict[str, str], float]
 
 
 class Snapshot:
-    """Lets any thread ask for the plane's status, and the plane's loop answer between two turns."""
+    """Lets any thread ask for the plane's status. The plane's loop answers between two turns."""
 
     def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
         self._take = take
@@ -60,9 +60,9 @@ class Snapshot:
         self._found: dict[str, Any] = {}
 
     def on_turn(self) -> None:
-        """From the loop: answer, if somebody asked."""
+        """Answer a waiting thread, if there is one. Called by the loop."""
         if self._asked.is_set():
-            self._asked.clear()
+            self._asked.clear()  # before taking: a question that arrives meanwhile gets a later snapshot
             found = self._take()
             with self._answered:
                 self._turn, self._found = self._turn + 1, found
@@ -78,13 +78,13 @@ class Snapshot:
 
 
 def render(status: dict[str, Any]) -> str:
-    """A plane's status in Prometheus text format."""
+    """Return a plane's status in Prometheus text format."""
     return expose(_points(status), run=status["run"], durations=status["durations"])
 
 
 def expose(points: Iterable[Point], *, run: str, durations: dict[str, Any] | None = None) -> str:
-    """Points in Prometheus text format, each with the label `run`; those of one name have the same labels.
-    `durations` is what `Durations.as_dict` gives."""
+    """Return points in Prometheus text format, each with the label `run`. Points of one name have the same labels.
+    `durations` is the result of `Durations.as_dict`."""
     require("a page for Prometheus", "prometheus_client")
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -113,14 +113,15 @@ def _histograms(run: str, durations: dict[str, Any]) -> Any:
     bounds = [*map(str, durations["bounds"]), "+Inf"]
     for work, found in durations.items():
         if work != "bounds":
+            # Prometheus buckets are cumulative: counts [3, 2, 1] become 3, 5, 6.
             totals = accumulate(found["counts"])
             family.add_metric([run, work], list(zip(bounds, totals, strict=True)), found["total_s"])
     return family
 
 
 def _free_bytes(status: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Free bytes of the volumes under log and storage, where these are folders. Asked here, on the page's thread: a
-    network filesystem that hangs must not stop the plane's loop."""
+    """Yield the free bytes of the volumes under log and storage, if these are folders. Runs on the page's thread,
+    because a network filesystem that hangs must not stop the plane's loop."""
     url = status["storage"]["url"]
     storage = url.removeprefix("file://") if url.startswith("file://") else None
     for volume, folder in (("log", status["folder"]), ("storage", storage)):
@@ -130,7 +131,7 @@ def _free_bytes(status: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class _Collected:
-    """What a registry asks for its metrics."""
+    """A collector that returns ready-made metric families."""
 
     def __init__(self, families: list[Any]) -> None:
         self._families = families

@@ -1,16 +1,19 @@
-"""A second process that ends a plane whose loop no longer turns: stacks first, then SIGKILL.
+"""The watchdog: a second process that kills a plane whose loop no longer turns. Stacks first, then SIGKILL.
 
-The plane writes to a pipe: a line per beat, saying where it is, and (through `signal.set_wakeup_fd`, so even while
-Python cannot run) the number of each signal that asks it to end. The watchdog reads the other end.
+The plane writes to a pipe: a line per beat with its state, and the number of each signal that asks it to end. The
+latter goes through `signal.set_wakeup_fd`, so it works even while Python code cannot run. The watchdog reads the other
+end.
 
     no beat for `stall_s`               stacks (SIGUSR1), then SIGKILL
     asked to end, not gone in `end_s`   stacks, then SIGKILL
     asked to end twice                  SIGKILL at once
-    the pipe ends                       the plane is gone, and so is the watchdog
+    the pipe ends                       the plane is gone, and the watchdog ends too
 
-This file is also run as a program, by its path and with the standard library only: what ends a wedged plane must
-not need anything of it. Neither can outlive the other: the kernel ends the watchdog with its parent
-(PR_SET_PDEATHSIG), and a plane that finds the pipe broken starts another watchdog.
+`faulthandler.dump_traceback_later` would need only a thread, but it cannot kill a process that is stopped (SIGSTOP).
+
+This file is also run as a program, by its path and with the standard library only: the watchdog of a stuck plane must
+not depend on the plane's code. The watchdog cannot outlive the plane: the kernel ends it with its parent
+(PR_SET_PDEATHSIG). And a plane that finds the pipe broken starts another watchdog.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def die_with_parent(parent: int, sign: signal.Signals) -> bool:
-    """Have the kernel send `sign` when the thread that started this process ends; False if it has already."""
+    """Have the kernel send `sign` when the thread that started this process ends. Returns False if it has already
+    ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(sign), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -39,9 +43,9 @@ def die_with_parent(parent: int, sign: signal.Signals) -> bool:
 
 
 class Watchdog:
-    """The plane's side: starts the other process and beats.
+    """The plane's side: starts the watchdog process and sends beats.
 
-    `stall_s` may be short in tests; `beat` may be called as often as the loop turns, and writes a few times a second.
+    `beat` may be called at every turn of the loop if `due`, which limits it to a few times per second.
     """
 
     def __init__(self, *, stall_s: float = 300.0, end_s: float = 7.0, grace_s: float = 2.0) -> None:
@@ -59,20 +63,21 @@ class Watchdog:
 
     @property
     def pipe(self) -> int:
-        """For `signal.set_wakeup_fd`; changes when the watchdog had to be started again."""
+        """For `signal.set_wakeup_fd`. Changes when the watchdog is started again."""
         return self._pipe
 
     def due(self, now: float) -> bool:
         return now >= self._next
 
     def beat(self, text: str, now: float) -> bool:
-        """Say that the loop turns, and where it is; False if the watchdog had died and a new one was started."""
+        """Report that the loop turns, and the plane's state. Returns False if the watchdog had died and was started
+        again."""
         self._next = now + self._gap_s
         line = "".join(c if c.isprintable() else "?" for c in text)[:500]
         try:
             os.write(self._pipe, line.encode() + b"\n")
         except BlockingIOError:
-            return True  # it has not read for a while; it knows that we live
+            return True  # the pipe is full of unread beats: these already prove that the plane is alive
         except BrokenPipeError:
             self.close()
             self._start()
@@ -80,7 +85,7 @@ class Watchdog:
         return True
 
     def close(self) -> None:
-        """The plane ends in an orderly way."""
+        """End the watchdog. Called when the plane ends cleanly."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -106,8 +111,8 @@ class _Watch:
     def __init__(self, plane: int, times: argparse.Namespace) -> None:
         self._times = times
         self._name = plane
-        self._plane = os.pidfd_open(plane)  # a number may come to mean another process; this cannot
-        self._said = "nothing yet"
+        self._plane = os.pidfd_open(plane)  # a pid may be reused by another process, a pidfd cannot
+        self._state = "unknown"
         self._heard = time.monotonic()
         self._asked: float | None = None
 
@@ -125,14 +130,16 @@ class _Watch:
                 return self._end("was asked to end a second time", stacks=False)
 
     def _read(self, data: bytes) -> int:
-        """Take beats and signals; how often the plane has been asked to end."""
+        """Parse beats and signal numbers. Returns how often the plane has been asked to end."""
         now = time.monotonic()
         asked = sum(data.count(bytes([sign])) for sign in _ENDING) + (self._asked is not None)
         if asked and self._asked is None:
             self._asked = now
+        # Signal numbers are bytes below 32, beats are printable lines: drop all control characters but the newline
+        # (10).
         lines = [line for line in data.translate(None, bytes(range(10)) + bytes(range(11, 32))).split(b"\n") if line]
         if lines:
-            self._heard, self._said = now, lines[-1].decode(errors="replace")
+            self._heard, self._state = now, lines[-1].decode(errors="replace")
         return asked
 
     def _deadline(self) -> float:
@@ -145,10 +152,10 @@ class _Watch:
         return f"has not turned its loop for {self._times.stall:g} s"
 
     def _end(self, reason: str, *, stacks: bool) -> int:
-        self._log(f"process {self._name} {reason}; its last word was: {self._said}")
+        self._log(f"process {self._name} {reason}; its last state was: {self._state}")
         if stacks:
             self._log(f"asking process {self._name} for its stacks; SIGKILL in {self._times.grace:g} s")
-            # A stopped process writes nothing: the request waits for it, and it runs again for this moment.
+            # A stopped process (SIGSTOP) would write nothing: SIGCONT lets it run long enough to dump its stacks.
             self._send(signal.SIGUSR1)
             self._send(signal.SIGCONT)
             select.select([self._plane], [], [], self._times.grace)
@@ -168,16 +175,16 @@ class _Watch:
         try:
             os.write(2, f"{stamp} ERROR penstock.watchdog: {text}\n".encode())
         except OSError:
-            return  # nobody reads; what must be done is done all the same
+            return  # stderr is closed; the plane must be killed all the same
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ends a plane that no longer works; started by the plane itself.")
+    parser = argparse.ArgumentParser(description="Kills a plane whose loop no longer turns. Started by the plane.")
     parser.add_argument("--plane", type=int, required=True)
     for name in ("stall", "end", "grace"):
         parser.add_argument(f"--{name}", type=float, required=True)
     args = parser.parse_args()
-    # Ctrl-C reaches the whole group; the plane decides when to go, and the watchdog goes with it.
+    # Ctrl-C reaches every process of the group. The plane decides when to end, and the watchdog ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

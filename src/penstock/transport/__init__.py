@@ -1,4 +1,4 @@
-"""Moves messages between a plane and its clients: within a process, through files, over sockets; and the keys."""
+"""Moves messages between a plane and its clients: within a process, through files, over sockets. Also keys."""
 
 from penstock.lazy import exports_of
 

@@ -3,6 +3,7 @@ from penstock.transport.files import FilePlane as FilePlane
 from penstock.transport.interface import ClientTransport as ClientTransport
 from penstock.transport.interface import Envelope as Envelope
 from penstock.transport.interface import PlaneTransport as PlaneTransport
+from penstock.transport.interface import Wake as Wake
 from penstock.transport.keys import ClientKeys as ClientKeys
 from penstock.transport.keys import Guard as Guard
 from penstock.transport.keys import PlaneKeys as PlaneKeys
@@ -16,4 +17,3 @@ from penstock.transport.sockets import MAX_PORT as MAX_PORT
 from penstock.transport.sockets import SocketClient as SocketClient
 from penstock.transport.sockets import SocketPlane as SocketPlane
 from penstock.transport.sockets import check_url as check_url
-from penstock.transport.wake import Wake as Wake

@@ -1,11 +1,11 @@
-"""Messages as files in a shared folder: for clusters where a filesystem is all that the hosts share.
+"""Messages as files in a shared folder: for clusters where the hosts share only a filesystem.
 
-    FOLDER/plane/<client>-<number>.msg      to the plane, from all clients: one look finds them all
+    FOLDER/plane/<client>-<number>.msg      to the plane, from all clients: one listing finds them all
     FOLDER/clients/<client>/<number>.msg    to a client
 
-A file appears under its name only when it is complete (write to a dot-file, rename); it is checked by a
-checksum, and removed once read. There is nothing to wait on, so both ends look: every 2 ms while there is
-traffic, slowing to 50 ms when there is none.
+A file appears under its name only when it is complete (written as a dot-file, then renamed). It is verified by a
+checksum and removed once read. A network filesystem announces nothing, so both ends poll: every 2 ms while there is
+traffic, slowing down to 50 ms when there is none.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ MAX_MESSAGE = 1 << 36
 MAX_FRAMES = 1 << 16
 _FAST_S, _SLOW_S = 0.002, 0.05
 _STALE_S = 24 * 3600.0
-"""What is older is not going to be read, or finished, any more."""
+"""Age after which an unread message or unfinished file counts as abandoned."""
 _TO_CLIENT = re.compile(r"(\d{20})\.msg")
 _TO_PLANE = re.compile(r"(c[0-9a-f]{16})-(\d{20})\.msg")
 _HEAD = struct.Struct("<QI")
 
 
 def write_message(folder: Path, name: str, header: bytes, frames: Frames) -> None:
-    """One message as one file, visible only when complete."""
+    """Write a message as one file, visible only when complete."""
     parts = [header, *frames]
+    # Layout: digest (8 bytes), number of parts (4), size of each part (8 each), the parts. The digest covers the sizes
+    # too, so that bytes cannot move from one part to the next unnoticed.
     sizes = struct.pack(f"<{len(parts)}Q", *(len(part) for part in parts))
     digest = xxhash.xxh3_64(sizes)
     for part in parts:
@@ -60,9 +62,9 @@ def write_message(folder: Path, name: str, header: bytes, frames: Frames) -> Non
 
 
 def read_message(file: BinaryIO, max_message: int = MAX_MESSAGE) -> Envelope | None:
-    """The message in a file, or None when it is not whole or too large: then it is as if it had been lost on the way.
+    """Read a message, or return None if it is incomplete, damaged or too large. Such a message counts as lost.
 
-    Its size is compared with what its head says before the rest is read: a sparse file costs nothing.
+    The file's size is compared with the sizes in its head before the rest is read: a huge sparse file costs nothing.
     """
     size = os.fstat(file.fileno()).st_size
     head = file.read(_HEAD.size)
@@ -90,19 +92,20 @@ def read_message(file: BinaryIO, max_message: int = MAX_MESSAGE) -> Envelope | N
 
 
 def _take(path: Path, max_message: int = MAX_MESSAGE) -> Envelope | None:
-    """Remove a message and read it: in this order, so that one that ends the process is not met again."""
+    """Remove a message, then read it: in this order, so that a message that crashes the process is not read again."""
     try:
+        # O_NOFOLLOW: a link must not lead the plane to other files. O_NONBLOCK: opening a FIFO must not hang.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
                 path.unlink()
                 message = read_message(file, max_message)
                 if message is None:
-                    logger.warning("%s: not a whole message of at most %d bytes; removed", path, max_message)
+                    logger.warning("%s: not a complete message of at most %d bytes; removed", path, max_message)
                 return message
         problem = "not a plain file"
     except FileNotFoundError:
-        return None  # a stale listing of a network filesystem
+        return None  # the listing of a network filesystem was stale
     except OSError as error:
         problem = str(error.strerror)
     _put_aside(path, problem)
@@ -110,7 +113,7 @@ def _take(path: Path, max_message: int = MAX_MESSAGE) -> Envelope | None:
 
 
 def _put_aside(path: Path, problem: str) -> None:
-    """Rename what lies under a message's name and is none, so that it is met and logged once. `_sweep` removes it."""
+    """Rename something that has a message's name but is no message, so that it is logged once. `_sweep` removes it."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.rename(aside)
@@ -140,7 +143,7 @@ class FilePlane:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what earlier lives left behind and nobody will read or finish."""
+        """Remove messages and folders that earlier processes abandoned."""
         now = time.time()
         for path in [*self._inbox.glob(".*"), *(self._root / "clients").iterdir()]:
             try:
@@ -151,7 +154,7 @@ class FilePlane:
                 else:
                     path.unlink()
             except OSError:
-                continue  # somebody else was faster
+                continue  # another process removed it first
 
     @property
     def url(self) -> str:
@@ -174,28 +177,28 @@ class FilePlane:
                 got.append((match[1], *message))
                 room -= sum(map(len, message[1]))
             if room <= 0:
-                break  # the others lie on disk until the next turn
+                break  # the rest stays on disk until the next turn
         self._idle_s = _FAST_S if got else min(self._idle_s * 1.5, _SLOW_S)
         return got
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
-        # Numbered by the clock, so that what a plane writes comes after what its earlier life wrote.
+        # Numbered by the clock, so that messages of a restarted plane sort after those of the earlier process.
         folder = self._root / "clients" / str(peer)
         try:
             if not stat.S_ISDIR(folder.lstat().st_mode):
-                return True  # a link would have the plane write wherever it leads
+                return True  # a link would make the plane write wherever it leads
             write_message(folder, f"{time.time_ns():020d}.msg", header, frames)
         except FileNotFoundError:
             return False
         except OSError as error:
-            logger.warning("client %s: %s", peer, error)  # as if it had been lost: the client asks again
+            logger.warning("client %s: %s", peer, error)  # counts as lost: the client asks again
         return True
 
-    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever may write here may be one
+    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - every process that may write to the folder is trusted
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept for a client but what it has not read."""
+        """Do nothing: only unread messages are held for a client."""
 
     def close(self) -> None:
         return None
@@ -225,7 +228,7 @@ class FileClient:
         try:
             write_message(self._outbox, name, header, frames)
         except FileNotFoundError:
-            self._make_folders()  # somebody tidied up while we were silent
+            self._make_folders()  # the folder was cleaned up while this client was idle
             write_message(self._outbox, name, header, frames)
         self._idle_s = _FAST_S
 
@@ -244,6 +247,7 @@ class FileClient:
     def _look(self) -> None:
         names = [name for name in _names(self._inbox) if _TO_CLIENT.fullmatch(name)]
         found = [_take(self._inbox / name) for name in names]
+        # Newest first, because `receive` pops from the end.
         self._ready = [message for message in reversed(found) if message is not None]
         if self._ready:
             self._idle_s = _FAST_S
@@ -252,5 +256,5 @@ class FileClient:
         self._woken.set()
 
     def close(self) -> None:
-        """What was sent stays for the plane to read; nobody reads what comes after this."""
+        """Remove the inbox. Sent messages stay for the plane to read."""
         shutil.rmtree(self._inbox, ignore_errors=True)

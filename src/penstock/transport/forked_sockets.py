@@ -1,10 +1,10 @@
-"""Sockets that a forked child must not keep: while it has one open, an address is taken and a connection lives.
+"""Closes a plane's sockets in forked children. An inherited socket keeps the address in use and connections open.
 
-ZeroMQ says which address it bound and not which descriptors belong to it, so a child looks them up by that address:
-the socket that listens there, and the connections that were accepted. Where `/proc` is missing, they stay open.
+ZeroMQ tells which address it bound but not which descriptors belong to it. So a child finds them by address: the socket
+that listens there and the connections that were accepted. Without `/proc` they stay open.
 
-On a busy machine a child may run long after its parent has closed a plane and opens it again at the same address. So
-whoever closes a plane ends the listening itself, for every process that has the socket open.
+On a busy machine a child may first run long after its parent has closed a plane and opened it again at the same
+address. So closing a plane also shuts the listening socket down, for every process that has it open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _registered: list[bool] = []
 
 
 def close_in_children(url: str) -> None:
-    """Children that are forked from now on close what this process has open at an address it listens at."""
+    """Make children forked from now on close the sockets this process has at an address it listens at."""
     if not _registered:
         _registered.append(True)
         os.register_at_fork(after_in_child=_close_all)
@@ -30,23 +30,25 @@ def close_in_children(url: str) -> None:
 
 @contextmanager
 def letting_go(url: str) -> Iterator[None]:
-    """Around closing what listens there: afterwards nobody does, though a child that has not run yet has it open."""
+    """Context for closing a listening socket. Afterwards no process listens there, even if a child that has not run yet
+    still has the socket open."""
     _bound.discard(_address(url))
     ends = _listening_at(url)
     try:
         yield
-    finally:  # not earlier: ZeroMQ would take a listener that was shut down for a bug
+    finally:  # not earlier: ZeroMQ aborts if a socket it listens on is shut down
         for end in ends:
             with end, suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
 
 def _listening_at(url: str) -> list[socket.socket]:
-    """What listens exactly there, opened once more."""
+    """Return duplicates of the sockets that listen exactly there."""
     ends = []
     for descriptor in _open_at({_address(url)}):
         with suppress(OSError):
             end = socket.socket(fileno=os.dup(descriptor))
+            # Accepted connections are bound to the same port: only the listener is shut down.
             if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _url(end.getsockname()) == url:
                 ends.append(end)
             else:
@@ -55,7 +57,7 @@ def _listening_at(url: str) -> list[socket.socket]:
 
 
 def _url(name: str | tuple[str, int]) -> str:
-    """What a socket says of its address, as ZeroMQ and people write it."""
+    """Return a socket's address in ZeroMQ's notation."""
     if isinstance(name, str):
         return f"ipc://{name}"
     host = name[0].removeprefix("::ffff:")
@@ -77,7 +79,7 @@ def _close_all() -> None:
 
 
 def _open_at(addresses: set[int | str]) -> list[int]:
-    """Descriptors of this process that are bound to one of the addresses."""
+    """Return this process's descriptors that are bound to one of the addresses."""
     found = []
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a child that was just forked does as little as it can
@@ -88,14 +90,14 @@ def _open_at(addresses: set[int | str]) -> list[int]:
 
 
 def _local_address(descriptor: int) -> int | str | None:
-    """Where a socket is bound: a port, or a path; None if it is no such socket."""
+    """Return the port or path a socket is bound to, or None if it is no such socket."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return None
     end = socket.socket(fileno=descriptor)
     try:
         found = end.getsockname()
     finally:
-        end.detach()
+        end.detach()  # the socket object must not close a descriptor that belongs to ZeroMQ
     if end.family in (socket.AF_INET, socket.AF_INET6):
         return int(found[1])
     return found if isinstance(found, str) and found else None

@@ -1,15 +1,14 @@
-"""Bounds the memory that peers can take before their message is looked at.
+"""Bounds the memory that peers can use before the plane sees their message.
 
-ZeroMQ bounds a part of a message (`ZMQ_MAXMSGSIZE`) and the number of whole messages that wait (`ZMQ_RCVHWM`). It does
-not bound the number of parts, and counts a message when it is whole: parts that never end take all memory. No option
-of libzmq 4.3 changes that. So a thread compares, for each TCP connection, the bytes that the kernel has received with
-the bytes that the plane has taken from the socket. The difference lies in memory. Where it is more than `limit` for
-all connections together, the connection with the most is cut; a client that meant no harm connects again and sends
-again.
+ZeroMQ limits the size of one part of a message (`ZMQ_MAXMSGSIZE`) and the number of complete messages that wait
+(`ZMQ_RCVHWM`). It does not limit the number of parts and counts only complete messages: a message whose parts never end
+uses all memory. No option of libzmq 4.3 changes that. So a thread compares, for each TCP connection, the bytes that the
+kernel has received with the bytes that the plane has taken from the socket. The difference is in memory. If it exceeds
+`limit` for all connections together, the connection with the most is cut. An honest client connects and sends again.
 
-    kernel says: received 310 MB     taken: 40 MB     pending: 270 MB of a limit of 96 MB: cut
+    the kernel received 310 MB     taken: 40 MB     pending: 270 MB, the limit is 96 MB: cut
 
-Unix sockets have no such counter. Whoever may connect to one is the same user and could end the plane anyway.
+Unix sockets have no such counter. Only the same user may connect to one, and could kill the plane anyway.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger("penstock.sockets")
 SLACK_BYTES = 64 << 20
-"""Beside one message of the largest size: what other peers have on its way."""
+"""Allowed beside one message of the largest size, for what other peers are sending."""
 _LOOK_S, _QUIET_S, _LAZY_S, _BUSY = 0.02, 0.1, 0.25, 20
-"""Every 20 ms, less often while little arrives, and so seldom that looking takes less than a twentieth of the time."""
+"""Look every 20 ms, every 100 ms while little arrives, and never more than a twentieth of the time, up to 250 ms."""
 _LITTLE = 1 << 20
-"""Bytes between two looks."""
+"""Fewer bytes than this between two looks count as quiet."""
 _PER_PART = 64
 """Bytes that framing and encryption add to a part, at most."""
 _PER_S = 16
@@ -42,38 +41,38 @@ _PER_S = 16
 _TRIM_S = 0.5
 _SO_COOKIE = 57
 _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
-"""The place of `tcpi_bytes_received` in `struct tcp_info`, since Linux 4.1."""
+"""Size of `struct tcp_info` up to, and offset of, `tcpi_bytes_received` (Linux 4.1)."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
 class _Connection:
     cookie: int
-    """The kernel's number of the socket: descriptors are used again, this is not."""
+    """The kernel's number of the socket. Descriptors are reused, cookies are not."""
     taken_before: float
-    """Bytes that were taken under the same descriptor before this connection."""
+    """Bytes taken under the same descriptor before this connection existed."""
     pending: float = 0
     received: int = 0
 
 
 class Inbound:
-    """Watches the connections of a socket that is about to be bound. `took` is called by the thread that receives."""
+    """Watches the connections of a socket. Create it before binding. Call `took` from the receiving thread."""
 
     def __init__(self, end: zmq.Socket[bytes], limit: int) -> None:
         self._end, self._limit = end, limit
         self._monitor = end.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED)
         self._connections: dict[int, _Connection] = {}
         self._taken: dict[int, int] = {}
-        """By descriptor, over all connections that had it."""
+        """Bytes taken per descriptor, summed over all connections that had it."""
         self._seen: dict[int, int] = {}
-        """The same at the last look."""
+        """The value of `_taken` at the last look."""
         self._looked_at = time.monotonic()
         self._trim_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-inbound", daemon=True)
         self._thread.start()
 
     def took(self, parts: Sequence[zmq.Frame]) -> None:
-        """Count a message that was received."""
+        """Count the bytes of a received message."""
         try:
             descriptor = int(parts[-1].get(zmq.SRCFD))
         except zmq.ZMQError:
@@ -82,7 +81,7 @@ class Inbound:
         self._taken[descriptor] = self._taken.get(descriptor, 0) + size
 
     def close(self) -> None:
-        self._end.disable_monitor()  # the thread is told, and ends
+        self._end.disable_monitor()  # sends EVENT_MONITOR_STOPPED, which ends the thread
         self._thread.join()
         self._monitor.close(linger=0)
 
@@ -108,7 +107,7 @@ class Inbound:
             self._connections[descriptor] = _Connection(cookie, self._seen.get(descriptor, 0))
 
     def _look(self, now: float) -> int:
-        """Compare what was received and taken; returns the bytes received since the last look."""
+        """Compare received and taken bytes. Returns the bytes received since the last look."""
         arrived = 0
         forgiven, self._looked_at = _PER_S * (now - self._looked_at), now
         for descriptor, one in list(self._connections.items()):
@@ -117,15 +116,19 @@ class Inbound:
                 del self._connections[descriptor]
                 continue
             arrived, one.received = arrived + received - one.received, received
+            # `taken` counts per descriptor, which the kernel reuses, so what earlier connections sent is subtracted.
+            # Example: 310 MB received; taken 100 MB under this descriptor, 60 of them before: 310 - 40 = 270 MB
+            # pending.
             taken = self._seen[descriptor] = self._taken.get(descriptor, 0)
             one.taken_before -= forgiven
             one.pending = received - (taken - one.taken_before)
-            if one.pending < 0:  # an earlier connection's, or the allowances: no credit for later
+            if one.pending < 0:  # late counts of an earlier connection, or the allowances: these must not become credit
                 one.taken_before, one.pending = taken - received, 0
         self._cut()
         if self._trim_at is not None and now >= self._trim_at:
             self._trim_at = None
-            _LIBC.malloc_trim(0)  # freed in blocks of the peer's choice, which the C library would keep
+            # The peer chose the sizes of the freed blocks. Without this the C library may keep them all.
+            _LIBC.malloc_trim(0)
         return arrived
 
     def _cut(self) -> None:
@@ -133,8 +136,8 @@ class Inbound:
             descriptor, worst = max(self._connections.items(), key=lambda item: item[1].pending)
             del self._connections[descriptor]
             logger.warning(
-                "cut a connection: %d bytes of it are in memory and not part of a message that could be taken; "
-                "at most %d are allowed",
+                "cut a connection: %d of its bytes are in memory and belong to no complete message; at most %d are "
+                "allowed",
                 worst.pending,
                 self._limit,
             )
@@ -143,7 +146,7 @@ class Inbound:
 
 
 def is_supported() -> bool:
-    """Whether this kernel and C library say what is needed."""
+    """Return whether the kernel and the C library have what this needs."""
     with socket.socket() as probe:
         return (
             hasattr(_LIBC, "malloc_trim")
@@ -152,7 +155,7 @@ def is_supported() -> bool:
         )
 
 
-# ctypes, because a socket object closes the descriptor that it was made of, and these belong to ZeroMQ.
+# ctypes, because a Python socket object closes its descriptor, and these descriptors belong to ZeroMQ.
 
 
 def _option(descriptor: int, level: int, option: int, size: int) -> bytes | None:
@@ -173,9 +176,9 @@ def _received(descriptor: int) -> int | None:
 
 
 def _shut(descriptor: int, cookie: int) -> None:
-    """End a connection, unless its descriptor is another's by now."""
+    """Shut a connection down, unless its descriptor belongs to another connection by now."""
     with suppress(OSError):
-        held = os.dup(descriptor)  # so that it cannot become another's between the question and the answer
+        held = os.dup(descriptor)  # keeps the descriptor from being reused between the check and the shutdown
         try:
             if _cookie(held) == cookie:
                 _LIBC.shutdown(held, socket.SHUT_RDWR)

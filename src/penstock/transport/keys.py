@@ -1,4 +1,4 @@
-"""CURVE keys: who may talk to a plane that other hosts can reach.
+"""CURVE keys: which clients may connect to a plane that other hosts can reach.
 
 A key folder, made by `penstock keys DIR`, holds
 
@@ -7,17 +7,17 @@ A key folder, made by `penstock keys DIR`, holds
     client.key/.secret one client's pair               give to ranks and workers
     writer.key/.secret one writer's pair               give to trusted workers
     allowed/*.key      public keys the plane accepts
-    writers/*.key      public keys it accepts as writers, which may vouch for metadata
+    writers/*.key      public keys it accepts as writers, whose metadata it trusts
 
-CURVE alone accepts any key: a ZAP handler decides, and ZAP_ENFORCE_DOMAIN makes the socket refuse everybody
-while no handler answers. The plane proves this at start: a stranger must be turned away, or it does not start.
+CURVE alone accepts any key. A ZAP handler (`zmq.auth`) decides which keys may connect, and ZAP_ENFORCE_DOMAIN makes the
+socket reject all connections while no handler answers. The plane tests this at start: if an unknown key is accepted, it
+does not start.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +27,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import ConfigError
 
-_DOMAIN = b"penstock"
+_DOMAIN = "penstock"
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
     zmq.EVENT_DISCONNECTED,
 )
-_ZAP = "inproc://zeromq.zap.01"
 WRITER = "writer"
-"""The user id of connections that a writer's key opened."""
+"""The user id of connections opened with a writer key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,9 @@ class PlaneKeys:
             frozenset(_read(path) for path in sorted((root / name).glob("*.key"))) for name in ("allowed", "writers")
         )
         if not allowed:
-            raise ConfigError(f"{root / 'allowed'}: no client keys; without one nobody could connect")
+            raise ConfigError(
+                f"{root / 'allowed'}: no client keys, so no client could connect; make one with `penstock keys DIR`"
+            )
         return PlaneKeys(
             public=_read(root / "plane.key"),
             secret=_read_secret(root / "plane.secret"),
@@ -71,7 +72,7 @@ class ClientKeys:
     public: bytes
     secret: bytes
     plane: bytes
-    """The plane's public key: a client talks to nobody else."""
+    """The plane's public key. A client connects to no other plane."""
 
     @staticmethod
     def load(folder: str | Path, name: str = "client") -> ClientKeys:
@@ -96,17 +97,16 @@ def make_keys(
     writers: tuple[str, ...] = (),
     plane: bool = True,
 ) -> list[Path]:
-    """Make a key folder, or add clients and writers to one; existing keys are never overwritten. Returns the files
-    made."""
+    """Make a key folder, or add clients and writers to one. Never overwrites a key. Returns the files made."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     for part in (root, root / "allowed", root / "writers"):
         part.mkdir(exist_ok=True)
-        part.chmod(0o700)  # whatever the umask is: whoever can write there can let anybody in
+        part.chmod(0o700)  # regardless of the umask: write access to the folder is the right to add keys
     made: list[Path] = []
     for name in (*(["plane"] if plane else []), *clients, *writers):
         if (root / f"{name}.secret").exists():
-            raise ConfigError(f"{root / name}.secret: exists; remove it first if it is to be replaced")
+            raise ConfigError(f"{root / name}.secret: exists; remove it first to replace it")
         public, secret = zmq.curve_keypair()
         made += [_write(root / f"{name}.secret", secret, 0o600), _write(root / f"{name}.key", public, 0o644)]
         if name != "plane":
@@ -135,14 +135,14 @@ def _read(path: Path) -> bytes:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise ConfigError if others may put keys into a folder. A read-only mount is fine, whatever its mode."""
+    """Raise ConfigError if other users may add keys to a folder. A read-only mount is fine, whatever its mode."""
     try:
         mode = path.stat().st_mode & 0o777
         is_fixed = os.statvfs(path).f_flag & os.ST_RDONLY
     except OSError:
-        return  # what is missing is reported where it is read
+        return  # a missing folder is reported when its files are read
     if mode & 0o022 and not is_fixed:
-        raise ConfigError(f"{path}: others may write there, and so let anybody in (mode {mode:o}); run chmod 700 on it")
+        raise ConfigError(f"{path}: others may write there and add keys (mode {mode:o}); run chmod 700 on it")
 
 
 def _read_secret(path: Path) -> bytes:
@@ -154,7 +154,7 @@ def _read_secret(path: Path) -> bytes:
 
 
 class Guard:
-    """The ZAP handler: a thread that lets known keys in and nobody else."""
+    """Accepts connections with known keys only. Runs pyzmq's ZAP authenticator in a thread."""
 
     def __init__(
         self,
@@ -162,86 +162,71 @@ class Guard:
         allowed: frozenset[bytes],
         writers: frozenset[bytes] = frozenset(),
     ) -> None:
-        self._allowed = {z85.decode(key) for key in allowed | writers}
-        self._writers = {z85.decode(key) for key in writers}
-        self._socket = context.socket(zmq.REP)
-        self._socket.bind(_ZAP)
-        self._stop = context.socket(zmq.PAIR)
-        self._stopped = context.socket(zmq.PAIR)
-        self._stopped.bind("inproc://penstock-guard")
-        self._stop.connect("inproc://penstock-guard")
-        self._thread = threading.Thread(target=self._serve, name="penstock-guard", daemon=True)
-        self._thread.start()
+        from zmq.auth.thread import ThreadAuthenticator  # imports zmq.asyncio, which clients do not need
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stopped, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._stopped in ready:
-                break
-            self._answer(self._socket.recv_multipart())
-        self._socket.close(linger=0)
-        self._stopped.close(linger=0)
+        class Authenticator(ThreadAuthenticator):
+            def curve_user_id(self, client_public_key: bytes) -> str:
+                """Mark a writer's connection, so that the plane can tell its messages from those of other clients."""
+                return WRITER if z85.encode(client_public_key) in writers else "client"
 
-    def _answer(self, request: list[bytes]) -> None:
-        version, number, domain, _address, _identity, mechanism, *credentials = request
-        known = len(credentials) == 1 and credentials[0] in self._allowed
-        good = version == b"1.0" and domain == _DOMAIN and mechanism == b"CURVE" and known
-        code, text = (b"200", b"OK") if good else (b"400", b"unknown key")
-        user = WRITER.encode() if good and credentials[0] in self._writers else b""
-        self._socket.send_multipart([b"1.0", number, code, text, user, b""])
+        self._allowed = set(allowed | writers)
+        self._authenticator = Authenticator(context)
+        self._authenticator.configure_curve_callback(_DOMAIN, self)
+        self._authenticator.start()
 
-    def admit(self, public: bytes) -> None:
-        """Let a key in from now on."""
-        self._allowed.add(z85.decode(public))
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Return whether a key may connect. Called by the authenticator, on its thread."""
+        return key in self._allowed
 
-    def dismiss(self, public: bytes) -> None:
-        """Let it in no more; who is in stays."""
-        self._allowed.discard(z85.decode(public))
+    def allow(self, public: bytes) -> None:
+        """Accept a key from now on."""
+        self._allowed.add(public)
+
+    def revoke(self, public: bytes) -> None:
+        """Revoke a key. Open connections stay open."""
+        self._allowed.discard(public)
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._stop.send(b"")
-            self._thread.join()
-        self._stop.close(linger=0)
+        """Stop answering. New connections are rejected from then on."""
+        self._authenticator.stop()
 
 
 def guard(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: PlaneKeys) -> Guard:
-    """Secure a socket that is about to be bound."""
+    """Require keys on a socket. Call it before binding."""
     handler = Guard(context, keys.allowed, keys.writers)
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    socket.zap_domain = _DOMAIN
+    socket.zap_domain = _DOMAIN.encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return handler
 
 
 def refuse_strangers(url: str, keys: PlaneKeys, handler: Guard, timeout_s: float = 3.0) -> None:
-    """Knock as a stranger with a fresh key, as one without any, and as a friend; raise unless only the last gets in.
+    """Connect with an unknown key, without a key, and with an allowed key. Raise unless only the last succeeds.
 
-    The friend is there so that a door nobody can reach does not pass for one that is guarded.
+    The allowed key is tried because an address that cannot be reached at all would pass the other two checks.
     """
     public, secret = zmq.curve_keypair()
     known = ClientKeys(public=public, secret=secret, plane=keys.public)
-    place = _reachable(url)
-    for who, pair in (("a stranger's key", known), ("no key", None)):
-        if _gets_in(place, pair, timeout_s):
-            raise ConfigError(f"address {url!r}: {who} was let in; the plane does not start on an open door")
-    handler.admit(public)
+    reachable = _reachable(url)
+    for who, pair in (("an unknown key", known), ("a client without a key", None)):
+        if _connects(reachable, pair, timeout_s):
+            raise ConfigError(f"address {url!r}: {who} was accepted; the plane does not start unprotected")
+    handler.allow(public)
     try:
-        if not _gets_in(place, known, timeout_s):
-            raise ConfigError(f"address {url!r}: a key that is allowed was not let in; nobody could connect")
+        if not _connects(reachable, known, timeout_s):
+            raise ConfigError(f"address {url!r}: an allowed key was rejected, so no client could connect")
     finally:
-        handler.dismiss(public)
+        handler.revoke(public)
 
 
 def _reachable(url: str) -> str:
+    """Return an address this host can connect to, for one that means all interfaces."""
     return url.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
 
 
-def _gets_in(url: str, keys: ClientKeys | None, timeout_s: float) -> bool:
+def _connects(url: str, keys: ClientKeys | None, timeout_s: float) -> bool:
+    """Return whether the plane at an address accepts these keys."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)

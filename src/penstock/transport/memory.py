@@ -1,4 +1,4 @@
-"""Messages within one process: the simplest transport, and the one that reads as the specification."""
+"""Messages within one process: the simplest transport, which reads as the specification."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 from penstock.errors import Closed, PenstockError
 from penstock.protocol import Buffer, Frames, Peer
-from penstock.transport.interface import Envelope
-from penstock.transport.wake import Wake
+from penstock.transport.interface import Envelope, Wake
 
 
 class MemoryPlane:
-    """The plane's end; `connect` makes clients."""
+    """The plane's end. `connect` makes clients."""
 
     poll_s: float | None = None
 
@@ -24,7 +23,7 @@ class MemoryPlane:
         self._numbers = itertools.count(1)
         self._wake = Wake()
         self.last_words: Callable[[], tuple[bytes, PenstockError] | None] = lambda: None
-        """What a plane that ended by a failure answers to who still speaks to it."""
+        """Returns why the plane failed, as a message for ranks and an error for producers, or None if it was closed."""
 
     @property
     def url(self) -> str:
@@ -42,18 +41,20 @@ class MemoryPlane:
         return self._wake.descriptor
 
     def deliver(self, peer: Peer, header: bytes, frames: Frames) -> None:
-        """A client's message; called from the client's thread."""
+        """Pass a client's message to the plane. Called from the client's thread."""
         if self._wake.closed:
-            words = self.last_words()
-            if words is None:
+            failure = self.last_words()
+            if failure is None:
                 raise Closed("the plane in this process was closed")
-            self.send(peer, words[0])  # what ranks raise
-            raise words[1]
+            message, error = failure
+            self.send(peer, message)  # ranks raise what the message says, with step and rank
+            raise error
         self._inbox.append((peer, header, frames))
         self._wake.call()
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         self._wake.clear()
+        # A fixed number of messages: clients may append meanwhile, and the loop must get its turn.
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
@@ -62,11 +63,11 @@ class MemoryPlane:
             client.put(header, frames)
         return client is not None
 
-    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - whoever is in this process may be one
+    def is_writer(self, peer: Peer) -> bool:  # noqa: ARG002 - code in this process is trusted
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept for a client but what it has not read."""
+        """Do nothing: only unread messages are held for a client."""
 
     def close(self) -> None:
         self._wake.close()

@@ -1,9 +1,9 @@
-"""A client's end that is told by somebody else where the plane is, and asks again when nobody answers there.
+"""A client transport that looks up the plane's address, and looks again when the plane does not answer.
 
-A plane that is restarted on another host has another address, and other keys. So whoever knows (`Resolve`: a file, a
-name service, a Ray actor) is asked when something was sent and nothing came back for a while; if the answer is a new
-one, the connection is made anew. What was under way is lost with the old connection, as transports may lose things: the
-protocol asks again.
+A plane that is restarted on another host has another address and other keys. So the client asks a resolver (`Resolve`:
+the run's log, a Ray actor) when it has sent something and received nothing for a while. If the address is new, it
+connects there. Messages in transit are lost with the old connection, as transports may lose messages: the protocol
+repeats them.
 """
 
 from __future__ import annotations
@@ -22,63 +22,62 @@ from penstock.transport.interface import Envelope
 from penstock.transport.keys import ClientKeys
 from penstock.transport.sockets import SocketClient
 
-logger = logging.getLogger("penstock.line")
+logger = logging.getLogger("penstock.connection")
 SILENCE_S = 2.0
-"""As long as nothing comes back, before it is asked for the first time. Then it is asked after half of that, so that a
-plane that was started is found soon."""
+"""Seconds of silence before the first look-up. Later look-ups follow after half of that: a new plane is found soon."""
 _SOON = 30
-"""Questions, after which it takes twice as long again: a database that serves many clients may be what is away."""
+"""Look-ups, after which the interval doubles: a database that serves many clients may be what is away."""
 _SPREAD = (0.75, 1.25)
-"""Times that: clients that lost their plane at the same moment do not all ask at the same moment."""
+"""Factors of the interval: clients that lost their plane at the same moment do not all ask at the same moment."""
 _UNSENT = 256
-"""Messages that wait for a first address; the protocol asks again for what is beyond."""
+"""Messages kept until the first address is known. The protocol repeats those beyond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where somebody listens."""
+    """Where a plane listens."""
 
     url: str
     keys: ClientKeys | None = None
-    """The client's pair, with the public key of whoever listens there."""
+    """The client's key pair, with the plane's public key."""
 
 
 Resolve: TypeAlias = Callable[[], Address]
-"""Where the plane is now: may take seconds, and may raise while nobody knows. Called on a thread of its own."""
+"""Returns the plane's current address. May take seconds, and may raise while it is unknown. Runs on its own thread."""
 
 
 class Resolver:
-    """Asks for an address again after silence, on a thread of its own: heartbeats to a plane that lives never wait."""
+    """Looks up an address again after silence, on its own thread, so that heartbeats to a live plane never wait."""
 
     def __init__(
         self, resolve: Resolve, *, silence_s: float = SILENCE_S, on_found: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_found` is called on that thread when there is an address to look at."""
+        """`on_found` is called on that thread after each look-up."""
         self._resolve, self._silence_s, self._on_found = resolve, silence_s, on_found
         self._since: float | None = None
-        """When something was said that nobody answered; None while all was."""
+        """When the first unanswered message was sent, or None."""
         self._unheard = 0
-        """Questions since there was a word."""
+        """Look-ups since the last answer."""
         self._patience_s = self._drawn()
         self._asking = False
         self._found: Address | None = None
         self.reason = ""
-        """Why there was no address when it was last asked for; empty if there was one."""
+        """Why the last look-up failed, or ""."""
 
-    def said(self) -> None:
-        """Something was sent: silence counts from here."""
+    def on_sent(self) -> None:
+        """Start counting silence."""
         if self._since is None:
             self._since = time.monotonic()
 
-    def heard(self) -> None:
-        """There was a word: the address is right."""
+    def on_received(self) -> None:
+        """Stop counting silence: the address is right."""
         self._since = None
         if self._unheard:
             self._unheard = 0
             self._patience_s = self._drawn()
 
     def look(self) -> Address | None:
-        """The address as it was found since the last look, None if there is no news; asks after too much silence."""
+        """Return an address found since the last call, or None. Starts a look-up after too much silence."""
         now = time.monotonic()
         if self._since is not None and now - self._since > self._patience_s:
             self._unheard += 1
@@ -96,7 +95,7 @@ class Resolver:
         return self._silence_s * soon * random.uniform(*_SPREAD)  # noqa: S311 - a pause, not a secret
 
     def ask(self) -> None:
-        """Ask now, unless that is under way."""
+        """Start a look-up, unless one is running."""
         if not self._asking:
             self._asking = True
             threading.Thread(target=self._ask, name="penstock-resolve", daemon=True).start()
@@ -105,7 +104,7 @@ class Resolver:
         try:
             self._found = self._resolve()
             self.reason = ""
-        except Exception as error:  # noqa: BLE001 - whoever is asked may be away too: asked again soon
+        except Exception as error:  # noqa: BLE001 - the name service may be down too: try again soon
             logger.info("no address: %s: %s", type(error).__name__, error)
             self.reason = str(error)
         finally:
@@ -114,10 +113,10 @@ class Resolver:
 
 
 class ResolvingClient:
-    """A `SocketClient` that moves with its plane."""
+    """A `SocketClient` that follows its plane to new addresses."""
 
     def __init__(self, resolve: Resolve, *, first: Address | None = None, silence_s: float = SILENCE_S) -> None:
-        """`first` is where the plane is, if that is known already; otherwise messages wait until somebody knows."""
+        """`first` is the plane's address, if it is already known. Otherwise messages wait until it is found."""
         self._resolver = Resolver(resolve, silence_s=silence_s, on_found=self._on_found)
         self._silence_s = silence_s
         self._address = first
@@ -125,21 +124,21 @@ class ResolvingClient:
         self._unsent: deque[tuple[bytes, Frames]] = deque(maxlen=_UNSENT)
         self._lock, self._woken, self._closed = threading.Lock(), threading.Event(), False
         if first is None:
-            self._resolver.ask()
+            self._resolver.ask()  # on its thread; `_on_found` connects
 
     @property
     def keys(self) -> ClientKeys | None:
-        """What it connects with now."""
+        """The keys it connects with now."""
         return None if self._address is None else self._address.keys
 
     @property
     def reason(self) -> str:
-        """Why the plane cannot be found, if it cannot."""
+        """Why the plane cannot be found, or ""."""
         return self._resolver.reason
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         self._move()
-        self._resolver.said()
+        self._resolver.on_sent()
         with self._lock:
             if self._inner is None:
                 self._unsent.append((header, frames))
@@ -154,7 +153,7 @@ class ResolvingClient:
             return None
         got = self._inner.receive(timeout_s)
         if got is not None:
-            self._resolver.heard()
+            self._resolver.on_received()
         return got
 
     def wake(self) -> None:
@@ -170,7 +169,7 @@ class ResolvingClient:
             self._inner.close()
 
     def _move(self) -> None:
-        """To where the plane was found, if that is somewhere else."""
+        """Connect to the plane's new address, if it has moved."""
         if self._inner is None:
             return
         found = self._resolver.look()
@@ -182,7 +181,8 @@ class ResolvingClient:
             old.close()
 
     def _on_found(self) -> None:
-        """On the resolver's thread: make the first connection, and send what waits for it also if nobody calls."""
+        """On the resolver's thread: make the first connection and send what waited for it, even if the client's thread
+        is idle."""
         if self._inner is not None or self._closed:
             self.wake()
             return
@@ -194,7 +194,7 @@ class ResolvingClient:
             return
         with self._lock:
             inner = _connect(found)
-            while self._unsent:
+            while self._unsent:  # before `_inner` is visible, so that later messages cannot overtake these
                 inner.send(*self._unsent.popleft())
             self._address, self._inner = found, inner
             self._woken.set()

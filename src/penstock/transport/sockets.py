@@ -1,9 +1,9 @@
 """Messages over ZeroMQ: two point-to-point connections per process, over tcp or ipc.
 
-One connection carries payloads, the other everything else, so that heartbeats and bad news do not wait behind a step
-that takes seconds on a slow link. ROUTER on the plane, two DEALERs at each client. Never PUB/SUB: that drops without a
-word when a subscriber is slow or late. Payloads are handed to ZeroMQ without a copy. Beyond the loopback interface
-CURVE keys are required: see `keys.py` and docs/security.md.
+One connection carries payloads, the other everything else, so that heartbeats and errors do not wait behind a step that
+takes seconds on a slow link. The plane has a ROUTER, each client two DEALERs. Never PUB/SUB: it silently drops messages
+when a subscriber is slow or late. Payloads are passed to ZeroMQ without a copy. Beyond the loopback interface CURVE
+keys are required: see `keys.py` and docs/security.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from penstock.errors import ConfigError
 from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport import forked_sockets
 from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
-from penstock.transport.interface import Envelope
+from penstock.transport.interface import Envelope, Wake
 from penstock.transport.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
-from penstock.transport.wake import Wake
 
 logger = logging.getLogger("penstock.sockets")
 MAX_MESSAGE = 2**31 - 1
@@ -36,15 +35,15 @@ _NO_COPY_FROM = 1 << 16
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
 _QUEUE = 256
 _PAYLOAD_MS = 1 << 30
-"""How long a payload may be under way before ZeroMQ gives up its connection: the protocol's deadlines come first."""
+"""How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
 SMALL, LARGE = b"c", b"d"
-"""How the names of a client's two connections begin; the rest is the same."""
+"""First byte of the names of a client's two connections. The other 15 bytes are the same."""
 _WRITER = b"w"
-"""How the peer of a writer begins: by its key, whatever name its connection has."""
+"""First byte of a writer's peer name. Set by the plane from the key, so a client cannot claim it by its own name."""
 
 
 def check_url(url: str, *, secured: bool) -> None:
-    """Refuse what is not an address, and addresses that other hosts can reach when there are no keys."""
+    """Raise ConfigError for an invalid address, and for one that other hosts can reach when there are no keys."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"address {url!r}: must be tcp://HOST:PORT or ipc://PATH")
@@ -73,10 +72,10 @@ class SocketPlane:
     def __init__(
         self, url: str = "tcp://127.0.0.1:*", *, keys: PlaneKeys | None = None, max_message: int = MAX_MESSAGE
     ) -> None:
-        """`max_message`: bytes of the largest message. A peer that sends a larger part is cut off by ZeroMQ, one that
-        sends more parts by `Inbound`."""
+        """`max_message`: bytes of the largest message. ZeroMQ cuts off a peer that sends a larger part, `Inbound` one
+        that sends more parts."""
         self.keys = keys
-        """Its own, and those of whom it lets in."""
+        """The plane's keys, and those of the clients it accepts."""
         check_url(url, secured=keys is not None)
         self._max_message = min(max_message, MAX_MESSAGE)
         if url.startswith("ipc://"):
@@ -85,8 +84,8 @@ class SocketPlane:
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, payloads=True, max_message=self._max_message)
         self._inbound = self._watch() if url.startswith("tcp://") else None
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that came back keeps its address
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for an unknown peer, instead of a silent drop
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its address
         self._guard = guard(self._context, self._socket, keys) if keys else None
         try:
             self._socket.bind(url)
@@ -96,7 +95,7 @@ class SocketPlane:
             remedy = "is another plane running there?" if busy else "give an address that this host has"
             raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # as people write it, and `check_url` reads it
+        self._url = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", endpoint)  # IPv4 in its usual notation
         forked_sockets.close_in_children(self._url)
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
@@ -109,7 +108,7 @@ class SocketPlane:
 
     def _watch(self) -> Inbound | None:
         if not is_supported():
-            logger.warning("this kernel does not say what connections received: unfinished messages are not bounded")
+            logger.warning("this kernel does not count received bytes: memory of unfinished messages is not bounded")
             return None
         return Inbound(self._socket, self._max_message + SLACK_BYTES)
 
@@ -122,7 +121,7 @@ class SocketPlane:
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         got: list[tuple[Peer, Buffer, Frames]] = []
-        room = self._max_message  # of one turn: what is not taken yet waits in ZeroMQ, where `Inbound` counts it
+        room = self._max_message  # per turn; the rest waits in ZeroMQ, where `Inbound` counts it
         while len(got) < _QUEUE and room > 0:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -132,6 +131,7 @@ class SocketPlane:
             if self._inbound is not None:
                 self._inbound.took(parts)
             if 2 <= len(parts) <= MAX_FRAMES:
+                # Both connections of a client appear as one peer: drop the first byte, which tells them apart.
                 kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
                 got.append((kind + parts[0].bytes[1:], parts[1].buffer, [part.buffer for part in parts[2:]]))
         return got
@@ -142,20 +142,21 @@ class SocketPlane:
 
     def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
         assert isinstance(peer, bytes)
-        ways = [SMALL + peer[1:], LARGE + peer[1:]]
-        for way in reversed(ways) if frames else ways:  # the other one if this is not there, or not there yet
+        names = [SMALL + peer[1:], LARGE + peer[1:]]
+        # Falls back to the client's other connection if this one is not (yet) open: the two connect independently.
+        for name in reversed(names) if frames else names:
             try:
-                send_parts(self._socket, [way, header], frames)
+                send_parts(self._socket, [name, header], frames)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
                     continue
-                if error.errno != zmq.EAGAIN:  # so slow that its queue is full: it asks again when it can
+                if error.errno != zmq.EAGAIN:  # its queue is full: dropped, and it asks again when it can
                     raise
             return True
         return False
 
     def forget(self, peer: Peer) -> None:
-        """Nothing is kept for a client but what it has not read."""
+        """Do nothing: only unread messages are held for a client."""
 
     def close(self) -> None:
         with forked_sockets.letting_go(self._url) if self._url else nullcontext():
@@ -170,7 +171,7 @@ class SocketPlane:
 def connected_pair(
     context: zmq.Context[zmq.Socket[bytes]], url: str, keys: ClientKeys | None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A client's two sockets to an address, for messages without and with payloads, under one name of their own."""
+    """Connect a client's two sockets, for messages without and with payloads, under a new random name."""
     name = secrets.token_bytes(15)
     small, large = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     for kind, end in ((SMALL, small), (LARGE, large)):
@@ -187,7 +188,7 @@ class SocketClient:
 
     def __init__(self, url: str, *, keys: ClientKeys | None = None) -> None:
         self.keys = keys
-        """What it connects with."""
+        """The keys it connects with."""
         check_url(url, secured=keys is not None)
         self._context = zmq.Context()
         self._wake = Wake()
@@ -201,7 +202,7 @@ class SocketClient:
         try:
             send_parts(self._large if frames else self._small, [header], frames)
         except zmq.Again:
-            return  # the plane is away and the queue full; the protocol asks again
+            return  # the plane is away and the queue is full; the protocol repeats the message
 
     def receive(self, timeout_s: float) -> Envelope | None:
         got = self._take()
@@ -211,7 +212,7 @@ class SocketClient:
         return got
 
     def _take(self) -> Envelope | None:
-        for end in (self._small, self._large):
+        for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
             try:
                 parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -230,7 +231,7 @@ class SocketClient:
 
 
 def _user_of(part: zmq.Frame) -> str:
-    """Who sent it, as the guard said when the connection was made."""
+    """Return the user id that the guard gave the connection."""
     try:
         return str(part.get("User-Id"))
     except zmq.ZMQError:
@@ -238,10 +239,10 @@ def _user_of(part: zmq.Frame) -> str:
 
 
 def _check_free(path: str) -> None:
-    """ZeroMQ would take the path from a plane that lives; refuse, unless nobody answers there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
+    """Raise ConfigError if a plane listens at the path. ZeroMQ would silently take the path over."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            knock.connect(path)
+            probe.connect(path)
         except OSError:
             return
     raise ConfigError(f"address 'ipc://{path}': another plane is running there; stop it or use another path")
@@ -254,10 +255,10 @@ def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_
     end.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    # A connection that is idle for long, or whose other end vanished without a word, must be kept or found dead; else
-    # what is sent over it would wait for TCP to give up, a quarter of an hour later. Where payloads pass, TCP itself
-    # has to find out (unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so
-    # a payload that takes a slow link longer than the heartbeat's timeout would be cut off and sent again for ever.
+    # An idle connection must stay open, and one whose other end vanished silently must be detected. Otherwise messages
+    # would wait until TCP gives up, a quarter of an hour later. On the payload connection TCP itself has to detect it
+    # (data unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so a payload
+    # that takes a slow link longer than the heartbeat's timeout would be cut off and sent again forever.
     end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
     end.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PAYLOAD_MS if payloads else 15_000)
     end.setsockopt(zmq.TCP_MAXRT, 30_000)
@@ -272,6 +273,7 @@ def send_parts(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) ->
     if not frames:
         end.send_multipart(head, zmq.NOBLOCK)
         return
+    # Part by part, because `copy` is a choice per part: small ones are cheaper to copy than to track.
     for part in head:
         end.send(part, zmq.NOBLOCK | zmq.SNDMORE)
     for i, frame in enumerate(frames):
