@@ -408,7 +408,7 @@ def test_no_signature_is_in_status_logs_files_or_representations(
         shown = [repr(plane.status()), caplog.text, repr(message), repr(writer), repr(server_of(plane).engine.settings)]
     plane.close()
     shown += [path.read_bytes().decode(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert "X-Amz-Signature" in urls[0] and "groups pass the plane from now on" in caplog.text
+    assert "X-Amz-Signature" in urls[0] and "groups go through the plane from now on" in caplog.text
     for text in shown:
         assert not any(word in text for word in ("X-Amz", SECRET_KEY, ACCESS_KEY))
 
