@@ -222,7 +222,7 @@ def test_groups_that_are_too_old_are_said_to_the_producer_and_to_waiting_ranks(
         for number in range(3):
             assert plane.put(named_group(f"old{number}", policy_version=1))
     assert plane.num_stale == 3
-    assert "too old for max_staleness" in caplog.text
+    assert "staler than max_staleness" in caplog.text
     assert "published is version 9" in caplog.text
     with plane.source(0) as source, pytest.raises(ps.PenstockError, match=r"the last 3 groups .* dropped as stale"):
         source.step(timeout=2)

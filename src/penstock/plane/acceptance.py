@@ -1,11 +1,12 @@
-"""Groups in: is it known, is there room, and, once its frame is checked and kept, is it accepted.
+"""Accept groups: is the group known, is there room, and is it accepted once its frame is checked and stored?
 
-Room is looked for before a frame is looked at, so a put that is refused costs nothing. What is accepted is written
-down, many groups with one sync, before anybody hears of it.
+Room is checked before the frame is read, so a rejected put costs almost nothing. Accepted groups are written to the log
+before any producer is answered, many groups with one sync.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,72 +16,167 @@ from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
 from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.log import GivePriorities, GroupRow, Shorten, State
-from penstock.plane.arrivals import Arrival, Arrivals
-from penstock.plane.generated import Generated
-from penstock.plane.over_length import NONE, OverLength
+from penstock.plane.intake import NONE, OverLength, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
-from penstock.plane.untrained import why_untrained
+from penstock.plane.telemetry import Generated
 from penstock.protocol import NOTHING, Amount
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A group that was offered and is not accepted yet."""
+
+    group: str
+    digest: bytes
+    size: int
+    table_name: str | None
+    """The table it will wait in; None for an evaluation group, which waits in none."""
+    tickets: list[object]
+    """The puts to answer: the first one, then repeated ones."""
+    kept: tuple[GroupMetadata, str] | None = None
+    """Its metadata and its frame's location, once checked and stored."""
+    eval_metadata: EvalMetadata | None = None
+    """What metrics show of an evaluation group, once checked and stored."""
+    over_length: OverLength = NONE
+    """Its truncated and dropped samples."""
+    priority: float = 1.0
+    raw_metadata: bytes = b""
+    """The metadata as it was sent, where the log can store those bytes."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.table_name is None
+
+
+class Arrivals:
+    """All offered groups, and the room they take in each table."""
+
+    def __init__(self) -> None:
+        self.groups: Counter[str | None] = Counter()
+        self.bytes: Counter[str | None] = Counter()
+        self._all: dict[str, Arrival] = {}
+
+    def get(self, group: str) -> Arrival | None:
+        return self._all.get(group)
+
+    def __getitem__(self, group: str) -> Arrival:
+        return self._all[group]
+
+    def add(self, arrival: Arrival) -> None:
+        self._all[arrival.group] = arrival
+        self._count(arrival, 1)
+
+    def pop(self, group: str) -> Arrival:
+        arrival = self._all.pop(group)
+        self._count(arrival, -1)
+        return arrival
+
+    def move(self, group: str, table_name: str) -> None:
+        """Count a group for another table than it was offered for."""
+        arrival = self._all[group]
+        self._count(arrival, -1)
+        arrival.table_name = table_name
+        self._count(arrival, 1)
+
+    def _count(self, arrival: Arrival, sign: int) -> None:
+        self.groups[arrival.table_name] += sign
+        self.bytes[arrival.table_name] += sign * arrival.size
+
+    @property
+    def ready(self) -> list[str]:
+        """The groups that were checked and stored."""
+        return [group for group, arrival in self._all.items() if arrival.kept is not None]
+
+    def priorities(self) -> dict[str, float]:
+        """Return the priorities of ready groups that have another than 1."""
+        ready = [self._all[group] for group in self.ready]
+        return {one.group: one.priority for one in ready if one.priority != 1.0 and not one.is_evaluation}
+
+    def rows(self, op: int) -> list[tuple[GroupRow, bytes]]:
+        """Return the log rows of ready groups, numbered from `op`, each with its metadata."""
+        rows: list[tuple[GroupRow, bytes]] = []
+        for number, group in enumerate(self.ready, start=op):
+            arrival = self._all[group]
+            assert arrival.kept is not None
+            metadata, location = arrival.kept
+            row = GroupRow(
+                op=number,
+                id=group,
+                digest=arrival.digest,
+                policy_version=metadata.policy_version,
+                samples=metadata.num_samples,
+                tokens=metadata.num_tokens,
+                size=arrival.size,
+                state=State.EVALUATION if arrival.is_evaluation else State.HELD,
+                run=metadata.run if arrival.table_name is None else arrival.table_name,
+                prompt=metadata.prompt,
+                kinds=tuple(sorted(metadata.kinds.items())),
+                location=location,
+            )
+            rows.append((row, arrival.raw_metadata or (arrival.eval_metadata or metadata).to_bytes()))
+        return rows
+
 
 _RETRY_AFTER_S = 0.25
 _SPARE = [4**power for power in range(9, 0, -1)]
+"""Credits for groups that `spare` tries, largest first: 262,144 down to 4."""
 Claim: TypeAlias = Callable[[str], Amount | None]
-"""Table -> what is reserved there for others; None if others wait before this put."""
+"""Maps a table to the room reserved there for other puts. Returns None if others wait ahead of this put."""
 MAX_ID = 512
-"""Characters of a group's id."""
+"""The longest group id, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a put: an error, or nothing."""
+    """The result of a put: an error, or success."""
 
     ticket: object
     error: PenstockError | None = None
     duplicate: bool = False
     stale: bool = False
-    """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
+    """Accepted and dropped at once: its policy version is further behind than `max_staleness` allows."""
     table: str = ""
-    """Where it did not fit, if the error is `Overloaded`."""
+    """The table without room, if the error is `Overloaded`."""
     size: int = 0
-    """Its bytes, if it did not fit."""
+    """The size of the frame in bytes, if it did not fit."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
 
 
 class Acceptance:
-    """Takes groups in."""
+    """Decides which groups are accepted. Runs on the loop's thread."""
 
     def __init__(self, settings: PlaneSettings, recorder: Recorder) -> None:
         self._settings, self._recorder = settings, recorder
         self._arrivals = Arrivals()
         self.generated = Generated()
-        """How good what was put lately is."""
+        """Rewards, lengths and truncation of recently accepted groups."""
         self.full: set[str] = set()
-        """Tables a put was refused in, for want of room, since the last time some became free."""
+        """Tables that rejected a put for lack of room since room last became free."""
         self.stale_in_a_row = 0
-        """Groups that were accepted and dropped as stale since the last one that was not."""
+        """Accepted groups that were dropped as stale since the last fresh one."""
 
     def table_of(self, run: str) -> str:
-        """Where groups of a run wait; the run itself when they may not."""
+        """Return the table for groups of a run, or the run's name if the run may not put."""
         try:
             return self._recorder.run_tables.table_for(run)
         except PenstockError:
             return run
 
     def look_up(self, groups: Sequence[str]) -> None:
-        """Ask the log once about all groups of a turn."""
+        """Query the log once for all groups that a turn names; later lookups hit its cache."""
         names = [group for group in groups if 0 < len(group) <= MAX_ID]
         self._recorder.log.look_up(names, [_dropped_key(group) for group in names])
 
     def recognises(self, group: str, digest: bytes) -> bool | None:
-        """Whether this very group is accepted, to be trained; None if none of this name is."""
+        """Return whether this group is accepted for training with the same content, or None if the id is new."""
         log = self._recorder.log
         known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
         return None if known is None else known == digest and not log.is_evaluation(group)
 
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
-        """Return why a group must wait, or "" if it may come; None if it will be rejected for good."""
+        """Return why a group must wait, "" if there is room, or None if it can never be accepted."""
         tables = self._recorder.run_tables
         if table in tables.evicted or (tables.members and table not in tables.members):
             return None
@@ -93,7 +189,10 @@ class Acceptance:
         return ""
 
     def spare(self, reserved: Amount) -> Amount:
-        """Return how many groups and bytes fit beside `reserved`, in powers of four; nothing for tenants."""
+        """Return how many groups and bytes producers may send without asking, beside `reserved`.
+
+        Groups are a power of four, because the exact number would need a search in every answer. With tenants it is
+        nothing: room in one table says nothing about the others."""
         if self._recorder.run_tables.members:
             return NOTHING
         table, arriving = self._recorder.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
@@ -102,7 +201,7 @@ class Acceptance:
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
-        """Groups on their way into a table."""
+        """Return how many groups were offered for a table and are not accepted yet."""
         return self._arrivals.groups[table_name]
 
     def offer(
@@ -117,8 +216,10 @@ class Acceptance:
         claim: Claim = lambda _: NOTHING,
         priority: float = 1.0,
     ) -> Outcome | bool:
-        """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
-        group is under way already. An outcome: that is all. `claim` returns what is reserved for others in a table."""
+        """Decide whether a group's frame should be checked and stored.
+
+        True: do that, then call `arrive`, `drop` or `refuse`. False: the same group is being checked already; this
+        ticket is answered with it. An `Outcome`: the put is decided. `claim` returns the room reserved for others."""
         table_name = ""
         try:
             if not 0 < len(group) <= MAX_ID:
@@ -143,7 +244,8 @@ class Acceptance:
         return True
 
     def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
-        """What to answer for a group that was put before; None for a new one."""
+        """Return the answer to a repeated put, False if its first put is still being checked, or None for a new
+        group."""
         arrival = self._arrivals.get(group)
         known = arrival.digest if arrival else self._recorder.log.digest_of(group)
         if known is None and not self._recorder.log.is_discarded(_dropped_key(group)):
@@ -159,18 +261,18 @@ class Acceptance:
             raise Conflict(f"group {group!r}: accepted before {was}, now {now}; give each group its own id")
         if arrival is None:
             return Outcome(ticket, duplicate=True)
-        arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
+        arrival.tickets.append(ticket)  # not durable yet: "duplicate" would acknowledge what a crash may still lose
         return False
 
     def _check_evaluation_room(self, group: str, size: int) -> None:
-        """Raise unless there is room on the disk: no table has to have any."""
+        """Raise unless an evaluation group fits on the disk. It waits in no table, so no table needs room."""
         most = self._settings.retain_eval_bytes
         if size > most and not self._recorder.keeps_all:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
-        """Raise unless there is room, beside what is reserved for others."""
+        """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
         table = self._recorder.run_tables.table(table_name)
         arriving = self._arrivals.groups[table_name] + reserved.groups
         limit = int(self._settings.max_held_bytes * self._recorder.run_tables.part(table_name))
@@ -180,7 +282,9 @@ class Acceptance:
         self._check_disk(size + reserved.bytes)
         waiting = self._recorder.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + reserved.bytes
         if waiting + size > limit or not table.may_insert(ahead=arriving):
-            if not arriving:  # what is on its way, or has room reserved, may still fill the step that is waited for
+            # Only a table that is full without the groups on their way can deadlock: those may still complete the step
+            # that ranks wait for.
+            if not arriving:
                 self.full.add(table_name)
             groups, capacity = len(table) + arriving, self._settings.replay.capacity
             raise Overloaded(
@@ -190,7 +294,7 @@ class Acceptance:
             )
 
     def _check_disk(self, size: int) -> None:
-        """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
+        """Raise DiskFull if the disk has no room. Frees retained steps and evaluation groups first."""
         arriving = self._arrivals.bytes.total() + size
         tried = False
         while True:
@@ -198,12 +302,13 @@ class Acceptance:
                 self._recorder.log.disk.check(arriving, self._used_bytes)
             except DiskFull as error:
                 if self._recorder.segments.is_deleting:
-                    words = f"the disk is full, and freed frames are being deleted: {error}"
-                    raise Overloaded(words, retry_after_s=_RETRY_AFTER_S) from None
-                if tried and not self._give_back():
+                    text = f"the disk is full, and freed frames are being deleted: {error}"
+                    raise Overloaded(text, retry_after_s=_RETRY_AFTER_S) from None
+                if tried and not self._free_retained():
                     raise
                 tried = True
-                self._recorder.log.shrink()  # the write-ahead log may be all that is too much
+                # a grown write-ahead log may be the only problem, and truncating it costs nothing
+                self._recorder.log.shrink()
                 self._recorder.log.disk.restore()
             else:
                 return
@@ -212,15 +317,18 @@ class Acceptance:
         return self._recorder.log.used_bytes + self._recorder.segments.num_bytes
 
     def make_room(self) -> None:
-        """A frame did not fit on its volume, which need not be the log's: free what is only kept to be looked at again.
-        Whoever puts it again finds room, once storage has deleted that."""
+        """Free retained steps and evaluation groups after a frame did not fit on its volume, which need not be the
+        log's.
+
+        The producer tries again and finds room once storage has deleted them."""
         with suppress(DiskFull):
             if not self._recorder.segments.is_deleting:
-                self._give_back()
+                self._free_retained()
 
-    def _give_back(self) -> bool:
-        """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,
-        or the run keeps everything."""
+    def _free_retained(self) -> bool:
+        """Free half of the steps retained for a rewind or, if there are none, half of the evaluation groups.
+
+        Returns False if nothing was left to free or the run keeps everything."""
         state, counts = self._recorder.state, self._recorder.counts
         if state.keeps_all:
             return False
@@ -232,7 +340,7 @@ class Acceptance:
             return True
         before = state.evaluations.freeing
         with self._recorder.transaction():
-            state.give_back_evaluations(state.evaluations.num_bytes // 2)
+            state.free_evaluations(state.evaluations.num_bytes // 2)
         counts["eval_groups_freeing_early"] += state.evaluations.freeing - before
         return state.evaluations.freeing > before
 
@@ -245,13 +353,14 @@ class Acceptance:
         over_length: OverLength = NONE,
         raw_metadata: bytes = b"",
     ) -> None:
-        """The frame of a group that was offered is checked and kept; `flush` accepts it."""
+        """Note that an offered group was checked and stored. The next `flush` accepts it."""
         arrival = self._arrivals[group]
         arrival.raw_metadata = raw_metadata
         arrival.kept, arrival.eval_metadata, arrival.over_length = (metadata, location), eval_metadata, over_length
 
     def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
-        """Count a group that was offered and has no sample that fits; a repeated put is recognised."""
+        """Count an offered group without a sample that fits, and remember its id so that a repeated put is
+        recognised."""
         arrival = self._arrivals.pop(group)
         try:
             self._recorder.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
@@ -260,7 +369,7 @@ class Acceptance:
         return _outcomes(arrival, over_length=over_length)
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
-        """Whether a group is under way, and will be answered under this ticket too."""
+        """Return whether a group is being checked. If so, this ticket is answered with it."""
         arrival = self._arrivals.get(group)
         if arrival is None or arrival.digest != digest:
             return False
@@ -269,13 +378,13 @@ class Acceptance:
         return True
 
     def refuse(self, group: str, error: PenstockError) -> list[Outcome]:
-        """The frame of a group that was offered is not accepted."""
+        """Reject a group that was offered, under all its tickets."""
         arrival = self._arrivals.pop(group)
         self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
         return [Outcome(ticket, error) for ticket in arrival.tickets]
 
     def flush(self) -> list[Outcome]:
-        """Accept what has arrived, as one transaction; what is returned without error is durable."""
+        """Accept all groups that were checked and stored, in one transaction. An outcome without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
         first = self._recorder.state.op + 1
         given = self._arrivals.priorities()
@@ -283,7 +392,7 @@ class Acceptance:
         if not rows:
             return outcomes
         evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
-        self._recorder.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
+        self._recorder.state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._recorder.transaction():
                 if given:
@@ -292,9 +401,9 @@ class Acceptance:
                 shortened = self._shortened(rows)
                 if shortened is not None:
                     self._recorder.log.add_record(*shortened)
-        except Exception as error:  # noqa: BLE001 - one that no row may provoke is an error to its producers
-            # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
-            # their segment is.
+        except Exception as error:  # noqa: BLE001 - whatever a row provokes, its producer is told
+            # After a failed sync the rows may or may not be on disk, so their frames must stay. They are deleted with
+            # their segment, once it holds no accepted frame.
             for row, _ in rows:
                 self._recorder.segments.settle(row.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
@@ -306,7 +415,7 @@ class Acceptance:
             outcomes += self._accept(row)
         if shortened is not None:
             self._recorder.state.redo(*shortened)
-        self._recorder.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
+        self._recorder.state.free_evaluations(self._settings.retain_eval_bytes)  # one batch alone may exceed the limit
         self._recorder.counts["groups"] += len(rows)
         self._recorder.counts["samples"] += sum(row.samples for row, _ in rows)
         self._recorder.counts["tokens"] += sum(row.tokens for row, _ in rows)
@@ -317,12 +426,14 @@ class Acceptance:
         return kept is not None and row.state is not State.EVALUATION and bool(why_untrained(kept[0]))
 
     def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
-        """The decision, behind those about these groups, that counts what was truncated or dropped of them."""
+        """Return the decision that counts truncated and dropped samples of these groups, with the number after
+        theirs."""
         total = OverLength.total(self._arrivals[row.id].over_length for row, _ in rows)
         return (rows[-1][0].op + 1, Shorten(**asdict(total))) if total else None
 
     def _late_refusal(self, group: str) -> list[Outcome]:
-        """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
+        """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
+        run."""
         arrival = self._arrivals[group]
         assert arrival.kept is not None
         metadata, location = arrival.kept
@@ -350,7 +461,7 @@ class Acceptance:
 
 
 def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength = NONE) -> list[Outcome]:
-    """The first ticket put the group, the others repeated it."""
+    """Answer every ticket of a group. The first put it, the others repeated it."""
     return [
         Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else over_length)
         for i, ticket in enumerate(arrival.tickets)
@@ -358,5 +469,5 @@ def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength 
 
 
 def _dropped_key(group: str) -> str:
-    """The name under which a group of which nothing was left is remembered."""
+    """Return the key under which the log remembers a group that lost all its samples to `seq_len`."""
     return f"over_length: {group}"
