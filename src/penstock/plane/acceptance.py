@@ -14,109 +14,12 @@ from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.log import GivePriorities, GroupRow, Shorten, State
-from penstock.plane.intake import NONE, OverLength, why_untrained
+from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.telemetry import Generated
 from penstock.protocol import NOTHING, Amount
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A group that was offered and is not accepted yet."""
-
-    group: str
-    digest: bytes
-    size: int
-    table_name: str | None
-    """The table it will wait in; None for an evaluation group, which waits in none."""
-    tickets: list[object]
-    """The puts to answer: the first one, then repeated ones."""
-    kept: tuple[GroupMetadata, str] | None = None
-    """Its metadata and its frame's location, once checked and stored."""
-    eval_metadata: EvalMetadata | None = None
-    """What metrics show of an evaluation group, once checked and stored."""
-    over_length: OverLength = NONE
-    """Its truncated and dropped samples."""
-    priority: float = 1.0
-    raw_metadata: bytes = b""
-    """The metadata as it was sent, where the log can store those bytes."""
-
-    @property
-    def is_evaluation(self) -> bool:
-        return self.table_name is None
-
-
-class Arrivals:
-    """All offered groups, and the room they take in each table."""
-
-    def __init__(self) -> None:
-        self.groups: Counter[str | None] = Counter()
-        self.bytes: Counter[str | None] = Counter()
-        self._all: dict[str, Arrival] = {}
-
-    def get(self, group: str) -> Arrival | None:
-        return self._all.get(group)
-
-    def __getitem__(self, group: str) -> Arrival:
-        return self._all[group]
-
-    def add(self, arrival: Arrival) -> None:
-        self._all[arrival.group] = arrival
-        self._count(arrival, 1)
-
-    def pop(self, group: str) -> Arrival:
-        arrival = self._all.pop(group)
-        self._count(arrival, -1)
-        return arrival
-
-    def move(self, group: str, table_name: str) -> None:
-        """Count a group for another table than it was offered for."""
-        arrival = self._all[group]
-        self._count(arrival, -1)
-        arrival.table_name = table_name
-        self._count(arrival, 1)
-
-    def _count(self, arrival: Arrival, sign: int) -> None:
-        self.groups[arrival.table_name] += sign
-        self.bytes[arrival.table_name] += sign * arrival.size
-
-    @property
-    def ready(self) -> list[str]:
-        """The groups that were checked and stored."""
-        return [group for group, arrival in self._all.items() if arrival.kept is not None]
-
-    def priorities(self) -> dict[str, float]:
-        """Return the priorities of ready groups that have another than 1."""
-        ready = [self._all[group] for group in self.ready]
-        return {one.group: one.priority for one in ready if one.priority != 1.0 and not one.is_evaluation}
-
-    def rows(self, op: int) -> list[tuple[GroupRow, bytes]]:
-        """Return the log rows of ready groups, numbered from `op`, each with its metadata."""
-        rows: list[tuple[GroupRow, bytes]] = []
-        for number, group in enumerate(self.ready, start=op):
-            arrival = self._all[group]
-            assert arrival.kept is not None
-            metadata, location = arrival.kept
-            row = GroupRow(
-                op=number,
-                id=group,
-                digest=arrival.digest,
-                policy_version=metadata.policy_version,
-                samples=metadata.num_samples,
-                tokens=metadata.num_tokens,
-                size=arrival.size,
-                state=State.EVALUATION if arrival.is_evaluation else State.HELD,
-                run=metadata.run if arrival.table_name is None else arrival.table_name,
-                prompt=metadata.prompt,
-                kinds=tuple(sorted(metadata.kinds.items())),
-                location=location,
-            )
-            rows.append((row, arrival.raw_metadata or (arrival.eval_metadata or metadata).to_bytes()))
-        return rows
-
 
 _RETRY_AFTER_S = 0.25
 _SPARE = [4**power for power in range(9, 0, -1)]
@@ -142,6 +45,46 @@ class Outcome:
     """The size of the frame in bytes, if it did not fit."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
+
+
+class Arrivals:
+    """Groups that were offered and are not accepted yet, and the room they take in each table."""
+
+    def __init__(self) -> None:
+        self.groups: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        """By table, without evaluation groups, which wait in none."""
+        self.num_bytes = 0
+        """Of all of them, evaluation groups included: these take room on the disk too."""
+        self._all: dict[str, Incoming] = {}
+
+    def get(self, group: str) -> Incoming | None:
+        return self._all.get(group)
+
+    def add(self, group: Incoming) -> None:
+        self._all[group.id] = group
+        self._count(group, 1)
+
+    def remove(self, group: Incoming) -> None:
+        del self._all[group.id]
+        self._count(group, -1)
+
+    def move(self, group: Incoming, table: str) -> None:
+        """Count a group for another table than it was offered for."""
+        self._count(group, -1)
+        group.table = table
+        self._count(group, 1)
+
+    def _count(self, group: Incoming, sign: int) -> None:
+        self.num_bytes += sign * group.size
+        if not group.is_evaluation:
+            self.groups[group.table] += sign
+            self.bytes[group.table] += sign * group.size
+
+    @property
+    def ready(self) -> list[Incoming]:
+        """Groups that were checked and stored, in the order they were offered."""
+        return [group for group in self._all.values() if group.is_ready]
 
 
 class Acceptance:
@@ -204,64 +147,54 @@ class Acceptance:
         """Return how many groups were offered for a table and are not accepted yet."""
         return self._arrivals.groups[table_name]
 
-    def offer(
-        self,
-        ticket: object,
-        group: str,
-        digest: bytes,
-        size: int,
-        run: str = "",
-        *,
-        evaluation: bool = False,
-        claim: Claim = lambda _: NOTHING,
-        priority: float = 1.0,
-    ) -> Outcome | bool:
+    def offer(self, group: Incoming, run: str = "", *, claim: Claim = lambda _: NOTHING) -> Outcome | bool:
         """Decide whether a group's frame should be checked and stored.
 
         True: do that, then call `arrive`, `drop` or `refuse`. False: the same group is being checked already; this
         ticket is answered with it. An `Outcome`: the put is decided. `claim` returns the room reserved for others."""
-        table_name = ""
+        (ticket,) = group.tickets
         try:
-            if not 0 < len(group) <= MAX_ID:
-                raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
-            check_priority(group, priority)
-            known = self._recognise(ticket, group, digest, evaluation=evaluation)
+            if not 0 < len(group.id) <= MAX_ID:
+                raise InvalidInput(f"group id of {len(group.id)} characters; give each group one of 1 to {MAX_ID}")
+            if group.priority != 1.0:  # the default needs no check
+                check_priority(group.id, group.priority)
+            known = self._recognise(group)
             if known is not None:
                 return known
-            table_name = self._recorder.run_tables.table_for(run)
-            if evaluation:
-                self._check_evaluation_room(group, size)
+            group.table = self._recorder.run_tables.table_for(run)
+            if group.is_evaluation:
+                self._check_evaluation_room(group.id, group.size)
             else:
-                reserved = claim(table_name)
+                reserved = claim(group.table)
                 if reserved is None:
-                    raise Overloaded(f"group {group!r}: others wait for room before it", _RETRY_AFTER_S)
-                self._check_room(group, table_name, size, reserved)
+                    raise Overloaded(f"group {group.id!r}: others wait for room before it", _RETRY_AFTER_S)
+                self._check_room(group.id, group.table, group.size, reserved)
         except PenstockError as error:
             self._recorder.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
-            return Outcome(ticket, error, table=table_name, size=size)
-        where = None if evaluation else table_name
-        self._arrivals.add(Arrival(group, digest, size, where, [ticket], priority=priority))
+            return Outcome(ticket, error, table=group.table, size=group.size)
+        self._arrivals.add(group)
         return True
 
-    def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
+    def _recognise(self, group: Incoming) -> Outcome | bool | None:
         """Return the answer to a repeated put, False if its first put is still being checked, or None for a new
         group."""
-        arrival = self._arrivals.get(group)
-        known = arrival.digest if arrival else self._recorder.log.digest_of(group)
-        if known is None and not self._recorder.log.is_discarded(_dropped_key(group)):
+        (ticket,) = group.tickets
+        first = self._arrivals.get(group.id)
+        known = first.digest if first else self._recorder.log.digest_of(group.id)
+        if known is None and not self._recorder.log.is_discarded(_dropped_key(group.id)):
             return None
         self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
-        if known != digest:
-            raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
-        before = arrival.is_evaluation if arrival else self._recorder.log.is_evaluation(group)
-        if before != evaluation:
+        if known != group.digest:
+            raise Conflict(f"group {group.id!r}: accepted before with other content; give each group its own id")
+        before = first.is_evaluation if first else self._recorder.log.is_evaluation(group.id)
+        if before != group.is_evaluation:
             was, now = ("for evaluation", "to be trained") if before else ("to be trained", "for evaluation")
-            raise Conflict(f"group {group!r}: accepted before {was}, now {now}; give each group its own id")
-        if arrival is None:
+            raise Conflict(f"group {group.id!r}: accepted before {was}, now {now}; give each group its own id")
+        if first is None:
             return Outcome(ticket, duplicate=True)
-        arrival.tickets.append(ticket)  # not durable yet: "duplicate" would acknowledge what a crash may still lose
+        first.tickets.append(ticket)  # not durable yet: "duplicate" would acknowledge what a crash may still lose
         return False
 
     def _check_evaluation_room(self, group: str, size: int) -> None:
@@ -295,7 +228,7 @@ class Acceptance:
 
     def _check_disk(self, size: int) -> None:
         """Raise DiskFull if the disk has no room. Frees retained steps and evaluation groups first."""
-        arriving = self._arrivals.bytes.total() + size
+        arriving = self._arrivals.num_bytes + size
         tried = False
         while True:
             try:
@@ -344,127 +277,144 @@ class Acceptance:
         counts["eval_groups_freeing_early"] += state.evaluations.freeing - before
         return state.evaluations.freeing > before
 
-    def arrive(
-        self,
-        group: str,
-        metadata: GroupMetadata,
-        location: str,
-        eval_metadata: EvalMetadata | None = None,
-        over_length: OverLength = NONE,
-        raw_metadata: bytes = b"",
-    ) -> None:
+    def arrive(self, group: Incoming) -> None:
         """Note that an offered group was checked and stored. The next `flush` accepts it."""
-        arrival = self._arrivals[group]
-        arrival.raw_metadata = raw_metadata
-        arrival.kept, arrival.eval_metadata, arrival.over_length = (metadata, location), eval_metadata, over_length
+        group.is_ready = True
 
-    def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
+    def drop(self, group: Incoming) -> list[Outcome]:
         """Count an offered group without a sample that fits, and remember its id so that a repeated put is
         recognised."""
-        arrival = self._arrivals.pop(group)
+        self._arrivals.remove(group)
         try:
-            self._recorder.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
+            self._recorder.decide(Shorten(**asdict(group.over_length), key=_dropped_key(group.id)))
         except PenstockError as error:
-            return [Outcome(ticket, error) for ticket in arrival.tickets]
-        return _outcomes(arrival, over_length=over_length)
+            return [Outcome(ticket, error) for ticket in group.tickets]
+        return _outcomes(group)
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
         """Return whether a group is being checked. If so, this ticket is answered with it."""
-        arrival = self._arrivals.get(group)
-        if arrival is None or arrival.digest != digest:
+        first = self._arrivals.get(group)
+        if first is None or first.digest != digest:
             return False
-        if ticket not in arrival.tickets:
-            arrival.tickets.append(ticket)
+        if ticket not in first.tickets:
+            first.tickets.append(ticket)
         return True
 
-    def refuse(self, group: str, error: PenstockError) -> list[Outcome]:
+    def refuse(self, group: Incoming, error: PenstockError) -> list[Outcome]:
         """Reject a group that was offered, under all its tickets."""
-        arrival = self._arrivals.pop(group)
-        self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
-        return [Outcome(ticket, error) for ticket in arrival.tickets]
+        self._arrivals.remove(group)
+        self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(group.tickets)
+        return [Outcome(ticket, error) for ticket in group.tickets]
 
     def flush(self) -> list[Outcome]:
         """Accept all groups that were checked and stored, in one transaction. An outcome without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        first = self._recorder.state.op + 1
-        given = self._arrivals.priorities()
-        rows = self._arrivals.rows(first + bool(given))
-        if not rows:
+        groups, state = self._arrivals.ready, self._recorder.state
+        if not groups:
             return outcomes
-        evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
-        self._recorder.state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
+        first = state.op + 1
+        given = {group.id: group.priority for group in groups if group.priority != 1.0 and not group.is_evaluation}
+        rows = [_row(group, op) for op, group in enumerate(groups, start=first + bool(given))]
+        evaluated = sum(group.size for group in groups if group.is_evaluation)
+        if evaluated:
+            state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._recorder.transaction():
                 if given:
                     self._recorder.log.add_record(first, GivePriorities(priorities=given))
-                self._recorder.log.add_groups(rows)
-                shortened = self._shortened(rows)
+                self._recorder.log.add_groups(
+                    [(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)]
+                )
+                shortened = _shortened(groups, rows[-1].op + 1)
                 if shortened is not None:
                     self._recorder.log.add_record(*shortened)
-        except Exception as error:  # noqa: BLE001 - whatever a row provokes, its producer is told
+        except Exception as error:  # noqa: BLE001 - whatever a row provokes, its producer gets the error
             # After a failed sync the rows may or may not be on disk, so their frames must stay. They are deleted with
             # their segment, once it holds no accepted frame.
-            for row, _ in rows:
-                self._recorder.segments.settle(row.location, accepted=False)
+            for group in groups:
+                self._recorder.segments.settle(group.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
-            return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, known)]
+            return outcomes + [outcome for group in groups for outcome in self.refuse(group, known)]
         if given:
-            self._recorder.state.redo(first, GivePriorities(priorities=given))
-        self._recorder.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
-        for row, _ in rows:
-            outcomes += self._accept(row)
+            state.redo(first, GivePriorities(priorities=given))
+        for group, row in zip(groups, rows, strict=True):
+            outcomes += self._accept(group, row)
         if shortened is not None:
-            self._recorder.state.redo(*shortened)
-        self._recorder.state.free_evaluations(self._settings.retain_eval_bytes)  # one batch alone may exceed the limit
-        self._recorder.counts["groups"] += len(rows)
-        self._recorder.counts["samples"] += sum(row.samples for row, _ in rows)
-        self._recorder.counts["tokens"] += sum(row.tokens for row, _ in rows)
+            state.redo(*shortened)
+        if evaluated:
+            state.free_evaluations(self._settings.retain_eval_bytes)  # one batch alone may exceed the limit
         return outcomes
 
-    def _is_untrained(self, row: GroupRow) -> bool:
-        kept = self._arrivals[row.id].kept
-        return kept is not None and row.state is not State.EVALUATION and bool(why_untrained(kept[0]))
-
-    def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
-        """Return the decision that counts truncated and dropped samples of these groups, with the number after
-        theirs."""
-        total = OverLength.total(self._arrivals[row.id].over_length for row, _ in rows)
-        return (rows[-1][0].op + 1, Shorten(**asdict(total))) if total else None
-
-    def _late_refusal(self, group: str) -> list[Outcome]:
+    def _late_refusal(self, group: Incoming) -> list[Outcome]:
         """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
         run."""
-        arrival = self._arrivals[group]
-        assert arrival.kept is not None
-        metadata, location = arrival.kept
+        assert group.metadata is not None
         try:
-            table_name = self._recorder.run_tables.table_for(metadata.run)
-            if not arrival.is_evaluation:
-                self._arrivals.move(group, table_name)
+            table = self._recorder.run_tables.table_for(group.metadata.run)
+            if not group.is_evaluation:
+                self._arrivals.move(group, table)
         except PenstockError as error:
-            self._recorder.segments.reject(location)
+            self._recorder.segments.reject(group.location)
             return self.refuse(group, error)
         return []
 
-    def _accept(self, row: GroupRow) -> list[Outcome]:
-        arrival = self._arrivals.pop(row.id)
-        self._recorder.segments.settle(row.location, accepted=True)
-        if row.state is State.EVALUATION:
-            self._recorder.state.take_evaluation(row, arrival.eval_metadata)
-            return _outcomes(arrival)
-        if arrival.kept is not None:
-            self.generated.add(arrival.kept[0])
-        stale = not self._recorder.state.take_in(row)
-        self._recorder.counts["groups_stale"] += stale
+    def _accept(self, group: Incoming, row: GroupRow) -> list[Outcome]:
+        assert group.metadata is not None
+        state, counts = self._recorder.state, self._recorder.counts
+        self._arrivals.remove(group)
+        self._recorder.segments.settle(group.location, accepted=True)
+        counts["groups"] += 1
+        counts["samples"] += row.samples
+        counts["tokens"] += row.tokens
+        if group.is_evaluation:
+            state.take_evaluation(row, group.eval_metadata)
+            return _outcomes(group)
+        counts["groups_untrained"] += bool(why_untrained(group.metadata))
+        self.generated.add(group.metadata)
+        stale = not state.take_in(row)
+        counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
-        return _outcomes(arrival, stale=stale, over_length=arrival.over_length)
+        return _outcomes(group, stale=stale)
 
 
-def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength = NONE) -> list[Outcome]:
+def _row(group: Incoming, op: int) -> GroupRow:
+    """Return the row of a group in the log."""
+    metadata = group.metadata
+    assert metadata is not None
+    return GroupRow(
+        op=op,
+        id=group.id,
+        digest=group.digest,
+        policy_version=metadata.policy_version,
+        samples=metadata.num_samples,
+        tokens=metadata.num_tokens,
+        size=group.size,
+        state=State.EVALUATION if group.is_evaluation else State.HELD,
+        run=metadata.run if group.is_evaluation else group.table,
+        prompt=metadata.prompt,
+        kinds=tuple(sorted(metadata.kinds.items())),
+        location=group.location,
+    )
+
+
+def _metadata(group: Incoming) -> bytes:
+    """Return the metadata of a group as the log stores it."""
+    found = group.eval_metadata or group.metadata
+    assert found is not None
+    return group.raw_metadata or found.to_bytes()
+
+
+def _shortened(groups: Sequence[Incoming], op: int) -> tuple[int, Shorten] | None:
+    """Return the decision that counts truncated and dropped samples of these groups, if there are any."""
+    total = OverLength.total(group.over_length for group in groups)
+    return (op, Shorten(**asdict(total))) if total else None
+
+
+def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
     """Answer every ticket of a group. The first put it, the others repeated it."""
     return [
-        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else over_length)
-        for i, ticket in enumerate(arrival.tickets)
+        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else group.over_length)
+        for i, ticket in enumerate(group.tickets)
     ]
 
 

@@ -122,18 +122,10 @@ class Engine:
     def close(self) -> None:
         """Write what would have waited for the next decision."""
         self.writer.finish()
-        self.tidy(self.segments.take_finished())
+        self.segments.tidy(self.segments.take_finished())
         self.segments.close()
         with self.recorder.transaction():
             pass
-
-    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
-        """Seal finished segments of the plane's own writer and register new ones."""
-        for name, end in finished:
-            self.segments.seal(name, end=end)
-        self.segments.tick()
-        with suppress(DiskFull):  # the writer has a spare one, and every turn tries again
-            self.segments.stock_up()
 
     # -------------------------------------------------------------- looking
 

@@ -7,7 +7,7 @@ thread. Metadata that a client made itself is about a kilobyte and is checked on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -104,68 +104,54 @@ def _samples(count: int) -> str:
     return f"{count:,} sample{'s' * (count != 1)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Incoming:
-    """A group that is to be checked and kept."""
+    """A group between its put and its table: one record, filled in on the way.
 
-    group: str
-    frame: Buffer
-    evaluation: bool = False
-    """Put for evaluation, never trained."""
+        offered     id, digest, size, tickets, table; and the frame, or its location and the client's metadata
+        checked     metadata and over_length; or `error`; or `is_dropped`
+        stored      location
+        ready       `flush` may accept it
 
+    The loop owns the record, and a worker thread fills in what it checks and stores. Only the loop sets `is_ready`,
+    when the worker's result comes back. So a turn never accepts a record that a worker is still filling in."""
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A group whose frame and metadata a client made and wrote to storage."""
-
-    group: str
+    id: str
     digest: bytes
-    location: str
-    metadata: bytes
-    shown: bytes = b""
-    """`EvalMetadata` of an evaluation group, as it was sent."""
-    evaluation: bool = False
+    """xxh3-128 of the frame, as the client sent it."""
+    size: int
+    """Bytes of the frame."""
+    tickets: list[object] = field(default_factory=list)
+    """The puts to answer: the first one, then repeated ones."""
+    frame: Buffer = b""
+    """Empty if the client wrote the frame to storage."""
+    location: str = ""
+    """Where the frame is stored."""
+    raw_metadata: bytes = b""
+    """Metadata that the client made, and, once checked, only if the log can store the same bytes."""
+    raw_eval_metadata: bytes = b""
+    """`EvalMetadata` that the client made."""
+    is_evaluation: bool = False
+    """Put for evaluation: never trained, and in no table."""
+    priority: float = 1.0
+    table: str = ""
+    """The table it will wait in; not used for an evaluation group."""
     read_back: bool = False
     """The plane must read the frame before it counts: it is the first of its segment."""
+    metadata: GroupMetadata | None = None
+    eval_metadata: EvalMetadata | None = None
+    """What metrics show of an evaluation group."""
+    over_length: OverLength = NONE
+    """Its truncated and dropped samples."""
+    is_dropped: bool = False
+    """Every sample is longer than `seq_len`, and `over_length` is "drop"."""
+    error: PenstockError | None = None
+    """Why it is rejected."""
+    is_ready: bool = False
 
 
 class Unseen(StorageError):
     """The plane does not find a frame that a client wrote: the client sees another storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A group that is checked and kept: only the decision to accept it is missing."""
-
-    group: str
-    metadata: GroupMetadata
-    location: str
-    eval_metadata: EvalMetadata | None = None
-    """Of an evaluation group."""
-    over_length: OverLength = NONE
-    """What was truncated or dropped of its samples."""
-    raw_metadata: bytes = b""
-    """The metadata as they came, where the log may take them as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group of which nothing is left: every sample is longer than `seq_len`, and `over_length` is "drop"."""
-
-    group: str
-    over_length: OverLength
-    location: str = ""
-    """Where its sender has written it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A group that is not accepted."""
-
-    group: str
-    error: PenstockError
-    location: str = ""
-    """Where its sender has written it."""
 
 
 class Intake:
@@ -179,40 +165,45 @@ class Intake:
         """Return the tenant that a frame names, without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
 
-    def look_at(self, stored: Stored, *, may_read: bool = True) -> Arrived | Dropped | Refused | None:
-        """Check a group that a client wrote to storage. Returns None if the frame must be read for that and `may_read`
+    def look_at(self, group: Incoming, *, may_read: bool = True) -> bool:
+        """Check a group that a client wrote to storage. Returns False if the frame must be read for that and `may_read`
         is False."""
         try:
-            metadata = self._metadata_of(stored)
-            if not (stored.evaluation or metadata.fits(self._settings.packing.seq_len)):
+            metadata = self._metadata_of(group)
+            if not (group.is_evaluation or metadata.fits(self._settings.packing.seq_len)):
                 # The client attached to an earlier plane with another seq_len: cuts differ, so read the frame again.
                 if not may_read:
-                    return None
-                metadata = metadata_for(self._settings, metadata, self._storage.read(stored.location)[0])
-            shown = None
-            if stored.evaluation:
-                shown = EvalMetadata.from_bytes(stored.shown)
+                    return False
+                metadata = metadata_for(self._settings, metadata, self._storage.read(group.location)[0])
+            if group.is_evaluation:
+                group.eval_metadata = EvalMetadata.from_bytes(group.raw_eval_metadata)
                 self._check_own(metadata)
             else:
                 self._check_metadata(metadata)
-            if stored.read_back:
-                self._read_back(stored)
+            if group.read_back:
+                self._read_back(group)
+            self._checked(group, metadata)
         except PenstockError as error:
-            return Refused(stored.group, error, stored.location)
+            group.error = error
         except Exception as error:  # noqa: BLE001 - no metadata may end the plane
-            text = f"group {stored.group!r}: {type(error).__name__}: {error}; its metadata cannot be used"
-            return Refused(stored.group, InvalidInput(text), stored.location)
-        found = NONE if stored.evaluation else OverLength.of(metadata)
-        if not stored.evaluation and self._is_dropped(metadata):
-            return Dropped(stored.group, found, stored.location)
-        same = not stored.evaluation and metadata.seq_len == self._settings.packing.seq_len
-        return Arrived(stored.group, metadata, stored.location, shown, found, stored.metadata if same else b"")
+            text = f"group {group.id!r}: {type(error).__name__}: {error}; its metadata cannot be used"
+            group.error = InvalidInput(text)
+        # The log can store the client's bytes only if they are the metadata that this plane would make.
+        if group.is_evaluation or group.metadata is None or group.metadata.seq_len != self._settings.packing.seq_len:
+            group.raw_metadata = b""
+        return True
 
-    def _metadata_of(self, stored: Stored) -> GroupMetadata:
+    def _checked(self, group: Incoming, metadata: GroupMetadata) -> None:
+        """Fill in the metadata of a group that passed, and what follows from it."""
+        group.metadata = metadata
+        if not group.is_evaluation:
+            group.over_length, group.is_dropped = OverLength.of(metadata), self._is_dropped(metadata)
+
+    def _metadata_of(self, group: Incoming) -> GroupMetadata:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
-        metadata, size = GroupMetadata.from_bytes(stored.metadata), parse_location(stored.location).size
-        name = f"group {stored.group!r}"
-        if metadata.group != stored.group or not metadata.num_samples:
+        metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
+        name = f"group {group.id!r}"
+        if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
         # Check only the sizes here. The rank that reads with the front checks the rest against digests.
         if not metadata.size == frame_size(metadata.front) == size or front_size(metadata.front) != len(metadata.front):
@@ -227,46 +218,46 @@ class Intake:
             )
         return metadata
 
-    def _read_back(self, stored: Stored) -> None:
+    def _read_back(self, group: Incoming) -> None:
         """Read the first frame of a segment, to find a wrong mount or a copied folder before anything is
         acknowledged."""
-        size, state = parse_location(stored.location).size, xxhash.xxh3_128()
+        size, state = parse_location(group.location).size, xxhash.xxh3_128()
         try:
             # In pieces, so that memory does not grow with the frame. It is not faster.
             for a in range(0, size, _READ_BACK_BYTES):
-                state.update(self._storage.read(stored.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
+                state.update(self._storage.read(group.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
         except CorruptFrame as error:
-            raise Unseen(f"group {stored.group!r}: not in the plane's storage: {error}") from None
-        if state.digest() != stored.digest:
-            raise Unseen(f"group {stored.group!r}: the plane's storage has other bytes than were written")
+            raise Unseen(f"group {group.id!r}: not in the plane's storage: {error}") from None
+        if state.digest() != group.digest:
+            raise Unseen(f"group {group.id!r}: the plane's storage has other bytes than were written")
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
-        """Check a batch and write what passes. Returns the result of each group, in order."""
-        checked = [self._check(incoming) for incoming in batch]
-        good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
+    def take(self, batch: Sequence[Incoming]) -> None:
+        """Check a batch and write the frames that pass, with one sync."""
+        for group in batch:
+            self._check(group)
+        good = [group for group in batch if group.error is None and not group.is_dropped]
         try:
-            locations = iter(self._writer.write([[frame] for frame in good]) if good else ())
+            locations = self._writer.write([[group.frame] for group in good]) if good else []
         except StorageError as error:
-            return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
-        return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]
+            for group in good:
+                group.error = error
+            return
+        for group, location in zip(good, locations, strict=True):
+            group.location = location
 
-    def _check(self, incoming: Incoming) -> Arrived | Dropped | Refused:
-        """Check one group. The location is filled in when the batch is written."""
-        group, frame = incoming.group, incoming.frame
+    def _check(self, group: Incoming) -> None:
+        """Check one group that came with its frame."""
         try:
-            if incoming.evaluation:
-                metadata, eval_metadata = self.check_evaluation(group, frame)
-                return Arrived(group, metadata, "", eval_metadata)
-            metadata = self.check(group, frame)
-            found = OverLength.of(metadata)
-            if self._is_dropped(metadata):
-                return Dropped(group, found)
-            return Arrived(group, metadata, "", over_length=found)
+            if group.is_evaluation:
+                metadata, group.eval_metadata = self.check_evaluation(group.id, group.frame)
+            else:
+                metadata = self.check(group.id, group.frame)
+            self._checked(group, metadata)
         except PenstockError as error:
-            return Refused(group, error)
+            group.error = error
         except Exception as error:  # noqa: BLE001 - no frame may end the plane
-            text = f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read"
-            return Refused(group, InvalidInput(text))
+            text = f"group {group.id!r}: {type(error).__name__}: {error}; its frame cannot be read"
+            group.error = InvalidInput(text)
 
     def check(self, group: str, frame: Buffer) -> GroupMetadata:
         """Return the metadata of a frame. Raises what is wrong with the frame."""

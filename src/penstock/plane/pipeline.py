@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import xxhash
@@ -24,7 +25,7 @@ from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, Storage
 from penstock.frames import GroupMetadata
 from penstock.plane.acceptance import Claim, Outcome
 from penstock.plane.engine import Drawn, Engine
-from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused, Stored, metadata_for
+from penstock.plane.intake import Incoming, Intake, metadata_for
 from penstock.plane.recorder import ends_plane, failure_text
 from penstock.plane.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.plane.workers import Job, Then, Workers
@@ -52,8 +53,9 @@ class Pipeline:
 
     def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
         self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
-        self._incoming: deque[tuple[bytes, Incoming]] = deque()
-        """Offered groups that wait to be checked, with the digests that were sent."""
+        self._acceptance, self._segments, self._recorder = engine.acceptance, engine.segments, engine.recorder
+        self._incoming: deque[Incoming] = deque()
+        """Offered groups whose frames wait to be checked."""
         self._outcomes: list[Outcome] = []
         self._busy = False
         """Whether a step is being planned or built on a worker thread."""
@@ -83,139 +85,142 @@ class Pipeline:
         priority: float = 1.0,
     ) -> Outcome | None:
         """Offer a group that came with its frame. Returns an outcome only if the put is decided at once."""
+        incoming = Incoming(
+            id=group,
+            digest=digest,
+            size=len(frame),
+            tickets=[ticket],
+            frame=frame,
+            is_evaluation=evaluation,
+            priority=priority,
+        )
         try:
-            run = self._run_of(frame)
-            found = self._engine.acceptance.offer(
-                ticket, group, digest, len(frame), run, evaluation=evaluation, priority=priority, claim=claim
-            )
+            run = self._intake.run_of(frame) if self._has_tenants else ""
         except CorruptFrame as error:
             return Outcome(ticket, error)
+        found = self._acceptance.offer(incoming, run, claim=claim)
         if isinstance(found, Outcome):
             return found
         if found:
-            self._incoming.append((digest, Incoming(group, frame, evaluation)))
+            self._incoming.append(incoming)
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
 
     def put_stored(self, ticket: object, put: Put, writer: str, *, claim: Claim = lambda _: NOTHING) -> Outcome | None:
         """Offer a group whose frame the client has written to storage."""
-        segments = self._engine.segments
         try:
             size = parse_location(put.location).size
-            run = self._run_in(put.metadata)
+            run = GroupMetadata.from_bytes(put.metadata).run if self._has_tenants else ""
         except CorruptFrame as error:
             return Outcome(ticket, error)
-        found = self._engine.acceptance.offer(
-            ticket, put.group, put.digest, size, run, evaluation=put.evaluation, priority=put.priority, claim=claim
+        group = Incoming(
+            id=put.group,
+            digest=put.digest,
+            size=size,
+            tickets=[ticket],
+            location=put.location,
+            raw_metadata=put.metadata,
+            raw_eval_metadata=put.shown,
+            is_evaluation=put.evaluation,
+            priority=put.priority,
         )
+        found = self._acceptance.offer(group, run, claim=claim)
         if isinstance(found, Outcome):
             if found.duplicate:
                 self._free_repeat(put, writer)
             return found
         if found:
             try:
-                read_back = segments.expect(put.location, writer)
+                group.read_back = self._segments.expect(put.location, writer)
             except PenstockError as error:
-                self._outcomes += self._engine.acceptance.refuse(put.group, error)
+                self._outcomes += self._acceptance.refuse(group, error)
                 return None
-            stored = Stored(
-                put.group, put.digest, put.location, put.metadata, put.shown, put.evaluation, read_back=read_back
-            )
-            looked_at = None if read_back else self._intake.look_at(stored, may_read=False)
-            if looked_at is None:
-                self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
-            else:  # a kilobyte of metadata: handing it to a thread would cost more than checking it
-                self._looked_at(looked_at)
+            # A kilobyte of metadata: handing it to a thread would cost more than checking it.
+            if not group.read_back and self._intake.look_at(group, may_read=False):
+                self._looked_at(group)
+            else:
+                self._workers.submit("intake", lambda: self._intake.look_at(group), partial(self._looked_at, group))
         return None
 
     def _free_repeat(self, put: Put, writer: str) -> None:
         """Free the second copy of a group that was written and put again. The accepted copy stays."""
-        if self._engine.log.location_of(put.group) == put.location:
+        if self._recorder.log.location_of(put.group) == put.location:
             return
         with suppress(PenstockError):  # sealed, or of another writer: it is deleted with its segment
-            self._engine.segments.expect(put.location, writer)
-            self._engine.segments.reject(put.location)
+            self._segments.expect(put.location, writer)
+            self._segments.reject(put.location)
 
-    def _run_in(self, metadata: bytes) -> str:
-        """Return the tenant of a group, or "" where there are no tenants."""
-        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
-            return ""
-        return GroupMetadata.from_bytes(metadata).run
+    @property
+    def _has_tenants(self) -> bool:
+        """Whether a group's tenant decides if there is room for it."""
+        tables = self._recorder.run_tables
+        return bool(tables.members or tables.evicted)
 
-    def _looked_at(self, result: Arrived | Dropped | Refused | Exception | None) -> None:
+    def _looked_at(self, group: Incoming, result: object = None) -> None:
+        """Handle a group that a client wrote to storage, once it is checked."""
         if isinstance(result, Exception):
             raise result
-        assert result is not None, "None is returned only with may_read=False"
-        if isinstance(result, Arrived):
-            self._engine.segments.verified(result.location)
-            self._engine.counts["groups_direct"] += 1
-            self._engine.acceptance.arrive(
-                result.group,
-                result.metadata,
-                result.location,
-                result.eval_metadata,
-                result.over_length,
-                result.raw_metadata,
-            )
+        if group.error is None and not group.is_dropped:
+            self._segments.verified(group.location)
+            self._recorder.counts["groups_direct"] += 1
+            self._acceptance.arrive(group)
             return
-        self._engine.segments.reject(result.location)
-        if isinstance(result, Dropped):
-            self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
-            return
-        self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
+        self._segments.reject(group.location)
+        self._refused(group)
 
-    def _run_of(self, frame: Buffer) -> str:
-        """Return the tenant of a group, or "" where there are no tenants. Does not read the frame's body."""
-        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
-            return ""
-        return self._intake.run_of(frame)
+    def _refused(self, group: Incoming) -> None:
+        """Drop or reject a group that was checked."""
+        if group.error is not None:
+            self._outcomes += self._acceptance.refuse(group, group.error)
+        else:
+            self._outcomes += self._acceptance.drop(group)
 
-    def _take_in(self) -> list[Arrived | Dropped | Refused]:
+    def _take_in(self) -> list[Incoming]:
         """Check and store the groups that wait, with one sync. Runs on the intake thread."""
+        taken: list[Incoming] = []
         batch: list[Incoming] = []
-        refused: list[Arrived | Dropped | Refused] = []
         size = 0
         while self._incoming and size < _BATCH_BYTES:
-            digest, incoming = self._incoming.popleft()
-            group = incoming.group
-            if xxhash.xxh3_128_digest(incoming.frame) != digest:
-                refused.append(Refused(group, AlteredOnTheWay(f"group {group!r}: not the bytes that were sent")))
+            group = self._incoming.popleft()
+            taken.append(group)
+            if xxhash.xxh3_128_digest(group.frame) != group.digest:
+                group.error = AlteredOnTheWay(f"group {group.id!r}: not the bytes that were sent")
                 continue
-            batch.append(incoming)
-            size += len(incoming.frame)
+            batch.append(group)
+            size += len(group.frame)
         try:
             with self._engine.durations.timed("write", f"{len(batch)} groups, {size:,} bytes"):
-                return refused + self._intake.take(batch)
+                self._intake.take(batch)
         except Exception as error:
-            logger.exception("%d groups could not be kept", len(batch))
-            text = f"{failure_text(error)}; the plane could not store it"
-            return refused + [Refused(one.group, StorageError(f"group {one.group!r}: {text}")) for one in batch]
+            logger.exception("%d groups could not be stored", len(batch))
+            for group in batch:
+                text = f"group {group.id!r}: {failure_text(error)}; the plane could not store it"
+                group.error = StorageError(text)
+        for group in taken:
+            group.frame = b""  # it is in storage; the record must not keep it in memory until it is answered
+        return taken
 
-    def _taken_in(self, results: list[Arrived | Dropped | Refused] | Exception) -> None:
-        if isinstance(results, Exception):
-            raise results
-        for result in results:
-            if isinstance(result, Arrived):
-                self._engine.segments.expect_own(result.location)
-                self._engine.acceptance.arrive(
-                    result.group, result.metadata, result.location, result.eval_metadata, result.over_length
-                )
-            elif isinstance(result, Dropped):
-                self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
-            else:
-                self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
-                if isinstance(result.error, DiskFull):
-                    self._engine.acceptance.make_room()
+    def _taken_in(self, groups: list[Incoming] | Exception) -> None:
+        if isinstance(groups, Exception):
+            raise groups
+        for group in groups:
+            if group.error is None and not group.is_dropped:
+                self._segments.expect_own(group.location)
+                self._acceptance.arrive(group)
+                continue
+            self._refused(group)
+            if isinstance(group.error, DiskFull):
+                self._acceptance.make_room()
 
     def collect(self) -> list[Outcome]:
         """Handle results of workers and accept groups that were checked and stored. Outcomes without error are
         durable."""
-        finished = self._engine.segments.take_finished()  # before `finish`, which reports every frame written to them
+        finished = self._segments.take_finished()  # before `finish`, which reports every frame written to them
         self._workers.finish()
         with suppress(DiskFull):  # record a planned step even if no rank waits for it any longer
             self._record()
-        outcomes = self.refused() + self._engine.acceptance.flush()
-        self._engine.tidy(finished)
+        outcomes = self.refused() + self._acceptance.flush()
+        self._segments.tidy(finished)
         return outcomes
 
     def refused(self) -> list[Outcome]:

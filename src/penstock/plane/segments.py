@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -219,6 +220,14 @@ class Segments:
 
         Seal them only after every frame written to them is accepted or rejected."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
+        """Seal finished segments of the plane's own writer and old ones of clients, and register new ones."""
+        for name, end in finished:
+            self.seal(name, end=end)
+        self.tick()
+        with suppress(DiskFull):  # the writer has a spare one, and every turn tries again
+            self.stock_up()
 
     def close(self) -> None:
         """Seal own segments that were never begun, as empty, so that the next epoch can free them at once."""

@@ -23,7 +23,7 @@ from penstock.frames import GroupMetadata
 from penstock.log import GroupRow, SqliteLog
 from penstock.log import DropGroup, Lose, Quarantine, Record, ReleaseGroup, Report, Shorten, read_record
 from penstock.plane import Engine
-from penstock.plane import Dropped, Incoming, Intake, Refused
+from penstock.plane import Incoming, Intake
 from penstock.plane import storage_of
 from penstock.runs.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
 from penstock.plane import StepBuilder
@@ -172,15 +172,16 @@ class _Life:
     def _put_frame(self, entry: GroupEntry, frame: bytes) -> None:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
-        outcomes = [acceptance.offer(None, entry.id, digest, len(frame), entry.run)]
+        group = Incoming(id=entry.id, digest=digest, size=len(frame), tickets=[None], frame=frame)
+        outcomes = [acceptance.offer(group, entry.run)]
         if outcomes[0] is True:
-            found = self._intake.take([Incoming(entry.id, frame)])[0]
-            if isinstance(found, Refused):
-                self._refused(entry, found.error)
-            elif isinstance(found, Dropped):
-                self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
+            self._intake.take([group])
+            if group.error is not None:
+                self._refused(entry, group.error)
+            elif group.is_dropped:
+                self._refused(entry, InvalidInput(f"group {group.id!r}: {group.over_length}"))
             else:
-                acceptance.arrive(found.group, found.metadata, found.location, over_length=found.over_length)
+                acceptance.arrive(group)
                 outcomes = list(acceptance.flush())
         for outcome in outcomes:
             if not isinstance(outcome, bool) and outcome.error is not None:
