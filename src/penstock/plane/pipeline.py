@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 
@@ -40,6 +41,35 @@ _PROBES = 64
 """Groups to try before blaming the planner instead of the groups of a step."""
 
 
+class Making(Enum):
+    """Where the step is that is being made. There is one at a time; steps are made in order."""
+
+    IDLE = "no step is being made"
+    PLANNING = "drawn; a worker plans it"
+    PROBING = "none of its groups can be planned; a worker tries other groups"
+    PLANNED = "planned, and not recorded: the disk may be full"
+    BUILDING = "recorded; a worker builds it"
+
+
+MAKING = {
+    (Making.IDLE, "drawn"): Making.PLANNING,
+    (Making.PLANNING, "planned"): Making.PLANNED,
+    (Making.PLANNING, "unplannable"): Making.PROBING,
+    (Making.PLANNING, "undone"): Making.IDLE,
+    (Making.PLANNING, "failed"): Making.IDLE,
+    (Making.PROBING, "undone"): Making.IDLE,
+    (Making.PROBING, "failed"): Making.IDLE,
+    (Making.PLANNED, "recorded"): Making.IDLE,
+    (Making.PLANNED, "undone"): Making.IDLE,
+    (Making.IDLE, "asked for"): Making.BUILDING,
+    (Making.BUILDING, "built"): Making.IDLE,
+}
+"""What may happen to the step that is being made. Anything else is a bug and raises.
+
+A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. Once
+built it is staged, and the session delivers and commits it (`protocol.steps`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Unplannable:
     """A step that cannot be planned, with the groups that cannot be planned even alone."""
@@ -57,8 +87,7 @@ class Pipeline:
         self._incoming: deque[Incoming] = deque()
         """Offered groups whose frames wait to be checked."""
         self._outcomes: list[Outcome] = []
-        self._busy = False
-        """Whether a step is being planned or built on a worker thread."""
+        self.making = Making.IDLE
         self._to_record: tuple[Drawn, PlannedStep] | None = None
         """Planned and not recorded yet, because the disk may be full."""
         self._staged: dict[int, Staged] = {}
@@ -246,7 +275,7 @@ class Pipeline:
         if staged is not None and staged.serves(self._inline):
             return staged
         self._raise_failure()
-        if self._busy:
+        if self.making is not Making.IDLE:
             return f"step {self._engine.last_step} to be built"
         if step <= self._engine.last_step:
             self._build(step)
@@ -255,7 +284,7 @@ class Pipeline:
         drawn = self._engine.draw_step(step)
         if isinstance(drawn, str):
             return drawn
-        self._submit(lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
+        self._submit("drawn", lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
         return f"step {step} to be planned"
 
     def handed_over(self, step: int) -> None:
@@ -272,16 +301,24 @@ class Pipeline:
         if self._asked_by == self._session:
             self._failure = error
 
-    def _submit(self, job: Job, then: Then) -> None:
-        self._busy, self._asked_by = True, self._session
+    def _move(self, event: str) -> None:
+        """Look up what becomes of the step that is being made."""
+        found = MAKING.get((self.making, event))
+        assert found is not None, f"a step was {event!r} while: {self.making.value}"
+        self.making = found
+
+    def _submit(self, event: str, job: Job, then: Then) -> None:
+        self._move(event)
+        self._asked_by = self._session
 
         def done(result: object) -> None:
-            self._busy = False
             try:
                 then(result)
             except Exception as error:
                 if ends_plane(error):
                     raise
+                if (self.making, "failed") in MAKING:  # else it moved on before the error
+                    self._move("failed")
                 logger.exception("step %d: the result of a worker could not be handled", self._engine.last_step)
                 self._fail(error)
 
@@ -310,6 +347,7 @@ class Pipeline:
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
+            self._move("planned")
             self._to_record = (drawn, found)
             return
         error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
@@ -321,7 +359,9 @@ class Pipeline:
         # the step's groups are quarantined. If none does, quarantining would empty the tables for a bug of ours.
         others = _others(self._engine, drawn)
         self._submit(
-            lambda: self._plans_any(others), lambda works: self._blame(drawn, error, bad if works is True else {})
+            "unplannable",
+            lambda: self._plans_any(others),
+            lambda works: self._blame(drawn, error, bad if works is True else {}),
         )
 
     def _plans_any(self, groups: Sequence[tuple[bytes, str]]) -> bool:
@@ -335,6 +375,7 @@ class Pipeline:
     def _blame(self, drawn: Drawn, error: Exception, bad: Mapping[int, str]) -> None:
         """Quarantine the bad groups. If there are none the plane failed and ranks get the error, except while storage
         does not answer: then they wait."""
+        self._move("undone")
         self._engine.undo_draw(drawn, bad)
         if not bad and not isinstance(error, Away):
             self._fail(error)
@@ -347,11 +388,13 @@ class Pipeline:
             except Exception as error:
                 if isinstance(error, DiskFull) or ends_plane(error):
                     raise
+                self._move("undone")
                 self._to_record = None
                 logger.exception("step %d cannot be recorded", drawn.step)
                 self._engine.undo_draw(drawn, {})
                 self._fail(error)
                 return
+            self._move("recorded")
             self._to_record = None
             self._build(drawn.step)
 
@@ -367,11 +410,12 @@ class Pipeline:
             return
 
         def built(found: Staged | Exception) -> None:
+            self._move("built")
             if self._engine.is_planned(step, planned):
                 self._built(step, found)
 
         inline = sorted(self._inline)
-        self._submit(lambda: self._builder.build(step, planned, groups, inline), built)
+        self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline), built)
 
     def unplanned(self, first: int) -> None:
         """Forget staged steps from this one on: they are planned again."""
