@@ -31,6 +31,7 @@ from penstock.frames import GroupMetadata
 from penstock.log import GroupRow, Log
 from penstock.packing import Packing
 from penstock.plane.engine import Drawn, Engine
+from penstock.plane.intake import Incoming
 from penstock.plane.opening import open_log, storage_of
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import StepBuilder
@@ -168,8 +169,11 @@ def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
             one = msgspec.structs.replace(made[count % 8], group=f"g{count}", ids=ids)
             location = f"{segment}:{count * _BYTES}:{_BYTES}"
             engine.segments.expect(location, "bench")
-            assert engine.acceptance.offer(count, one.group, one.digests[0], _BYTES) is True
-            engine.acceptance.arrive(one.group, one, location)
+            group = Incoming(
+                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[count], location=location, metadata=one
+            )
+            assert engine.acceptance.offer(group) is True
+            engine.acceptance.arrive(group)
             count += 1
         assert all(outcome.error is None for outcome in engine.acceptance.flush())
 

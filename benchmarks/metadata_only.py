@@ -21,6 +21,7 @@ from penstock.frames import GroupMetadata, check_group, encode
 from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.plane.engine import Drawn, Engine
+from penstock.plane.intake import Incoming
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.step_builder import StepBuilder
 from penstock.storage import MemoryStorage
@@ -72,9 +73,12 @@ def _accept(engine: Engine, metadata: Sequence[GroupMetadata]) -> float:
         for i, one in enumerate(metadata[at : at + _PER_WRITE], at):
             location = f"{segment}:{i * _BYTES}:{_BYTES}"
             engine.segments.expect(location, "bench")
-            offered = engine.acceptance.offer(one.group, one.group, one.digests[0], _BYTES)
+            group = Incoming(
+                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[one.group], location=location, metadata=one
+            )
+            offered = engine.acceptance.offer(group)
             assert offered is True, offered
-            engine.acceptance.arrive(one.group, one, location)
+            engine.acceptance.arrive(group)
         assert all(outcome.error is None for outcome in engine.acceptance.flush())
     return len(metadata) / (time.perf_counter() - begin)
 

@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 import penstock as ps
-from penstock.plane.counted import COUNTS
-from penstock.plane.durations import BOUNDS, Durations, Marks
+from penstock.plane.telemetry import BOUNDS, COUNTS, Durations, Marks
 from penstock.server import PlaneProcess
 from tests.support.plane_processes import SMALL
 

@@ -72,7 +72,7 @@ def test_any_retained_step_is_served_again_to_the_byte(open_engine: OpenEngine, 
         for number in range(step, 11):
             assert engine.stage_again(number).digests == digests[number - 1]
     assert engine.held_bytes == held
-    with pytest.raises(InvalidInput, match="before 6 were given back; resume from a checkpoint of step 5"):
+    with pytest.raises(InvalidInput, match="before 6 were freed; resume from a checkpoint of step 5"):
         engine.resume(9, 5)
     with pytest.raises(InvalidInput, match="the last step that was delivered is 10"):
         engine.resume(9, 12)

@@ -10,8 +10,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CallerError, ConfigError, InvalidInput
-from penstock.plane.run_logger import RunLogger
-from penstock.plane.small_decisions import decide
+from penstock.plane.effect_runner import decide
+from penstock.plane.telemetry import RunLogger
 from penstock.protocol.messages import Discard, SettleGroup, SetWeight
 
 PLANE: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}

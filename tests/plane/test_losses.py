@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.frames import encode
 from penstock.log import State
-from penstock.plane.losses import lose
+from penstock.plane.damage import lose
 from penstock.protocol.steps import Staged
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group

@@ -118,8 +118,8 @@ def test_a_plane_opened_again_with_a_smaller_seq_len_counts_and_logs_what_it_tru
         plane = open_plane(tmp_path / "run", seq_len=16, **settings)
         assert plane.ledger.as_dict()["over_length"] == TRUNCATED
         plane.close()
-    said = [record.getMessage() for record in caplog.records if "seq_len: 16" in record.getMessage()]
-    assert said == ["seq_len: 16, and the run was at 128: of the groups that wait, 1 sample truncated by 84 tokens"]
+    said = [record.getMessage() for record in caplog.records if "seq_len: now 16" in record.getMessage()]
+    assert said == ["seq_len: now 16, before 128: of the waiting groups, 1 sample truncated by 84 tokens"]
     assert tokens_of_step(open_plane(tmp_path / "run", seq_len=16, **settings)) == 26
 
 

@@ -23,6 +23,8 @@ from penstock.frames import decode, encode
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "path.md").read_text()
 RANKS, ROLLOUTS = 2, 4
+_ON_PUT = "penstock.protocol.admission:Admission._on_put"
+_ANSWER = "penstock.protocol.admission:Admission.answer"
 _HOP = re.compile(r"(?m)^\|.*\| `(penstock[\w.]+):([\w.]+)` \|(?: ([^|]+) \|)?$")
 _CALLS = re.compile(r"(?:(\d+)(?: \+ |$))?(?:(\d+) per (rank|rollout))?")
 
@@ -69,6 +71,38 @@ def counting(hops: list[str]) -> Iterator[Callable[[], dict[str, int]]]:
         threading.setprofile(None)
 
 
+@contextmanager
+def loop_modules(first: str, last: str) -> Iterator[set[str]]:
+    """Collects our modules whose functions run in one thread from a call of `first` to the return of `last`.
+
+    Counts code in files only: generated constructors of records have no line that one could read."""
+    begin, end, found = code_of(first), code_of(last), set[str]()
+    threads: set[int] = set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        code, thread = frame.f_code, threading.get_ident()
+        if event == "call" and code is begin:
+            threads.add(thread)
+        name = frame.f_globals.get("__name__", "")
+        if thread in threads and name.startswith("penstock.") and code.co_filename.endswith(".py"):
+            found.add(name)
+        if event == "return" and code is end:
+            threads.discard(thread)
+
+    threading.setprofile(note)
+    try:
+        yield found
+    finally:
+        threading.setprofile(None)
+
+
+def put_one(plane: ps.Plane) -> None:
+    with plane.group("prompt") as group:
+        for i in range(ROLLOUTS):
+            turns = [Turn(range(40)), Turn([50 + i] * 20, logprobs=[-0.5] * 20)]
+            group.add(Trajectory(turns=turns, reward=float(i)))
+
+
 def trained(
     hops: list[str], where: Path | str = "memory:", *, also: Callable[[SourceStep], object] = lambda _step: None
 ) -> dict[str, int]:
@@ -83,10 +117,7 @@ def trained(
 
     with counting(hops) as counts:
         with ps.open(where, ranks=RANKS, seq_len=64, groups_per_step=1) as plane:
-            with plane.group("prompt") as group:
-                for i in range(ROLLOUTS):
-                    turns = [Turn(range(40)), Turn([50 + i] * 20, logprobs=[-0.5] * 20)]
-                    group.add(Trajectory(turns=turns, reward=float(i)))
+            put_one(plane)
             sources = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
             with ThreadPoolExecutor(RANKS) as pool:
                 list(pool.map(train, sources))
@@ -138,6 +169,22 @@ def test_through_the_plane_a_group_is_encoded_checked_gathered_and_decoded_once(
         "penstock.frames.reading:open_stored": 1,
         "penstock.frames.writing:frame_pieces": 1 + RANKS,
     }
+
+
+def test_one_put_touches_few_modules_on_the_loop(tmp_path: Path) -> None:
+    """From the message to its answer. The page says how many; more would mean that a step of the path was split."""
+    with (
+        loop_modules(_ON_PUT, _ANSWER) as found,
+        ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=9) as plane,
+    ):
+        put_one(plane)  # warm: the first group of a segment is read back on a worker thread
+        found.clear()
+        put_one(plane)
+    own = {name for name in found if name.startswith("penstock.plane.")}
+    stated = re.search(r"touches at most (\d+) modules, (\d+) of them in `penstock.plane`", PAGE)
+    assert stated is not None
+    assert 10 < len(found) <= int(stated[1]), sorted(found)
+    assert 5 < len(own) <= int(stated[2]), sorted(own)
 
 
 def test_one_call_more_is_noticed_in_any_thread() -> None:

@@ -244,7 +244,7 @@ def test_a_step_behind_one_that_is_planned_anew_is_planned_anew_too() -> None:
     engine.plan_step(1)
     _make(engine, 2)  # nobody takes it: the ranks have failed meanwhile
     damage_frame(engine, "b")
-    with pytest.raises(CorruptFrame, match=r"group 'b': .*; it was set aside, steps 1 to 2 are planned anew"):
+    with pytest.raises(CorruptFrame, match=r"group 'b': .*; it was set aside, steps 1 to 2 are planned again"):
         engine.stage_again(1)
     for step in (1, 2):
         found = engine.stage_again(step)
@@ -269,7 +269,7 @@ def test_ranks_that_rewind_to_a_damaged_step_get_no_step_of_an_earlier_plan() ->
         with trained(plane, count=1) as found:
             assert found == {1: {"a/0", "a/1", "b/0", "b/1"}}
         damage_frame(server.engine, "b")
-        with pytest.raises(PenstockError, match=r"steps 1 to [23] are planned anew"), trained(plane, count=2):
+        with pytest.raises(PenstockError, match=r"steps 1 to [23] are planned again"), trained(plane, count=2):
             pass
         with trained(plane, count=2) as found:
             assert found == {1: {"a/0", "a/1", "c/0", "c/1"}, 2: {"d/0", "d/1", "e/0", "e/1"}}

@@ -61,7 +61,7 @@ def test_a_step_whose_group_was_set_aside_since_is_planned_anew_when_ranks_rewin
     engine = open_engine(target=Target(groups=1), replay=TWICE)
     trained_then_set_aside(engine)
     engine.resume(2, 1)
-    with pytest.raises(CorruptFrame, match=r"group 'a': .*; it was set aside, steps 1 to 3 are planned anew"):
+    with pytest.raises(CorruptFrame, match=r"group 'a': .*; it was set aside, steps 1 to 3 are planned again"):
         engine.stage_again(1)
     assert isinstance(engine.plan_step(1), Staged)
     assert [group["id"] for group in engine.quarantine()] == ["a"]
@@ -72,7 +72,7 @@ def test_a_step_whose_group_was_set_aside_and_dropped_since_is_planned_anew(open
     trained_then_set_aside(engine)
     engine.settle("a", drop=True)
     engine.resume(2, 1)
-    with pytest.raises(CorruptFrame, match=r"group 'a': .* given back.*; it was set aside, steps 1 to 3 are planned"):
+    with pytest.raises(CorruptFrame, match=r"group 'a': .* freed.*; it was set aside, steps 1 to 3 are planned"):
         engine.stage_again(1)
     assert isinstance(engine.plan_step(1), Staged)
 
@@ -304,7 +304,7 @@ def test_replay_settings_that_do_not_fit_a_run_are_refused_with_both_values(
     engine = open_engine(tmp_path)
     put(engine, *(named_group(f"g{i}") for i in range(6)))
     engine.log.close()
-    with pytest.raises(ps.PenstockError, match="capacity: 4, and more groups are held"):
+    with pytest.raises(ps.PenstockError, match="capacity: 4, but 6 groups are held"):
         open_engine(tmp_path, replay=Replay(capacity=4))
 
 

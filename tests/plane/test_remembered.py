@@ -49,7 +49,7 @@ def test_another_number_of_ranks_is_refused_with_both_values(open_engine: OpenEn
     put(engine, "a", "b")
     assert isinstance(engine.plan_step(1), Staged)
     engine.log.close()
-    with pytest.raises(ConfigError, match="ranks: 4, and steps are planned for 2 that are not trained yet"):
+    with pytest.raises(ConfigError, match="ranks: 4, and steps that are not trained yet are planned for 2"):
         ps.open(tmp_path, ranks=4, seq_len=64, groups_per_step=2)
     same = open_engine(tmp_path, ranks=2)
     same.received(1)

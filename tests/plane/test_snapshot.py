@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.frames import encode
-from penstock.plane.rebuild import rebuild
+from penstock.plane.recorder import rebuild
 from penstock.plane.settings import Replay
 from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ from penstock.arrays import Sample
 from penstock.arrays.digests import sample_digests
 from penstock.frames import decode, encode
 from penstock.plane.engine import Engine
-from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused
+from penstock.plane.intake import Incoming, Intake
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.step_builder import StepBuilder
 from penstock.plane.workers import Workers
@@ -31,8 +30,10 @@ class RealIntake(Intake):
     def run_of(self, frame: Buffer) -> str:
         return super().run_of(_frame(frame))
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
-        return super().take([replace(incoming, frame=_frame(incoming.frame)) for incoming in batch])
+    def take(self, batch: Sequence[Incoming]) -> None:
+        for group in batch:
+            group.frame = _frame(group.frame)
+        super().take(batch)
 
 
 def real_pipeline(engine: Engine, workers: Workers) -> Pipeline:

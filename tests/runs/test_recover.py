@@ -485,7 +485,7 @@ def test_a_trainer_goes_on_with_the_step_of_its_checkpoint(tmp_path: Path, capsy
         engine = opened(folder, ONE)
         engine.resume(1, 501)
         assert (engine.next_step, engine.policy_version) == (501, 77)
-        with pytest.raises(InvalidInput, match="steps before 501 were given back"):
+        with pytest.raises(InvalidInput, match="steps before 501 were freed"):
             engine.resume(1, 500)
         close(engine)
     assert sorted(trained_of(folder)) == ["a", "b", "c"]

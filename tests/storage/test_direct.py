@@ -429,6 +429,6 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
         "protocol/steps.py",  # a step with samples, or without
         "client/direct.py",  # the question, and put
         "client/storage_reader.py",  # read
-        "plane/plane_sessions.py",  # the setting
+        "plane/effect_runner.py",  # the setting
         "plane/loop.py",  # passes on what the others say
     }

@@ -153,12 +153,12 @@ def free_frames_after_a_failed_commit(patch: pytest.MonkeyPatch) -> None:
     flush = Acceptance.flush
 
     def and_free(self: Acceptance) -> Any:
-        there = {name: arrival.kept for name, arrival in self._arrivals._all.items() if arrival.kept}
+        there = {group.id: group.location for group in self._arrivals.ready}
         found = flush(self)
         segments = self._recorder.segments
-        for name, kept in there.items():
-            if self._recorder.log.digest_of(name) is None and kept is not None:
-                segments._custody.delete([kept[1]], self._recorder.log.commits)
+        for name, location in there.items():
+            if self._recorder.log.digest_of(name) is None:
+                segments._custody.delete([location], self._recorder.log.commits)
         return found
 
     patch.setattr(Acceptance, "flush", and_free)

@@ -101,7 +101,7 @@ def test_a_segment_that_is_created_after_it_was_freed_is_deleted_by_the_next_pla
     now[0] += 7 * 24 * 3600  # the client stands still for a week
     for _ in range(3):
         now[0] += 10
-        engine.tidy([])
+        engine.segments.tidy([])
         with engine.recorder.transaction():
             pass
     assert name in log.frees()

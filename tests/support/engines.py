@@ -40,7 +40,7 @@ class DirectEngine(Engine):
 
     def flush(self) -> list[Outcome]:
         outcomes = self.acceptance.flush()
-        self.tidy([])
+        self.segments.tidy([])
         return outcomes
 
     def plan_step(self, step: int) -> Staged | str:

@@ -15,7 +15,7 @@ from penstock.frames import GroupMetadata
 from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
-from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused
+from penstock.plane.intake import Incoming, Intake
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Target
@@ -81,9 +81,9 @@ class SlowIntake(Intake):
         super().__init__(settings, writer)
         self.gate = gate
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
+    def take(self, batch: Sequence[Incoming]) -> None:
         self.gate.passed()
-        return super().take(batch)
+        super().take(batch)
 
 
 class SlowSweeper(MemoryStorage):

@@ -11,7 +11,7 @@ from penstock.arrays.digests import step_digest
 from penstock.errors import CorruptFrame
 from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.plane.engine import Engine
-from penstock.plane.intake import Intake, Stored
+from penstock.plane.intake import Incoming, Intake
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.step_builder import Place, PlannedStep
 from penstock.plane.workers import Workers
@@ -34,10 +34,10 @@ class PlainIntake(Intake):
     def check(self, group: str, frame: Buffer) -> GroupMetadata:
         return plain_metadata(group, frame)
 
-    def _metadata_of(self, stored: Stored) -> GroupMetadata:
-        metadata = GroupMetadata.from_bytes(stored.metadata)
-        if metadata.group != stored.group:
-            raise CorruptFrame(f"group {stored.group!r}: the metadata is of group {metadata.group!r}")
+    def _metadata_of(self, group: Incoming) -> GroupMetadata:
+        metadata = GroupMetadata.from_bytes(group.raw_metadata)
+        if metadata.group != group.id:
+            raise CorruptFrame(f"group {group.id!r}: the metadata is of group {metadata.group!r}")
         return metadata
 
     def _check_metadata(self, metadata: GroupMetadata) -> None:

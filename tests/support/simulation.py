@@ -26,7 +26,7 @@ from penstock.plane.engine import Engine
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.manifest import Manifest
 from penstock.plane.pipeline import Pipeline
-from penstock.plane.rebuild import rebuild
+from penstock.plane.recorder import rebuild
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.workers import Inline, Workers
 from penstock.protocol.messages import Frames

@@ -213,11 +213,11 @@ def test_a_plane_refuses_what_it_was_not_told_of_and_what_is_declared_otherwise(
     with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, columns=MINE, untrained_groups="accept") as plane:
         with pytest.raises(InvalidInput, match=r"column 'surprise' .*was not declared"):
             plane.put([sample])
-        with pytest.raises(InvalidInput, match=r"column 'surprise' .*was not told of"):
+        with pytest.raises(InvalidInput, match=r"column 'surprise' .*does not know"):
             plane.put_frame("g", ps.encode([sample]))
         with pytest.raises(InvalidInput, match="task: 1 dimensions; must have 0"):
             plane.put([other])
-        with pytest.raises(InvalidInput, match="column 'task' is int64 per token, fill 0, and this plane was told of"):
+        with pytest.raises(InvalidInput, match="column 'task' is int64 per token, fill 0, and this plane declares"):
             plane.put_frame("g", ps.encode([other]))
         assert plane.put([sample.replace(columns={"surprise": None, "task": 3})])
 

@@ -49,11 +49,11 @@ class PlaneKeywords(TypedDict, total=False):
     groups_per_step: int | None
     """Groups that make a step."""
     samples_per_step: int | None
-    """Samples that make a step: whole groups are drawn until there are so many."""
+    """Samples that make a step: complete groups are drawn until there are that many."""
     tokens_per_step: int | None
-    """Tokens that make a step: whole groups are drawn until there are so many."""
+    """Tokens that make a step: complete groups are drawn until there are that many."""
     run: str
-    """The run's name; ranks and workers that name another are refused."""
+    """The run's name; ranks and workers that name another are rejected."""
     listen: Sequence[str]
     """Addresses where ranks and workers connect: tcp://HOST:PORT; ipc://PATH within one host; file://FOLDER over a
     shared filesystem; addresses that other hosts can reach need `keys`."""
@@ -96,19 +96,19 @@ class PlaneKeywords(TypedDict, total=False):
     retain_steps: int
     """Committed steps that can still be served again, to a trainer that resumes from an older checkpoint."""
     retain_eval_bytes: int
-    """Bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the disk is full too."""
+    """Bytes of evaluation groups that are kept; beyond, and while the disk is full, the oldest are freed."""
     retain: Literal["steps", "all"]
-    """What is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every plan, for good,
-    so that the run is its own archive; a run that began to keep everything goes on with it until `penstock storage
+    """What is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every plan, forever, so
+    that the run is its own archive; a run that began to keep everything continues to until `penstock storage
     forget`."""
     snapshot_every: int
-    """Decisions (groups, steps, reports) after which the plane's memory is written down; a restart does again only
-    what came later."""
+    """Decisions (groups, steps, reports) between snapshots of the plane's memory; a restart applies only the
+    decisions after the last one."""
     evict_after: int | None
     """Groups of one run that no step could take, after which the run is evicted; none: never."""
     shares: Mapping[str, float]
     """Runs that share the trainer, as named in their samples' `run`, each with its weight; groups of other runs are
-    refused; empty: runs are not kept apart."""
+    rejected; empty: runs are not kept apart."""
     capacity: int
     """Items held at most; in a plane an item is a group."""
     sampler: Selector
@@ -124,7 +124,7 @@ class PlaneKeywords(TypedDict, total=False):
     seed: int
     """Of the random draws."""
     timeouts: Timeouts
-    """How long anybody may be silent."""
+    """How long a process may be silent."""
     folder: str | Path
     """Of ray://: where the run is kept; on a disk of one host, the plane stays on that host; empty: ~/.penstock/NAME,
     on the head node unless `log` and `storage` are shared."""

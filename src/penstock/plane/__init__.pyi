@@ -1,9 +1,7 @@
 from penstock.plane.acceptance import MAX_ID as MAX_ID
 from penstock.plane.engine import Engine as Engine
-from penstock.plane.intake import Dropped as Dropped
 from penstock.plane.intake import Incoming as Incoming
 from penstock.plane.intake import Intake as Intake
-from penstock.plane.intake import Refused as Refused
 from penstock.plane.ledger import Ledger as Ledger
 from penstock.plane.loop import PlaneLoop as PlaneLoop
 from penstock.plane.manifest import Manifest as Manifest

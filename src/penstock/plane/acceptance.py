@@ -1,11 +1,12 @@
-"""Groups in: is it known, is there room, and, once its frame is checked and kept, is it accepted.
+"""Accept groups: is the group known, is there room, and is it accepted once its frame is checked and stored?
 
-Room is looked for before a frame is looked at, so a put that is refused costs nothing. What is accepted is written
-down, many groups with one sync, before anybody hears of it.
+Room is checked before the frame is read, so a rejected put costs almost nothing. Accepted groups are written to the log
+before any producer is answered, many groups with one sync.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,74 +14,112 @@ from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.log import GivePriorities, GroupRow, Shorten, State
-from penstock.plane.arrivals import Arrival, Arrivals
-from penstock.plane.generated import Generated
-from penstock.plane.over_length import NONE, OverLength
+from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
-from penstock.plane.untrained import why_untrained
+from penstock.plane.telemetry import Generated
 from penstock.protocol import NOTHING, Amount
 
 _RETRY_AFTER_S = 0.25
 _SPARE = [4**power for power in range(9, 0, -1)]
+"""Credits for groups that `spare` tries, largest first: 262,144 down to 4."""
 Claim: TypeAlias = Callable[[str], Amount | None]
-"""Table -> what is reserved there for others; None if others wait before this put."""
+"""Maps a table to the room reserved there for other puts. Returns None if others wait ahead of this put."""
 MAX_ID = 512
-"""Characters of a group's id."""
+"""The longest group id, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a put: an error, or nothing."""
+    """The result of a put: an error, or success."""
 
     ticket: object
     error: PenstockError | None = None
     duplicate: bool = False
     stale: bool = False
-    """It was accepted, and dropped at once: its policy version is further behind than the plane allows."""
+    """Accepted and dropped at once: its policy version is further behind than `max_staleness` allows."""
     table: str = ""
-    """Where it did not fit, if the error is `Overloaded`."""
+    """The table without room, if the error is `Overloaded`."""
     size: int = 0
-    """Its bytes, if it did not fit."""
+    """The size of the frame in bytes, if it did not fit."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
 
 
+class Arrivals:
+    """Groups that were offered and are not accepted yet, and the room they take in each table."""
+
+    def __init__(self) -> None:
+        self.groups: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        """By table, without evaluation groups, which wait in none."""
+        self.num_bytes = 0
+        """Of all of them, evaluation groups included: these take room on the disk too."""
+        self._all: dict[str, Incoming] = {}
+
+    def get(self, group: str) -> Incoming | None:
+        return self._all.get(group)
+
+    def add(self, group: Incoming) -> None:
+        self._all[group.id] = group
+        self._count(group, 1)
+
+    def remove(self, group: Incoming) -> None:
+        del self._all[group.id]
+        self._count(group, -1)
+
+    def move(self, group: Incoming, table: str) -> None:
+        """Count a group for another table than it was offered for."""
+        self._count(group, -1)
+        group.table = table
+        self._count(group, 1)
+
+    def _count(self, group: Incoming, sign: int) -> None:
+        self.num_bytes += sign * group.size
+        if not group.is_evaluation:
+            self.groups[group.table] += sign
+            self.bytes[group.table] += sign * group.size
+
+    @property
+    def ready(self) -> list[Incoming]:
+        """Groups that were checked and stored, in the order they were offered."""
+        return [group for group in self._all.values() if group.is_ready]
+
+
 class Acceptance:
-    """Takes groups in."""
+    """Decides which groups are accepted. Runs on the loop's thread."""
 
     def __init__(self, settings: PlaneSettings, recorder: Recorder) -> None:
         self._settings, self._recorder = settings, recorder
         self._arrivals = Arrivals()
         self.generated = Generated()
-        """How good what was put lately is."""
+        """Rewards, lengths and truncation of recently accepted groups."""
         self.full: set[str] = set()
-        """Tables a put was refused in, for want of room, since the last time some became free."""
+        """Tables that rejected a put for lack of room since room last became free."""
         self.stale_in_a_row = 0
-        """Groups that were accepted and dropped as stale since the last one that was not."""
+        """Accepted groups that were dropped as stale since the last fresh one."""
 
     def table_of(self, run: str) -> str:
-        """Where groups of a run wait; the run itself when they may not."""
+        """Return the table for groups of a run, or the run's name if the run may not put."""
         try:
             return self._recorder.run_tables.table_for(run)
         except PenstockError:
             return run
 
     def look_up(self, groups: Sequence[str]) -> None:
-        """Ask the log once about all groups of a turn."""
+        """Query the log once for all groups that a turn names; later lookups hit its cache."""
         names = [group for group in groups if 0 < len(group) <= MAX_ID]
         self._recorder.log.look_up(names, [_dropped_key(group) for group in names])
 
     def recognises(self, group: str, digest: bytes) -> bool | None:
-        """Whether this very group is accepted, to be trained; None if none of this name is."""
+        """Return whether this group is accepted for training with the same content, or None if the id is new."""
         log = self._recorder.log
         known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
         return None if known is None else known == digest and not log.is_evaluation(group)
 
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
-        """Return why a group must wait, or "" if it may come; None if it will be rejected for good."""
+        """Return why a group must wait, "" if there is room, or None if it can never be accepted."""
         tables = self._recorder.run_tables
         if table in tables.evicted or (tables.members and table not in tables.members):
             return None
@@ -93,7 +132,10 @@ class Acceptance:
         return ""
 
     def spare(self, reserved: Amount) -> Amount:
-        """Return how many groups and bytes fit beside `reserved`, in powers of four; nothing for tenants."""
+        """Return how many groups and bytes producers may send without asking, beside `reserved`.
+
+        Groups are a power of four, because the exact number would need a search in every answer. With tenants it is
+        nothing: room in one table says nothing about the others."""
         if self._recorder.run_tables.members:
             return NOTHING
         table, arriving = self._recorder.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
@@ -102,75 +144,68 @@ class Acceptance:
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
-        """Groups on their way into a table."""
+        """Return how many groups were offered for a table and are not accepted yet."""
         return self._arrivals.groups[table_name]
 
-    def offer(
-        self,
-        ticket: object,
-        group: str,
-        digest: bytes,
-        size: int,
-        run: str = "",
-        *,
-        evaluation: bool = False,
-        claim: Claim = lambda _: NOTHING,
-        priority: float = 1.0,
-    ) -> Outcome | bool:
-        """A group wants to come in. True: check and keep its frame, then `arrive` or `refuse`. False: wait, the same
-        group is under way already. An outcome: that is all. `claim` returns what is reserved for others in a table."""
-        table_name = ""
+    def offer(self, group: Incoming, run: str = "", *, claim: Claim = lambda _: NOTHING) -> Outcome | bool:
+        """Decide whether a group's frame should be checked and stored.
+
+        True: do that, then call `arrive`, `drop` or `refuse`. False: the same group is being checked already; this
+        ticket is answered with it. An `Outcome`: the put is decided. `claim` returns the room reserved for others."""
+        (ticket,) = group.tickets
         try:
-            if not 0 < len(group) <= MAX_ID:
-                raise InvalidInput(f"group id of {len(group)} characters; give each group one of 1 to {MAX_ID}")
-            check_priority(group, priority)
-            known = self._recognise(ticket, group, digest, evaluation=evaluation)
+            if not 0 < len(group.id) <= MAX_ID:
+                raise InvalidInput(f"group id of {len(group.id)} characters; give each group one of 1 to {MAX_ID}")
+            if group.priority != 1.0:  # the default needs no check
+                check_priority(group.id, group.priority)
+            known = self._recognise(group)
             if known is not None:
                 return known
-            table_name = self._recorder.run_tables.table_for(run)
-            if evaluation:
-                self._check_evaluation_room(group, size)
+            group.table = self._recorder.run_tables.table_for(run)
+            if group.is_evaluation:
+                self._check_evaluation_room(group.id, group.size)
             else:
-                reserved = claim(table_name)
+                reserved = claim(group.table)
                 if reserved is None:
-                    raise Overloaded(f"group {group!r}: others wait for room before it", _RETRY_AFTER_S)
-                self._check_room(group, table_name, size, reserved)
+                    raise Overloaded(f"group {group.id!r}: others wait for room before it", _RETRY_AFTER_S)
+                self._check_room(group.id, group.table, group.size, reserved)
         except PenstockError as error:
             self._recorder.counts["puts_overloaded" if isinstance(error, Overloaded) else "puts_refused"] += 1
-            return Outcome(ticket, error, table=table_name, size=size)
-        where = None if evaluation else table_name
-        self._arrivals.add(Arrival(group, digest, size, where, [ticket], priority=priority))
+            return Outcome(ticket, error, table=group.table, size=group.size)
+        self._arrivals.add(group)
         return True
 
-    def _recognise(self, ticket: object, group: str, digest: bytes, *, evaluation: bool) -> Outcome | bool | None:
-        """What to answer for a group that was put before; None for a new one."""
-        arrival = self._arrivals.get(group)
-        known = arrival.digest if arrival else self._recorder.log.digest_of(group)
-        if known is None and not self._recorder.log.is_discarded(_dropped_key(group)):
+    def _recognise(self, group: Incoming) -> Outcome | bool | None:
+        """Return the answer to a repeated put, False if its first put is still being checked, or None for a new
+        group."""
+        (ticket,) = group.tickets
+        first = self._arrivals.get(group.id)
+        known = first.digest if first else self._recorder.log.digest_of(group.id)
+        if known is None and not self._recorder.log.is_discarded(_dropped_key(group.id)):
             return None
         self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
-        if known != digest:
-            raise Conflict(f"group {group!r}: accepted before with other content; give each group its own id")
-        before = arrival.is_evaluation if arrival else self._recorder.log.is_evaluation(group)
-        if before != evaluation:
+        if known != group.digest:
+            raise Conflict(f"group {group.id!r}: accepted before with other content; give each group its own id")
+        before = first.is_evaluation if first else self._recorder.log.is_evaluation(group.id)
+        if before != group.is_evaluation:
             was, now = ("for evaluation", "to be trained") if before else ("to be trained", "for evaluation")
-            raise Conflict(f"group {group!r}: accepted before {was}, now {now}; give each group its own id")
-        if arrival is None:
+            raise Conflict(f"group {group.id!r}: accepted before {was}, now {now}; give each group its own id")
+        if first is None:
             return Outcome(ticket, duplicate=True)
-        arrival.tickets.append(ticket)  # it is not durable yet: the answer must wait
+        first.tickets.append(ticket)  # not durable yet: "duplicate" would acknowledge what a crash may still lose
         return False
 
     def _check_evaluation_room(self, group: str, size: int) -> None:
-        """Raise unless there is room on the disk: no table has to have any."""
+        """Raise unless an evaluation group fits on the disk. It waits in no table, so no table needs room."""
         most = self._settings.retain_eval_bytes
         if size > most and not self._recorder.keeps_all:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {most:,} are ever kept: retain_eval_bytes")
         self._check_disk(size)
 
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
-        """Raise unless there is room, beside what is reserved for others."""
+        """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
         table = self._recorder.run_tables.table(table_name)
         arriving = self._arrivals.groups[table_name] + reserved.groups
         limit = int(self._settings.max_held_bytes * self._recorder.run_tables.part(table_name))
@@ -180,7 +215,9 @@ class Acceptance:
         self._check_disk(size + reserved.bytes)
         waiting = self._recorder.state.bytes_of[table_name] + self._arrivals.bytes[table_name] + reserved.bytes
         if waiting + size > limit or not table.may_insert(ahead=arriving):
-            if not arriving:  # what is on its way, or has room reserved, may still fill the step that is waited for
+            # Only a table that is full without the groups on their way can deadlock: those may still complete the step
+            # that ranks wait for.
+            if not arriving:
                 self.full.add(table_name)
             groups, capacity = len(table) + arriving, self._settings.replay.capacity
             raise Overloaded(
@@ -190,20 +227,21 @@ class Acceptance:
             )
 
     def _check_disk(self, size: int) -> None:
-        """Raise DiskFull if there is no room; what is only kept to be looked at again is given back before that."""
-        arriving = self._arrivals.bytes.total() + size
+        """Raise DiskFull if the disk has no room. Frees retained steps and evaluation groups first."""
+        arriving = self._arrivals.num_bytes + size
         tried = False
         while True:
             try:
                 self._recorder.log.disk.check(arriving, self._used_bytes)
             except DiskFull as error:
                 if self._recorder.segments.is_deleting:
-                    words = f"the disk is full, and freed frames are being deleted: {error}"
-                    raise Overloaded(words, retry_after_s=_RETRY_AFTER_S) from None
-                if tried and not self._give_back():
+                    text = f"the disk is full, and freed frames are being deleted: {error}"
+                    raise Overloaded(text, retry_after_s=_RETRY_AFTER_S) from None
+                if tried and not self._free_retained():
                     raise
                 tried = True
-                self._recorder.log.shrink()  # the write-ahead log may be all that is too much
+                # a grown write-ahead log may be the only problem, and truncating it costs nothing
+                self._recorder.log.shrink()
                 self._recorder.log.disk.restore()
             else:
                 return
@@ -212,15 +250,18 @@ class Acceptance:
         return self._recorder.log.used_bytes + self._recorder.segments.num_bytes
 
     def make_room(self) -> None:
-        """A frame did not fit on its volume, which need not be the log's: free what is only kept to be looked at again.
-        Whoever puts it again finds room, once storage has deleted that."""
+        """Free retained steps and evaluation groups after a frame did not fit on its volume, which need not be the
+        log's.
+
+        The producer tries again and finds room once storage has deleted them."""
         with suppress(DiskFull):
             if not self._recorder.segments.is_deleting:
-                self._give_back()
+                self._free_retained()
 
-    def _give_back(self) -> bool:
-        """Free half of the steps that are kept for a rewind, then half of the evaluation groups. False: nothing left,
-        or the run keeps everything."""
+    def _free_retained(self) -> bool:
+        """Free half of the steps retained for a rewind or, if there are none, half of the evaluation groups.
+
+        Returns False if nothing was left to free or the run keeps everything."""
         state, counts = self._recorder.state, self._recorder.counts
         if state.keeps_all:
             return False
@@ -232,131 +273,151 @@ class Acceptance:
             return True
         before = state.evaluations.freeing
         with self._recorder.transaction():
-            state.give_back_evaluations(state.evaluations.num_bytes // 2)
+            state.free_evaluations(state.evaluations.num_bytes // 2)
         counts["eval_groups_freeing_early"] += state.evaluations.freeing - before
         return state.evaluations.freeing > before
 
-    def arrive(
-        self,
-        group: str,
-        metadata: GroupMetadata,
-        location: str,
-        eval_metadata: EvalMetadata | None = None,
-        over_length: OverLength = NONE,
-        raw_metadata: bytes = b"",
-    ) -> None:
-        """The frame of a group that was offered is checked and kept; `flush` accepts it."""
-        arrival = self._arrivals[group]
-        arrival.raw_metadata = raw_metadata
-        arrival.kept, arrival.eval_metadata, arrival.over_length = (metadata, location), eval_metadata, over_length
+    def arrive(self, group: Incoming) -> None:
+        """Note that an offered group was checked and stored. The next `flush` accepts it."""
+        group.is_ready = True
 
-    def drop(self, group: str, over_length: OverLength) -> list[Outcome]:
-        """Count a group that was offered and has no sample that fits; a repeated put is recognised."""
-        arrival = self._arrivals.pop(group)
+    def drop(self, group: Incoming) -> list[Outcome]:
+        """Count an offered group without a sample that fits, and remember its id so that a repeated put is
+        recognised."""
+        self._arrivals.remove(group)
         try:
-            self._recorder.decide(Shorten(**asdict(over_length), key=_dropped_key(group)))
+            self._recorder.decide(Shorten(**asdict(group.over_length), key=_dropped_key(group.id)))
         except PenstockError as error:
-            return [Outcome(ticket, error) for ticket in arrival.tickets]
-        return _outcomes(arrival, over_length=over_length)
+            return [Outcome(ticket, error) for ticket in group.tickets]
+        return _outcomes(group)
 
     def follow(self, ticket: object, group: str, digest: bytes) -> bool:
-        """Whether a group is under way, and will be answered under this ticket too."""
-        arrival = self._arrivals.get(group)
-        if arrival is None or arrival.digest != digest:
+        """Return whether a group is being checked. If so, this ticket is answered with it."""
+        first = self._arrivals.get(group)
+        if first is None or first.digest != digest:
             return False
-        if ticket not in arrival.tickets:
-            arrival.tickets.append(ticket)
+        if ticket not in first.tickets:
+            first.tickets.append(ticket)
         return True
 
-    def refuse(self, group: str, error: PenstockError) -> list[Outcome]:
-        """The frame of a group that was offered is not accepted."""
-        arrival = self._arrivals.pop(group)
-        self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(arrival.tickets)
-        return [Outcome(ticket, error) for ticket in arrival.tickets]
+    def refuse(self, group: Incoming, error: PenstockError) -> list[Outcome]:
+        """Reject a group that was offered, under all its tickets."""
+        self._arrivals.remove(group)
+        self._recorder.counts["puts_failed" if isinstance(error, DiskFull) else "puts_refused"] += len(group.tickets)
+        return [Outcome(ticket, error) for ticket in group.tickets]
 
     def flush(self) -> list[Outcome]:
-        """Accept what has arrived, as one transaction; what is returned without error is durable."""
+        """Accept all groups that were checked and stored, in one transaction. An outcome without error is durable."""
         outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        first = self._recorder.state.op + 1
-        given = self._arrivals.priorities()
-        rows = self._arrivals.rows(first + bool(given))
-        if not rows:
+        groups, state = self._arrivals.ready, self._recorder.state
+        if not groups:
             return outcomes
-        evaluated = sum(row.size for row, _ in rows if row.state is State.EVALUATION)
-        self._recorder.state.give_back_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
+        first = state.op + 1
+        given = {group.id: group.priority for group in groups if group.priority != 1.0 and not group.is_evaluation}
+        rows = [_row(group, op) for op, group in enumerate(groups, start=first + bool(given))]
+        evaluated = sum(group.size for group in groups if group.is_evaluation)
+        if evaluated:
+            state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._recorder.transaction():
                 if given:
                     self._recorder.log.add_record(first, GivePriorities(priorities=given))
-                self._recorder.log.add_groups(rows)
-                shortened = self._shortened(rows)
+                self._recorder.log.add_groups(
+                    [(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)]
+                )
+                shortened = _shortened(groups, rows[-1].op + 1)
                 if shortened is not None:
                     self._recorder.log.add_record(*shortened)
-        except Exception as error:  # noqa: BLE001 - one that no row may provoke is an error to its producers
-            # Whether the rows are on disk is unknown after a failed sync: their frames must stay. They are free when
-            # their segment is.
-            for row, _ in rows:
-                self._recorder.segments.settle(row.location, accepted=False)
+        except Exception as error:  # noqa: BLE001 - whatever a row provokes, its producer gets the error
+            # After a failed sync the rows may or may not be on disk, so their frames must stay. They are deleted with
+            # their segment, once it holds no accepted frame.
+            for group in groups:
+                self._recorder.segments.settle(group.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
-            return outcomes + [outcome for row, _ in rows for outcome in self.refuse(row.id, known)]
+            return outcomes + [outcome for group in groups for outcome in self.refuse(group, known)]
         if given:
-            self._recorder.state.redo(first, GivePriorities(priorities=given))
-        self._recorder.counts["groups_untrained"] += sum(self._is_untrained(row) for row, _ in rows)
-        for row, _ in rows:
-            outcomes += self._accept(row)
+            state.redo(first, GivePriorities(priorities=given))
+        for group, row in zip(groups, rows, strict=True):
+            outcomes += self._accept(group, row)
         if shortened is not None:
-            self._recorder.state.redo(*shortened)
-        self._recorder.state.give_back_evaluations(self._settings.retain_eval_bytes)  # where one batch is beyond it
-        self._recorder.counts["groups"] += len(rows)
-        self._recorder.counts["samples"] += sum(row.samples for row, _ in rows)
-        self._recorder.counts["tokens"] += sum(row.tokens for row, _ in rows)
+            state.redo(*shortened)
+        if evaluated:
+            state.free_evaluations(self._settings.retain_eval_bytes)  # one batch alone may exceed the limit
         return outcomes
 
-    def _is_untrained(self, row: GroupRow) -> bool:
-        kept = self._arrivals[row.id].kept
-        return kept is not None and row.state is not State.EVALUATION and bool(why_untrained(kept[0]))
-
-    def _shortened(self, rows: Sequence[tuple[GroupRow, bytes]]) -> tuple[int, Shorten] | None:
-        """The decision, behind those about these groups, that counts what was truncated or dropped of them."""
-        total = OverLength.total(self._arrivals[row.id].over_length for row, _ in rows)
-        return (rows[-1][0].op + 1, Shorten(**asdict(total))) if total else None
-
-    def _late_refusal(self, group: str) -> list[Outcome]:
-        """Its run is known only now, or was evicted meanwhile, or it was offered as another's."""
-        arrival = self._arrivals[group]
-        assert arrival.kept is not None
-        metadata, location = arrival.kept
+    def _late_refusal(self, group: Incoming) -> list[Outcome]:
+        """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
+        run."""
+        assert group.metadata is not None
         try:
-            table_name = self._recorder.run_tables.table_for(metadata.run)
-            if not arrival.is_evaluation:
-                self._arrivals.move(group, table_name)
+            table = self._recorder.run_tables.table_for(group.metadata.run)
+            if not group.is_evaluation:
+                self._arrivals.move(group, table)
         except PenstockError as error:
-            self._recorder.segments.reject(location)
+            self._recorder.segments.reject(group.location)
             return self.refuse(group, error)
         return []
 
-    def _accept(self, row: GroupRow) -> list[Outcome]:
-        arrival = self._arrivals.pop(row.id)
-        self._recorder.segments.settle(row.location, accepted=True)
-        if row.state is State.EVALUATION:
-            self._recorder.state.take_evaluation(row, arrival.eval_metadata)
-            return _outcomes(arrival)
-        if arrival.kept is not None:
-            self.generated.add(arrival.kept[0])
-        stale = not self._recorder.state.take_in(row)
-        self._recorder.counts["groups_stale"] += stale
+    def _accept(self, group: Incoming, row: GroupRow) -> list[Outcome]:
+        assert group.metadata is not None
+        state, counts = self._recorder.state, self._recorder.counts
+        self._arrivals.remove(group)
+        self._recorder.segments.settle(group.location, accepted=True)
+        counts["groups"] += 1
+        counts["samples"] += row.samples
+        counts["tokens"] += row.tokens
+        if group.is_evaluation:
+            state.take_evaluation(row, group.eval_metadata)
+            return _outcomes(group)
+        counts["groups_untrained"] += bool(why_untrained(group.metadata))
+        self.generated.add(group.metadata)
+        stale = not state.take_in(row)
+        counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
-        return _outcomes(arrival, stale=stale, over_length=arrival.over_length)
+        return _outcomes(group, stale=stale)
 
 
-def _outcomes(arrival: Arrival, *, stale: bool = False, over_length: OverLength = NONE) -> list[Outcome]:
-    """The first ticket put the group, the others repeated it."""
+def _row(group: Incoming, op: int) -> GroupRow:
+    """Return the row of a group in the log."""
+    metadata = group.metadata
+    assert metadata is not None
+    return GroupRow(
+        op=op,
+        id=group.id,
+        digest=group.digest,
+        policy_version=metadata.policy_version,
+        samples=metadata.num_samples,
+        tokens=metadata.num_tokens,
+        size=group.size,
+        state=State.EVALUATION if group.is_evaluation else State.HELD,
+        run=metadata.run if group.is_evaluation else group.table,
+        prompt=metadata.prompt,
+        kinds=tuple(sorted(metadata.kinds.items())),
+        location=group.location,
+    )
+
+
+def _metadata(group: Incoming) -> bytes:
+    """Return the metadata of a group as the log stores it."""
+    found = group.eval_metadata or group.metadata
+    assert found is not None
+    return group.raw_metadata or found.to_bytes()
+
+
+def _shortened(groups: Sequence[Incoming], op: int) -> tuple[int, Shorten] | None:
+    """Return the decision that counts truncated and dropped samples of these groups, if there are any."""
+    total = OverLength.total(group.over_length for group in groups)
+    return (op, Shorten(**asdict(total))) if total else None
+
+
+def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
+    """Answer every ticket of a group. The first put it, the others repeated it."""
     return [
-        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else over_length)
-        for i, ticket in enumerate(arrival.tickets)
+        Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else group.over_length)
+        for i, ticket in enumerate(group.tickets)
     ]
 
 
 def _dropped_key(group: str) -> str:
-    """The name under which a group of which nothing was left is remembered."""
+    """Return the key under which the log remembers a group that lost all its samples to `seq_len`."""
     return f"over_length: {group}"

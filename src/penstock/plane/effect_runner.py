@@ -1,4 +1,7 @@
-"""What the coordinator decided is done, in order; what needs the disk waits until there is room on it."""
+"""Connect the protocol's state machines to the engine: build them from the settings, carry out their effects.
+
+Effects are carried out in order. One that needs the disk waits until there is room, and so do all behind it.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,51 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from penstock.errors import CallerError, DiskFull, PenstockError
+from penstock.arrays import check_count
+from penstock.errors import CallerError, CorruptFrame, DiskFull, InvalidInput, PenstockError
+from penstock.log import Log, is_gone
 from penstock.plane.damage import Damage
 from penstock.plane.engine import Engine
-from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.pipeline import Pipeline
-from penstock.plane.remembered import left_name
-from penstock.plane.run_logger import RunLogger
+from penstock.plane.recorder import ends_plane, failure_text
+from penstock.plane.remembered import left_name, members_left
+from penstock.plane.settings import PlaneSettings
+from penstock.plane.telemetry import RunLogger
 from penstock.protocol import (
+    Admission,
+    AskRoom,
+    Beat,
+    Buffer,
     Coordinator,
     Detach,
+    Discard,
     Effect,
     Frames,
     FromPlane,
     MemberLeft,
     Note,
     Peer,
+    Pulse,
+    Put,
     Reported,
     Resume,
     Send,
+    SettleGroup,
+    SetWeight,
     StepCommitted,
     StepReceived,
     Suspect,
+    Trace,
+    check_decision,
+    read_from_client,
 )
+from penstock.storage import KeptStorage, address_of
 
 logger = logging.getLogger("penstock.plane")
 
 
 class EffectRunner:
-    """Carries effects out."""
+    """Carries out effects of the coordinator and of admission."""
 
     def __init__(
         self,
@@ -49,10 +68,11 @@ class EffectRunner:
         self._engine, self._coordinator, self._pipeline, self._run_logger = engine, coordinator, pipeline, run_logger
         self._send = send
         self._deferred: deque[Effect] = deque()
-        """What is decided and could not be done for want of disk space."""
+        """Effects that wait for disk space."""
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Do what was decided, in order; what needs the disk waits until there is room on it."""
+        """Carry out effects in order. Effects that need the disk wait until there is room."""
+        # Messages need no disk. They must not queue behind effects that wait for it, or heartbeats would stop too.
         if all(isinstance(effect, (Note, Send, Detach)) for effect in effects):
             for effect in effects:
                 self.do(effect)
@@ -61,7 +81,7 @@ class EffectRunner:
             self.run_deferred()
 
     def run_deferred(self) -> bool:
-        """Do what is still to be done; False if the disk is full."""
+        """Carry out waiting effects. Returns False if the disk is still full."""
         while self._deferred:
             effect = self._deferred.popleft()
             try:
@@ -77,13 +97,13 @@ class EffectRunner:
         return True
 
     def _failed(self, effect: Effect, error: Exception) -> None:
-        """End the session, with the reason: what its ranks reported could not be decided."""
+        """End the session with a reason: what its ranks reported could not be decided."""
         logger.exception("%s could not be decided", effect)
         self._engine.counts["decisions_failed"] += 1
-        self._engine.recorder.rebuild()  # memory may hold half of it; what is not in the log did not happen
-        reason = f"{type(effect).__name__} could not be decided: {failure_in_words(error)}"
-        for told in self._coordinator.fail(reason):
-            self.do(told)
+        self._engine.recorder.rebuild()  # memory may hold half of it; only what is in the log happened
+        reason = f"{type(effect).__name__} could not be decided: {failure_text(error)}"
+        for answer in self._coordinator.fail(reason):
+            self.do(answer)
 
     def do(self, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -118,7 +138,7 @@ class EffectRunner:
             if not isinstance(error, CallerError):
                 logger.exception("session %d cannot begin at step %d", effect.session, effect.step)
                 self._engine.counts["decisions_failed"] += 1
-            self.carry_out(self._coordinator.refuse(effect, self._engine.next_step, failure_in_words(error)))
+            self.carry_out(self._coordinator.refuse(effect, self._engine.next_step, failure_text(error)))
             return
         self._pipeline.begin_session()
         if note:
@@ -130,3 +150,82 @@ class EffectRunner:
             self._engine.report(effect.priorities, metrics, effect.step)
         except PenstockError as error:
             self._run_logger.count("reports_refused", f"step {effect.step}: priorities refused: {error}")
+
+
+def coordinator_of(settings: PlaneSettings, log: Log, engine: Engine) -> Coordinator:
+    """Make the state machine for ranks. Continues the session in the log."""
+    return Coordinator(
+        run=settings.run,
+        ranks=settings.packing.ranks,
+        replicas=settings.replicas,
+        epoch=log.epoch,
+        session=log.meta("session", 0),
+        next_step=engine.next_step,
+        last_step=engine.last_step,
+        left=members_left(settings, log),
+        timeouts=settings.timeouts,
+        is_gone=is_gone,
+    )
+
+
+def sign_of_life(coordinator: Coordinator, peer: Peer, header: Buffer, now: float) -> Pulse | None:
+    """Return the heartbeat to send while nothing can be decided, or None.
+
+    A rank's beat gets a numbered one, which is its full answer. A producer gets one without credit; its message
+    waits."""
+    try:
+        message = read_from_client(header)
+    except CorruptFrame:
+        return None
+    if isinstance(message, Beat):
+        return coordinator.on_beat(peer, message, now)
+    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom)) else None
+
+
+def admission_of(
+    settings: PlaneSettings, log: Log, engine: Engine, pulse: Callable[[], Pulse], may_write: Callable[[Peer], bool]
+) -> Admission:
+    """Make the state machine for producers. `pulse` makes a heartbeat; `may_write` says whose metadata is trusted."""
+    storage = engine.storage
+    return Admission(
+        run=settings.run,
+        run_id=bytes.fromhex(log.run_id),
+        epoch=log.epoch,
+        ranks=settings.packing.ranks,
+        tables=engine.acceptance,
+        peer_s=settings.timeouts.peer_s,
+        pulse=pulse,
+        storage=address_of(storage.url) if isinstance(storage, KeptStorage) and settings.direct else "",
+        seq_len=settings.packing.seq_len,
+        may_write=may_write,
+        max_frame=settings.max_message_bytes,
+        drops_long=settings.over_length == "drop",
+        signs=settings.direct and settings.sign_puts_s is not None,
+    )
+
+
+def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup | SetWeight) -> PenstockError | None:
+    """Make a decision that a producer or operator asked for: discards, quarantine, shares. Returns the error, if
+    any."""
+    try:
+        check_decision(message)
+        if isinstance(message, Discard):
+            reason = run_logger.discarded(message.reason, engine)
+            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key)
+        elif isinstance(message, SettleGroup):
+            engine.settle(message.group, drop=message.drop)
+        elif message.weight:
+            engine.share(message.run, message.weight)
+        else:
+            engine.evict(message.run, message.reason[:200])
+    except PenstockError as refused:
+        return refused
+    except Exception as error:
+        if ends_plane(error):
+            raise
+        # Memory may hold half of it. Rebuild it from the log: what is not there was not decided.
+        logger.exception("%s could not be decided", type(message).__name__)
+        engine.counts["decisions_failed"] += 1
+        engine.recorder.rebuild()
+        return InvalidInput(f"{type(message).__name__}: {failure_text(error)}; the plane could not decide it")
+    return None

@@ -1,11 +1,11 @@
-"""The plane's decisions, one call at a time: take groups in, draw steps, follow what ranks report.
+"""The plane's decisions: accept groups, draw steps, follow what ranks report.
 
-Nothing here waits, talks, looks at a clock or sees a frame. Each decision is in the log before it is in memory and
-before anybody hears of it. Two of them take two calls, because work that depends on the size of the data lies between,
-and is done beside the loop (`intake`, `step_builder`):
+Nothing here waits, sends, reads a clock or opens a frame. A decision is written to the log before it changes memory and
+before any client is answered. Two decisions take two calls, because the work between them depends on the size of the
+data and runs on worker threads (`intake`, `step_builder`):
 
-    offer     is there room, is it known?      then the frame is checked and kept      arrive    and flush: accepted
-    draw      which groups make the step       then it is planned from their metadata     record    planned, durable
+    offer   is there room, is it known?    then the frame is checked and stored         arrive and flush: accepted
+    draw    which groups make the step?    then the step is planned from metadata       record: planned, durable
 """
 
 from __future__ import annotations
@@ -45,47 +45,43 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance
-from penstock.plane.draw_ahead import too_early
-from penstock.plane.durations import Durations
-from penstock.plane.failures import ends_plane
 from penstock.plane.ledger import Ledger
-from penstock.plane.mixed_columns import odd_groups
-from penstock.plane.over_length import note_seq_len
 from penstock.plane.priorities import report
-from penstock.plane.recorder import Recorder
-from penstock.plane.remembered import check_settings, damage_named
+from penstock.plane.recorder import Recorder, ends_plane
+from penstock.plane.remembered import check_settings, damage_named, note_seq_len
 from penstock.plane.run_tables import RunTables
 from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
-from penstock.plane.state import PlaneState
+from penstock.plane.state import PlaneState, odd_groups
 from penstock.plane.step_builder import Place, PlannedStep
+from penstock.plane.telemetry import Durations
 from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
-"""Of a run's share, so that sums and quotients of them stay numbers."""
+"""Bounds of a tenant's weight, so that sums and quotients of weights stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The groups of a step that is to be planned."""
+    """A step that is drawn and not planned yet."""
 
     step: int
     op: int
     groups: tuple[Place, ...]
     metadata: tuple[bytes, ...]
-    """Of each group, as the log has them."""
+    """The metadata of each group, as the log stores it."""
 
 
 class Engine:
-    """Decides, writes down, does."""
+    """Makes decisions, writes them to the log, applies them to memory."""
 
     def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
         self.settings, self.log, self.storage = settings, log, storage
         self.durations = Durations()
         log.on_commit = partial(self.durations.add, "commit")
         self.numbers: dict[str, float] = {}
-        """The last metrics that ranks reported, by name."""
+        """The latest metrics that ranks reported, by name."""
         with damage_named(log):
             check_settings(settings, log)
             at, is_new = log.commits, not log.last_op
@@ -98,20 +94,24 @@ class Engine:
             self.recorder = Recorder(settings, log, self.segments)
             note_seq_len(settings, self.recorder, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
-        """Writes frames that clients sent to the plane; used by one thread beside the loop."""
+        """Writes frames that clients sent to the plane. Used by the intake thread only."""
         self.acceptance = Acceptance(settings, self.recorder)
         self._last_delivered = self.last_step
-        """The last step that all ranks had; or may have had, of those planned before this plane started."""
+        """The last step that all ranks had, or, of steps planned before this plane started, may have had."""
         self.maybe_trained = self.last_step
-        """Up to here steps may be trained without that being on disk, until a trainer says where it begins."""
+        """Steps up to this one may be trained although the log does not say so, until a trainer resumes."""
         self._apply_shares()
-        with suppress(DiskFull), self.recorder.transaction():  # segments of earlier epochs are sealed, now or later
+        with (
+            suppress(DiskFull),
+            self.recorder.transaction(),
+        ):  # an empty transaction seals the segments of earlier epochs
             pass
         with suppress(DiskFull):  # a plane on a full disk must start: only training makes room
             self.segments.stock_up()
 
     def _apply_shares(self) -> None:
-        """Shares from the settings are applied when these changed: what was set at run time since then stays."""
+        """Apply `shares` of the settings if they changed since the last start. Shares set at run time stay
+        otherwise."""
         wanted = msgspec.json.encode(dict(sorted(self.settings.shares.items()))).decode()
         if wanted == self.log.text("shares"):
             return
@@ -122,20 +122,12 @@ class Engine:
             self.log.set_meta("shares", wanted)
 
     def close(self) -> None:
-        """Write down what may wait for the next decision: there is none."""
+        """Write what would have waited for the next decision."""
         self.writer.finish()
-        self.tidy(self.segments.take_finished())
+        self.segments.tidy(self.segments.take_finished())
         self.segments.close()
         with self.recorder.transaction():
             pass
-
-    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
-        """Seal own segments that were finished before the last groups were accepted; register new ones."""
-        for name, end in finished:
-            self.segments.seal(name, end=end)
-        self.segments.tick()
-        with suppress(DiskFull):  # the writer has a spare one, and this is tried every turn
-            self.segments.stock_up()
 
     # -------------------------------------------------------------- looking
 
@@ -145,7 +137,7 @@ class Engine:
 
     @property
     def counts(self) -> Counter[str]:
-        """What happened since this plane started, for `penstock top`."""
+        """Counters since this plane started, for `penstock top`."""
         return self.recorder.counts
 
     @property
@@ -158,7 +150,7 @@ class Engine:
 
     @property
     def is_full(self) -> bool:
-        """Whether everybody who may put was refused for want of room since the last time some became free."""
+        """Whether every table rejected a put for lack of room since room last became free."""
         return bool(self.acceptance.full) and self.acceptance.full >= self.run_tables.members
 
     @property
@@ -177,10 +169,10 @@ class Engine:
     def held_bytes(self) -> int:
         return self.state.held_bytes
 
-    # -------------------------------------------------------------- samples that never came
+    # -------------------------------------------------------------- samples that were never put
 
     def discard(self, reason: str, samples: int, key: str = "") -> None:
-        """Count samples that were filtered out before they were put; what has a key, once."""
+        """Count samples that were filtered out before they were put. A `key` is counted once."""
         if key and self.log.is_discarded(key):
             return
         self.recorder.decide(Discard(reason=reason, samples=samples, key=key))
@@ -188,7 +180,7 @@ class Engine:
     # -------------------------------------------------------------- runs
 
     def share(self, run: str, weight: float) -> None:
-        """Give a run a share of the trainer, or another one, or let it in again."""
+        """Set the weight of a tenant. Admits a new tenant, or an evicted one again."""
         if not run or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise InvalidInput(
                 f"share of run {run!r}: {weight}; give a name and a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
@@ -196,7 +188,7 @@ class Engine:
         self.recorder.decide(Weigh(run=run, weight=weight))
 
     def evict(self, run: str, reason: str) -> None:
-        """Drop all a run has waiting and refuse it from now on; steps that were planned stay as they are."""
+        """Drop all waiting groups of a tenant and reject its puts from now on. Planned steps stay."""
         if run not in self.run_tables.members:
             known = ", ".join(map(repr, sorted(self.run_tables.members))) or "none; runs are not kept apart here"
             raise UnknownKey(f"evict run {run!r}: it has no share; those that have: {known}")
@@ -204,7 +196,7 @@ class Engine:
         self.counts["runs_evicted"] += 1
 
     def runs(self) -> dict[str, dict[str, Any]]:
-        """What each run that shares the trainer, or did, has and had of it."""
+        """Return the state of each tenant, evicted ones included."""
         return {
             run: metadata | {"held_bytes": self.state.bytes_of[run]}
             for run, metadata in self.run_tables.report().items()
@@ -213,7 +205,7 @@ class Engine:
     # -------------------------------------------------------------- steps out
 
     def draw_step(self, step: int) -> Drawn | str:
-        """Choose the groups of the next step; or say in words what is missing for it. Then `record` or `undo_draw`."""
+        """Choose the groups of the next step, or return what it waits for. Call `record` or `undo_draw` afterwards."""
         assert step == self.last_step + 1
         assert not self.state.is_drawing
         if early := too_early(self.settings, self.state, step):
@@ -232,14 +224,14 @@ class Engine:
             return Drawn(step, op, self._places(manifest.groups), self._metadata(manifest.groups))
         except WaitTimeout as error:
             if not isinstance(counts, Target) and len(counts) > 1:
-                self.recorder.rebuild()  # others may have been drawn from
+                self.recorder.rebuild()  # the draw may have taken groups from other tables before this one had too few
             return f"generation: {error}"
         except Exception:
-            self.recorder.rebuild()  # whatever was drawn goes back
+            self.recorder.rebuild()  # groups that were drawn return to their tables
             raise
 
     def record(self, drawn: Drawn, planned: PlannedStep) -> None:
-        """The step that was drawn is planned: write it down. Raises DiskFull, and may then be called again."""
+        """Record a drawn step with its plan. Raises DiskFull, and may then be called again."""
         manifest = msgspec.structs.replace(
             self.state.steps[drawn.step],
             rank_plans=planned.rank_plans,
@@ -254,18 +246,19 @@ class Engine:
         self.acceptance.generated.close(drawn.step, self.run_tables.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
-        """The step that was drawn cannot be planned: it never happened, and groups that are to blame are set aside.
+        """Undo a draw that cannot be planned, and quarantine the groups that caused it.
 
-        `bad` are positions in the step, with the reason."""
-        manifest = self.state.steps.get(drawn.step)  # none if memory was read again from the log since
+        `bad` maps positions in the step to reasons."""
+        manifest = self.state.steps.get(drawn.step)  # missing if memory was rebuilt since
         ops = () if manifest is None else manifest.groups
-        self.recorder.rebuild()  # the log knows nothing of the draw
+        self.recorder.rebuild()  # the draw is not in the log, so this undoes it
         if bad and ops:
             self._quarantine({ops[i]: reason[:500] for i, reason in bad.items()})
 
     def unplan(self, step: int, group: str, reason: str) -> bool:
-        """A planned step cannot be built because of one group: plan it anew without; False if it was delivered, or may
-        have been before this plane started."""
+        """Remove a planned step and all later ones, and quarantine the group that keeps it from being built.
+
+        Returns False if the step was delivered, or may have been before this plane started."""
         if step <= self.maybe_trained:
             return False
         if self.state.is_drawing or self.state.states.get(step) is not State.SCHEDULED or step < self.next_step:
@@ -279,24 +272,26 @@ class Engine:
         return True
 
     def planned(self, step: int) -> tuple[PlannedStep, tuple[Place, ...]]:
-        """A step that was planned before, and where its groups are."""
+        """Return the plan of a recorded step and the places of its groups."""
         manifest = self.state.steps[step]
         plan = PlannedStep(rank_plans=manifest.rank_plans, needs=manifest.needs, digests=manifest.digests)
         places = zip(self._places(manifest.groups), self._metadata(manifest.groups), strict=True)
         return plan, tuple(replace(place, metadata=metadata) for place, metadata in places)
 
     def is_planned(self, step: int, planned: PlannedStep) -> bool:
-        """Whether a step is still planned as it was."""
+        """Return whether a step still has this plan."""
         found = self.state.steps.get(step)
         return found is not None and found.digests == planned.digests
 
     def _places(self, ops: Sequence[int]) -> tuple[Place, ...]:
-        """Where groups are; one that was set aside since it was drawn is still kept, unless it was dropped there."""
+        """Return where groups are stored. A group that was quarantined after it was drawn still has its frame."""
         rows = [self.state.rows.get(op) or self.state.quarantined.get(op) for op in ops]
         for op, row in zip(ops, rows, strict=True):
             if row is None or not row.location:
                 name = next(self.log.groups_of([op])).id
-                raise DamagedFrame(name, "it was given back; raise retain_steps, or drop no group that steps may need")
+                raise DamagedFrame(
+                    name, "its frame was freed; raise retain_steps, or drop no group that steps may need"
+                )
         return tuple(Place(row.id, row.location, row.samples) for row in rows if row is not None)
 
     def _metadata(self, ops: Sequence[int]) -> tuple[bytes, ...]:
@@ -307,7 +302,7 @@ class Engine:
         return tuple(found[op] for op in ops)
 
     def _missing(self) -> str:
-        """What the next step waits for, in words."""
+        """Return what the next step waits for."""
         target, held = self.settings.target, self.state.held(self.settings.target)
         why = [f"run {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
         if held >= target.amount:
@@ -324,7 +319,7 @@ class Engine:
     # -------------------------------------------------------------- quarantine
 
     def _quarantine(self, bad: Mapping[int, str]) -> None:
-        """Set aside groups no step can be made with, so that they do not stop all others."""
+        """Set aside groups that no step can be planned with, so that they do not block the others."""
         runs = {self.state.rows[op].run: reason for op, reason in bad.items()}
         self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
@@ -332,20 +327,20 @@ class Engine:
             self._judge(run, runs[run])
 
     def _judge(self, run: str, error: str) -> None:
-        """A run that sends groups no step can be made with, again and again, is evicted."""
+        """Evict a tenant once `evict_after` of its groups were quarantined."""
         limit, found = self.settings.evict_after, self.state.unpackable[run]
         if limit is not None and found >= limit:
             self.evict(run, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
 
     def settle(self, group: str, *, drop: bool) -> None:
-        """A group in quarantine is given up, or waits for training again."""
+        """Drop a group in quarantine, or release it to wait for training again."""
         row = self._set_aside(group)
         if not drop and not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
         self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
 
     def quarantine(self, most: int = 100) -> list[dict[str, Any]]:
-        """The groups in quarantine, the latest last, at most so many."""
+        """Return the latest groups in quarantine, at most `most`, oldest first."""
         rows = list(self.state.quarantined.values())[-most:]
         return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
 
@@ -359,13 +354,13 @@ class Engine:
     # -------------------------------------------------------------- what ranks report
 
     def received(self, step: int) -> None:
-        """Every rank has the step."""
+        """Note that every rank has the step."""
         self._last_delivered = max(self._last_delivered, step)
         if self.state.states.get(step) is State.SCHEDULED:
             self.state.set_step(step, State.DELIVERED)
 
     def commit(self, step: int, policy_version: int | None) -> None:
-        """Every rank has trained the step."""
+        """Commit a step that every rank has trained."""
         assert step == self.next_step
         records: list[Record] = []
         if step in self.state.reports.waiting:
@@ -376,20 +371,23 @@ class Engine:
         self.acceptance.full.clear()
         self._save_now_and_then()
 
-    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, anew: bool = False) -> None:
-        """Steps before this one are trained, and this was decided with it."""
+    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, resend: bool = False) -> None:
+        """Mark steps before this one as trained and record `meta` and `records`, in one transaction."""
         numbered = list(enumerate(records, start=self.state.op + 1))
         with self.recorder.transaction():
             for name, value in meta.items():
                 self.log.set_meta(name, value)
             for op, record in numbered:
                 self.log.add_record(op, record)
-        self.state.begin_at(step, anew=anew)
+        self.state.begin_at(step, resend=resend)
         for op, record in numbered:
             self.state.redo(op, record)
 
     def _save_now_and_then(self) -> None:
-        """Write memory down once much was decided since; so often that it costs little against what is held."""
+        """Write a snapshot of memory once `snapshot_every` decisions were made since the last one.
+
+        With more groups held than that, once as many were made as groups are held: a snapshot costs as much as it
+        holds, so its cost per decision stays constant."""
         if self.state.is_drawing or self.state.op - self.recorder.saved_op < max(
             self.settings.snapshot_every, len(self.state.rows)
         ):
@@ -401,23 +399,22 @@ class Engine:
         except Exception as error:
             if ends_plane(error):
                 raise
-            self.counts["snapshots_skipped"] += 1  # a restart takes longer, that is all
+            self.counts["snapshots_skipped"] += 1  # only a restart takes longer
             if not isinstance(error, DiskFull):
                 logger.exception("the snapshot at decision %d could not be made", self.state.op)
 
     def report(self, priorities: dict[str, float], metrics: dict[str, float], step: int | None = None) -> None:
-        """Note new priorities, by group or sample id, and numbers to show. See `priorities` for the rule."""
+        """Record new priorities, by group or sample id, and metrics. See the module `priorities` for the rule."""
         self.numbers.update(metrics)
         if priorities:
             report(self.recorder, priorities, step)
 
     def resume(self, session: int, step: int) -> str:
-        """A trainer begins at `step`: what comes before counts as trained, what comes after is served again. Says in
-        words what that changes.
+        """Begin a session at `step`. Earlier steps count as trained, later ones are served again.
 
-        A commit does not wait for its answer, so a checkpoint may be ahead of what is written here: its word counts,
-        up to one above the last step that all ranks had. Steps planned before this plane started may have been
-        delivered without that being on disk.
+        Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
+        be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
+        plane started may have been delivered without that being on disk.
         """
         last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
         if step > last + 1:
@@ -428,12 +425,12 @@ class Engine:
         oldest = min(self.state.oldest_step, self.next_step)
         if step < oldest:
             raise InvalidInput(
-                f"resume at step {step}: steps before {oldest} were given back; resume from a checkpoint of step "
+                f"resume at step {step}: steps before {oldest} were freed; resume from a checkpoint of step "
                 f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
-        self._begin_at(step, {"session": session, "next_step": step}, forget, anew=True)
+        self._begin_at(step, {"session": session, "next_step": step}, forget, resend=True)
         self.maybe_trained = step - 1
         if step < first:
             self.counts["resumes_rewound"] += 1
@@ -442,3 +439,21 @@ class Engine:
             self.counts["resumes_ahead"] += 1
             return f"resumed ahead at step {step}: steps {first} to {step - 1} count as trained, as the checkpoint says"
         return ""
+
+
+def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
+    """Return what a step must wait for so that nothing too stale is trained, or "".
+
+    A rank that prefetches asks for step k + 1 while it trains step k. Committing step k publishes a version, so groups
+    drawn now are one version older when they are trained. With max_staleness 1 and version 5 published: a group of
+    version 4 is fresh enough for the next step (5 - 4 = 1), but not for the one after it (6 - 4 = 2)."""
+    most, ahead = settings.replay.max_staleness, step - state.next_step
+    if most is None or ahead <= 0:
+        return ""
+    oldest = state.run_tables.oldest_version()  # scans all held groups, so only after the cheap tests
+    if oldest is None or state.policy_version + ahead - oldest <= most:
+        return ""
+    return (
+        f"step {step - 1} to be committed: groups of policy version {oldest} would be staler than max_staleness {most} "
+        f"if step {step} was drawn now"
+    )

@@ -1,7 +1,7 @@
-"""Evaluation groups: recorded and kept like the others, and never drawn; beyond a limit the oldest are given back.
+"""Evaluation groups: recorded and stored like other groups, but never drawn. Beyond a limit the oldest are freed.
 
-They are accepted under a decision's number like any group, and stay in one state for good. No step uses them, so what
-is kept of them follows from the log alone: a restart reads it there, and gives back again what a crash prevented.
+They are accepted under a decision's number like any group and stay in one state. No step uses them, so the log alone
+says which frames are kept: a restart reads that and frees again what a crash prevented.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from penstock.frames import EvalMetadata
 from penstock.log import GroupRow
 
 MAX_ENVS = 64
-"""Environments that metrics name: they must stay small whatever is put."""
+"""Environments that metrics name. Bounded, because producers choose the names."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Over kept groups of one environment and policy version."""
+    """Sums over kept groups of one environment and policy version."""
 
     groups: int = 0
     samples: int = 0
@@ -35,19 +35,19 @@ class _Sums:
 
 
 class Evaluations:
-    """The evaluation groups of a run, and those of them whose frames are kept, oldest first."""
+    """The evaluation groups of a run. Knows which frames are kept, oldest first."""
 
     def __init__(self, found: Iterable[tuple[GroupRow, EvalMetadata | None]] = ()) -> None:
-        """`found` are all of them, as the log has them."""
+        """`found` are all evaluation groups of the log."""
         self._kept: dict[int, tuple[GroupRow, EvalMetadata]] = {}
         """By op."""
         self._sums: dict[tuple[str, int], _Sums] = {}
-        """By environment and policy version, -1 where that is not known."""
+        """By environment and policy version; -1 where the version is unknown."""
         self.num_groups = self.num_samples = self.num_tokens = 0
         self.num_bytes = 0
-        """Of the frames that are kept."""
+        """Bytes of kept frames."""
         self.freeing = 0
-        """Groups whose frames were given back."""
+        """Groups whose frames were freed."""
         for row, metadata in found:
             self.add(row, metadata)
 
@@ -58,11 +58,11 @@ class Evaluations:
 
     @property
     def ops(self) -> list[int]:
-        """The same, by op."""
+        """The ops of groups whose frames are kept, oldest first."""
         return list(self._kept)
 
     def add(self, row: GroupRow, metadata: EvalMetadata | None) -> None:
-        """A group was accepted; one without a location, or metadata, was given back since."""
+        """Add an accepted group. One without location or metadata was freed since."""
         self.num_groups += 1
         self.num_samples += row.samples
         self.num_tokens += row.tokens
@@ -72,8 +72,8 @@ class Evaluations:
         self._kept[row.op] = (row, metadata)
         self._count(row, metadata, 1)
 
-    def give_back(self, most_bytes: int) -> Iterator[GroupRow]:
-        """The oldest, until no more than so many bytes are kept."""
+    def free_oldest(self, most_bytes: int) -> Iterator[GroupRow]:
+        """Forget the oldest groups until at most `most_bytes` are kept. Yields the forgotten ones."""
         while self.num_bytes > most_bytes:
             row, metadata = self._kept.pop(next(iter(self._kept)))
             self._count(row, metadata, -1)
@@ -89,7 +89,7 @@ class Evaluations:
             del self._sums[key]
 
     def metrics(self) -> dict[str, float]:
-        """Numbers under `eval/`; rewards and lengths by environment, of the newest version that was evaluated in it."""
+        """Return metrics under `eval/`: rewards and lengths by environment, of its newest evaluated version."""
         if not self.num_groups:
             return {}
         found: dict[str, float] = {
@@ -99,7 +99,7 @@ class Evaluations:
             "eval/kept_bytes": self.num_bytes,
             "eval/freeing_groups": self.freeing,
         }
-        newest = {env: version for env, version in sorted(self._sums)}  # noqa: C416 - of each the last, the highest
+        newest = {env: version for env, version in sorted(self._sums)}  # noqa: C416 - the last one of each environment wins: the highest version
         for env, version in list(newest.items())[:MAX_ENVS]:
             sums, name = self._sums[env, version], env.replace("/", "_") or "all"
             if sums.num_rewards:

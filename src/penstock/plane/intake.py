@@ -1,12 +1,13 @@
-"""Groups on their way in: each frame is checked once, its metadata are made, and it is kept.
+"""Check groups against the plane's settings, and store the frames of clients that do not write to storage themselves.
 
-This is the work of a put that depends on its size; it runs beside the loop that answers.
+A frame is read once, to check it and to make its metadata. That work grows with the frame, so it runs on the intake
+thread. Metadata that a client made itself is about a kilobyte and is checked on the loop's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -15,6 +16,8 @@ import xxhash
 from penstock.arrays import Column, words_for
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
+    WITHOUT,
+    Buffer,
     EvalMetadata,
     GroupMetadata,
     Limits,
@@ -26,81 +29,134 @@ from penstock.frames import (
     read_head,
 )
 from penstock.packing import plan
-from penstock.plane.over_length import NONE, OverLength, check_lengths, metadata_for
 from penstock.plane.settings import PlaneSettings
-from penstock.plane.untrained import check_trained
-from penstock.protocol import Buffer
 from penstock.storage import Storage, Writer, parse_location
 
 _READ_BACK_BYTES = 1 << 20
+_ACCEPT = "or open the plane with untrained_groups='accept'"
 
 
 @dataclass(frozen=True, slots=True)
+class OverLength:
+    """Counts of samples longer than `seq_len`, and of their tokens.
+
+    The setting `over_length` decides. "reject": the put fails and nothing is counted. "truncate": the sample keeps its
+    first tokens. "drop": no step takes the sample, and its group is trained without it."""
+
+    truncated_samples: int = 0
+    truncated_tokens: int = 0
+    dropped_samples: int = 0
+    dropped_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return any(self.as_tuple())
+
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        return self.truncated_samples, self.truncated_tokens, self.dropped_samples, self.dropped_tokens
+
+    @staticmethod
+    def of(metadata: GroupMetadata) -> OverLength:
+        """Count what a group loses to the `seq_len` that its metadata was made for.
+
+        Lengths 10, 70, 90 with seq_len 64: truncated, `kept` is 10, 64, 64, so 2 samples lose 32 tokens; dropped,
+        `kept` is 10, 0, 0, so 2 samples of 160 tokens go."""
+        lengths, kept = _numbers(metadata.lengths), _numbers(metadata.kept)
+        gone = kept == 0
+        cut = (kept < lengths) & ~gone
+        dropped = gone & (lengths > 0)
+        return OverLength(
+            truncated_samples=int(cut.sum()),
+            truncated_tokens=int((lengths - kept)[cut].sum()),
+            dropped_samples=int(dropped.sum()),
+            dropped_tokens=int(lengths[dropped].sum()),
+        )
+
+    @staticmethod
+    def total(found: Iterable[OverLength]) -> OverLength:
+        columns = zip(*[one.as_tuple() for one in found], strict=True)
+        return OverLength(*map(sum, columns))
+
+    def since(self, before: OverLength) -> OverLength:
+        """Return what was lost beyond an earlier count of the same samples."""
+        pairs = zip(self.as_tuple(), before.as_tuple(), strict=True)
+        return OverLength(*(max(now - then, 0) for now, then in pairs))
+
+    def __str__(self) -> str:
+        """
+        >>> str(OverLength(2, 40, 0, 0)), str(OverLength(1, 5, 1, 90))
+        ('2 samples truncated by 40 tokens', '1 sample truncated by 5 tokens, 1 sample of 90 tokens dropped')
+        """
+        parts = []
+        if self.truncated_samples:
+            parts.append(f"{_samples(self.truncated_samples)} truncated by {self.truncated_tokens:,} tokens")
+        if self.dropped_samples:
+            parts.append(f"{_samples(self.dropped_samples)} of {self.dropped_tokens:,} tokens dropped")
+        return ", ".join(parts) or "none"
+
+
+NONE = OverLength()
+
+
+def _numbers(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.frombuffer(data, "<i8")
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'s' * (count != 1)}"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Incoming:
-    """A group that is to be checked and kept."""
+    """A group between its put and its table: one record, filled in on the way.
 
-    group: str
-    frame: Buffer
-    evaluation: bool = False
-    """Whether it was put to be looked at, and not to be trained."""
+        offered     id, digest, size, tickets, table; and the frame, or its location and the client's metadata
+        checked     metadata and over_length; or `error`; or `is_dropped`
+        stored      location
+        ready       `flush` may accept it
 
+    The loop owns the record, and a worker thread fills in what it checks and stores. Only the loop sets `is_ready`,
+    when the worker's result comes back. So a turn never accepts a record that a worker is still filling in."""
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A group whose frame its sender has written to storage, and vouches for."""
-
-    group: str
+    id: str
     digest: bytes
-    location: str
-    metadata: bytes
-    shown: bytes = b""
-    """Of an evaluation group."""
-    evaluation: bool = False
+    """xxh3-128 of the frame, as the client sent it."""
+    size: int
+    """Bytes of the frame."""
+    tickets: list[object] = field(default_factory=list)
+    """The puts to answer: the first one, then repeated ones."""
+    frame: Buffer = b""
+    """Empty if the client wrote the frame to storage."""
+    location: str = ""
+    """Where the frame is stored."""
+    raw_metadata: bytes = b""
+    """Metadata that the client made, and, once checked, only if the log can store the same bytes."""
+    raw_eval_metadata: bytes = b""
+    """`EvalMetadata` that the client made."""
+    is_evaluation: bool = False
+    """Put for evaluation: never trained, and in no table."""
+    priority: float = 1.0
+    table: str = ""
+    """The table it will wait in; not used for an evaluation group."""
     read_back: bool = False
-    """Whether the plane must see the frame itself before it counts."""
+    """The plane must read the frame before it counts: it is the first of its segment."""
+    metadata: GroupMetadata | None = None
+    eval_metadata: EvalMetadata | None = None
+    """What metrics show of an evaluation group."""
+    over_length: OverLength = NONE
+    """Its truncated and dropped samples."""
+    is_dropped: bool = False
+    """Every sample is longer than `seq_len`, and `over_length` is "drop"."""
+    error: PenstockError | None = None
+    """Why it is rejected."""
+    is_ready: bool = False
 
 
 class Unseen(StorageError):
-    """The plane does not find in storage what a client says it wrote there: the client sees another storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A group that is checked and kept: only the decision to accept it is missing."""
-
-    group: str
-    metadata: GroupMetadata
-    location: str
-    eval_metadata: EvalMetadata | None = None
-    """Of an evaluation group."""
-    over_length: OverLength = NONE
-    """What was truncated or dropped of its samples."""
-    raw_metadata: bytes = b""
-    """The metadata as they came, where the log may take them as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A group of which nothing is left: every sample is longer than `seq_len`, and `over_length` is "drop"."""
-
-    group: str
-    over_length: OverLength
-    location: str = ""
-    """Where its sender has written it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A group that is not accepted."""
-
-    group: str
-    error: PenstockError
-    location: str = ""
-    """Where its sender has written it."""
+    """The plane does not find a frame that a client wrote: the client sees another storage."""
 
 
 class Intake:
-    """Checks frames, and writes those that pass, with one sync for all of a batch."""
+    """Checks groups, and writes frames that pass with one sync per batch."""
 
     def __init__(self, settings: PlaneSettings, writer: Writer) -> None:
         self._settings, self._writer = settings, writer
@@ -108,45 +164,50 @@ class Intake:
         self.limits = limits_of(settings)
 
     def run_of(self, frame: Buffer) -> str:
-        """The run that a group says it belongs to, found without reading its body."""
+        """Return the tenant that a frame names, without reading its body."""
         return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
 
-    def look_at(self, stored: Stored, *, may_read: bool = True) -> Arrived | Dropped | Refused | None:
-        """What becomes of a group that a client has written to storage. None: it must be read to know that, and
-        `may_read` is False."""
+    def look_at(self, group: Incoming, *, may_read: bool = True) -> bool:
+        """Check a group that a client wrote to storage. Returns False if the frame must be read for that and `may_read`
+        is False."""
         try:
-            metadata = self._metadata_of(stored)
-            if not (stored.evaluation or metadata.fits(self._settings.packing.seq_len)):
-                # Its sender attached to a plane with another seq_len: this one reads the frame itself.
+            metadata = self._metadata_of(group)
+            if not (group.is_evaluation or metadata.fits(self._settings.packing.seq_len)):
+                # The client attached to an earlier plane with another seq_len: cuts differ, so read the frame again.
                 if not may_read:
-                    return None
-                metadata = metadata_for(self._settings, metadata, self._storage.read(stored.location)[0])
-            shown = None
-            if stored.evaluation:
-                shown = EvalMetadata.from_bytes(stored.shown)
+                    return False
+                metadata = metadata_for(self._settings, metadata, self._storage.read(group.location)[0])
+            if group.is_evaluation:
+                group.eval_metadata = EvalMetadata.from_bytes(group.raw_eval_metadata)
                 self._check_own(metadata)
             else:
                 self._check_metadata(metadata)
-            if stored.read_back:
-                self._read_back(stored)
+            if group.read_back:
+                self._read_back(group)
+            self._checked(group, metadata)
         except PenstockError as error:
-            return Refused(stored.group, error, stored.location)
-        except Exception as error:  # noqa: BLE001 - metadata must not end the plane, whatever it provokes
-            words = f"group {stored.group!r}: {type(error).__name__}: {error}; its metadata cannot be used"
-            return Refused(stored.group, InvalidInput(words), stored.location)
-        found = NONE if stored.evaluation else OverLength.of(metadata)
-        if not stored.evaluation and self._is_dropped(metadata):
-            return Dropped(stored.group, found, stored.location)
-        same = not stored.evaluation and metadata.seq_len == self._settings.packing.seq_len
-        return Arrived(stored.group, metadata, stored.location, shown, found, stored.metadata if same else b"")
+            group.error = error
+        except Exception as error:  # noqa: BLE001 - no metadata may end the plane
+            text = f"group {group.id!r}: {type(error).__name__}: {error}; its metadata cannot be used"
+            group.error = InvalidInput(text)
+        # The log can store the client's bytes only if they are the metadata that this plane would make.
+        if group.is_evaluation or group.metadata is None or group.metadata.seq_len != self._settings.packing.seq_len:
+            group.raw_metadata = b""
+        return True
 
-    def _metadata_of(self, stored: Stored) -> GroupMetadata:
-        """Metadata that belongs to the frame at its location, within the plane's limits."""
-        metadata, size = GroupMetadata.from_bytes(stored.metadata), parse_location(stored.location).size
-        name = f"group {stored.group!r}"
-        if metadata.group != stored.group or not metadata.num_samples:
+    def _checked(self, group: Incoming, metadata: GroupMetadata) -> None:
+        """Fill in the metadata of a group that passed, and what follows from it."""
+        group.metadata = metadata
+        if not group.is_evaluation:
+            group.over_length, group.is_dropped = OverLength.of(metadata), self._is_dropped(metadata)
+
+    def _metadata_of(self, group: Incoming) -> GroupMetadata:
+        """Return the metadata, if it matches the frame's size and the plane's limits."""
+        metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
+        name = f"group {group.id!r}"
+        if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
-        # Only the sizes: what else the front says is checked by the rank that reads with it.
+        # Check only the sizes here. The rank that reads with the front checks the rest against digests.
         if not metadata.size == frame_size(metadata.front) == size or front_size(metadata.front) != len(metadata.front):
             raise CorruptFrame(
                 f"{name}: metadata of a frame of {metadata.size} bytes, front of {len(metadata.front)}, at a location "
@@ -159,55 +220,56 @@ class Intake:
             )
         return metadata
 
-    def _read_back(self, stored: Stored) -> None:
-        """The first frame of a segment: a wrong mount or a copied folder is found before anything is acknowledged."""
-        size, state = parse_location(stored.location).size, xxhash.xxh3_128()
+    def _read_back(self, group: Incoming) -> None:
+        """Read the first frame of a segment, to find a wrong mount or a copied folder before anything is
+        acknowledged."""
+        size, state = parse_location(group.location).size, xxhash.xxh3_128()
         try:
-            # In pieces, so that the plane's memory does not grow with the frame. It is not faster.
+            # In pieces, so that memory does not grow with the frame. It is not faster.
             for a in range(0, size, _READ_BACK_BYTES):
-                state.update(self._storage.read(stored.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
+                state.update(self._storage.read(group.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
         except CorruptFrame as error:
-            raise Unseen(f"group {stored.group!r}: not in the plane's storage: {error}") from None
-        if state.digest() != stored.digest:
-            raise Unseen(f"group {stored.group!r}: other bytes are in the plane's storage than were written")
+            raise Unseen(f"group {group.id!r}: not in the plane's storage: {error}") from None
+        if state.digest() != group.digest:
+            raise Unseen(f"group {group.id!r}: the plane's storage has other bytes than were written")
 
-    def take(self, batch: Sequence[Incoming]) -> list[Arrived | Dropped | Refused]:
-        """What became of each group, in order."""
-        checked = [self._check(incoming) for incoming in batch]
-        good = [one.frame for one, found in zip(batch, checked, strict=True) if isinstance(found, Arrived)]
+    def take(self, batch: Sequence[Incoming]) -> None:
+        """Check a batch and write the frames that pass, with one sync."""
+        for group in batch:
+            self._check(group)
+        good = [group for group in batch if group.error is None and not group.is_dropped]
         try:
-            locations = iter(self._writer.write([[frame] for frame in good]) if good else ())
+            locations = self._writer.write([[group.frame] for group in good]) if good else []
         except StorageError as error:
-            return [Refused(found.group, error) if isinstance(found, Arrived) else found for found in checked]
-        return [replace(found, location=next(locations)) if isinstance(found, Arrived) else found for found in checked]
+            for group in good:
+                group.error = error
+            return
+        for group, location in zip(good, locations, strict=True):
+            group.location = location
 
-    def _check(self, incoming: Incoming) -> Arrived | Dropped | Refused:
-        """As it will be, but for where its frame is kept."""
-        group, frame = incoming.group, incoming.frame
+    def _check(self, group: Incoming) -> None:
+        """Check one group that came with its frame."""
         try:
-            if incoming.evaluation:
-                metadata, eval_metadata = self.check_evaluation(group, frame)
-                return Arrived(group, metadata, "", eval_metadata)
-            metadata = self.check(group, frame)
-            found = OverLength.of(metadata)
-            if self._is_dropped(metadata):
-                return Dropped(group, found)
-            return Arrived(group, metadata, "", over_length=found)
+            if group.is_evaluation:
+                metadata, group.eval_metadata = self.check_evaluation(group.id, group.frame)
+            else:
+                metadata = self.check(group.id, group.frame)
+            self._checked(group, metadata)
         except PenstockError as error:
-            return Refused(group, error)
-        except Exception as error:  # noqa: BLE001 - a frame must not end the plane, whatever it provokes
-            words = f"group {group!r}: {type(error).__name__}: {error}; its frame cannot be read"
-            return Refused(group, InvalidInput(words))
+            group.error = error
+        except Exception as error:  # noqa: BLE001 - no frame may end the plane
+            text = f"group {group.id!r}: {type(error).__name__}: {error}; its frame cannot be read"
+            group.error = InvalidInput(text)
 
     def check(self, group: str, frame: Buffer) -> GroupMetadata:
-        """The metadata of a frame; raises what is wrong with it."""
+        """Return the metadata of a frame. Raises what is wrong with the frame."""
         drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
         metadata = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
         self._check_metadata(metadata)
         return metadata
 
     def _check_metadata(self, metadata: GroupMetadata) -> None:
-        """Raise what this plane's settings have against a group that is to be trained."""
+        """Raise InvalidInput if the plane's settings exclude a group from training."""
         packing = self._settings.packing
         if self._settings.over_length == "reject":
             check_lengths(metadata)
@@ -219,18 +281,18 @@ class Intake:
         if metadata.policy_version is None and most is not None:
             raise InvalidInput(
                 f"group {metadata.group!r}: no policy_version, and max_staleness is {most}; "
-                "say which policy sampled it: plane.group(..., policy_version=plane.policy_version)"
+                "give the version that sampled it: plane.group(..., policy_version=plane.policy_version)"
             )
         if packing.over_cap == "strict":
-            plan(join_metadata([metadata]), packing)  # a sample beyond a cap is found now, not when its step is planned
+            plan(join_metadata([metadata]), packing)  # reject a sample beyond a cap now, not when its step is planned
 
     def _is_dropped(self, metadata: GroupMetadata) -> bool:
-        """Whether `over_length` leaves nothing of a group."""
+        """Return whether `over_length` drops every sample of a group."""
         return self._settings.over_length == "drop" and not any(metadata.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
-        """The metadata of an evaluation group. What only training asks for (`requires`, a policy version, a sample's
-        length) is not asked of it."""
+        """Return the metadata of an evaluation group. It need not meet what only training needs: `requires`, a policy
+        version, `seq_len`."""
         metadata, eval_metadata = metadata_for_evaluation(group, frame, self.limits)
         self._check_own(metadata)
         return metadata, eval_metadata
@@ -240,12 +302,12 @@ class Intake:
             column, known = Column.of(name, description), self._settings.packing.own.get(name)
             if known is None:
                 raise InvalidInput(
-                    f"group {metadata.group!r}: column {name!r} ({words_for(column)}), which this plane was not told "
-                    f"of; open it with columns=[penstock.Column({name!r}, ...)]"
+                    f"group {metadata.group!r}: column {name!r} ({words_for(column)}), which this plane does not "
+                    f"know; open it with columns=[penstock.Column({name!r}, ...)]"
                 )
             if not known.is_like(column):
                 raise InvalidInput(
-                    f"group {metadata.group!r}: column {name!r} is {words_for(column)}, and this plane was told of "
+                    f"group {metadata.group!r}: column {name!r} is {words_for(column)}, and this plane declares "
                     f"{words_for(known)}; put samples, not frames that were encoded without the plane"
                 )
 
@@ -261,7 +323,7 @@ class Intake:
 
 
 def _lacking(metadata: GroupMetadata, name: str) -> list[str]:
-    """The trained samples without a column; of a group that trains nothing, all samples without it."""
+    """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
         trained = np.ones(metadata.num_samples, np.bool_)
@@ -273,6 +335,47 @@ def _lacking(metadata: GroupMetadata, name: str) -> list[str]:
 
 
 def limits_of(settings: PlaneSettings) -> Limits:
-    """What one group may unfold to."""
+    """Return what one group may decode to, against small frames that expand to gigabytes."""
     tokens = settings.max_group_tokens or max(256 * settings.packing.seq_len, 1 << 20)
     return Limits(max_tokens=tokens, max_bytes=settings.max_group_bytes or 2 << 30, max_samples=1 << 16)
+
+
+def check_trained(metadata: GroupMetadata) -> None:
+    """Reject a group that cannot train anything."""
+    why = why_untrained(metadata)
+    if why:
+        raise InvalidInput(f"group {metadata.group!r}: {why}, {_ACCEPT}")
+
+
+def why_untrained(metadata: GroupMetadata) -> str:
+    """Return why a group cannot train anything and what to do about it, or ""."""
+    if metadata.kinds.get("logprobs") == WITHOUT:
+        return "its trained tokens have no logprobs; ask the inference server for log-probabilities"
+    # Counts are int64 as bytes: all bytes are 0 where all counts are.
+    if any(metadata.kept_loss_tokens):
+        return ""
+    if any(metadata.loss_tokens):
+        return f"every trained token lies beyond seq_len {metadata.seq_len}; shorten the prompt, raise seq_len"
+    return (
+        f"no token of its {metadata.num_samples} samples is trained, loss_mask is False throughout; give the "
+        "logprobs= of what the model sampled"
+    )
+
+
+def check_lengths(metadata: GroupMetadata) -> None:
+    """Reject a group with a sample longer than the `seq_len` of its metadata."""
+    lengths = _numbers(metadata.lengths)
+    longer = lengths > metadata.seq_len
+    if longer.any():
+        i = int(longer.argmax())
+        raise InvalidInput(
+            f"group {metadata.group!r}: sample {metadata.ids[i]!r} has {lengths[i]} tokens and seq_len is "
+            f"{metadata.seq_len} ({int(longer.sum())} of {len(lengths)} samples are longer); generate fewer tokens, "
+            "raise seq_len, or open the plane with over_length='truncate' or 'drop'"
+        )
+
+
+def metadata_for(settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer) -> GroupMetadata:
+    """Make the metadata of a group again, for the current `seq_len`."""
+    drop = settings.over_length == "drop"
+    return check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)

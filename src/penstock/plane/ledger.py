@@ -1,4 +1,4 @@
-"""The ledger: for every sample that was accepted one state, and the sum of them all."""
+"""The ledger: every accepted sample is in exactly one state, so the states sum to what was accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELDS = {state: state.name.lower() for state in State}
 
 @dataclass(slots=True)
 class Ledger:
-    """Samples by state. `accepted` is always the sum of all the others."""
+    """Sample counts by state. `accepted` is the sum of the states."""
 
     accepted: int = 0
     held: int = 0
@@ -24,23 +24,23 @@ class Ledger:
     committed: int = 0
     quarantined: int = 0
     evaluation: int = 0
-    """Samples of evaluation groups, which no step uses; also of those whose frames were given back since."""
+    """Samples of evaluation groups, which no step uses; those whose frames were freed included."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples that were accepted and will not be trained, by reason."""
+    """Accepted samples that will not be trained, by reason."""
     uses: int = 0
-    """Samples scheduled, counted again each time a replay policy reuses one."""
+    """Scheduled samples, counted again each time replay reuses one."""
     discarded: Counter[str] = field(default_factory=Counter)
-    """Samples that were generated but filtered out before they were put, by reason; not part of the sum."""
+    """Samples filtered out before they were put, by reason; not part of the sum."""
     over_length: Counter[str] = field(default_factory=Counter)
-    """Samples longer than `seq_len` that were truncated or dropped, and their tokens. Not part of the sum: a sample
-    counts with its group, whose other samples are trained."""
+    """Truncated and dropped samples longer than `seq_len`, and their tokens. Not part of the sum: such a sample is
+    counted with its group, whose other samples are trained."""
 
     def shorten(self, counts: Mapping[str, int]) -> None:
-        """Count samples and tokens that were truncated or dropped."""
+        """Count truncated and dropped samples and tokens."""
         self.over_length.update(counts)
 
     def add(self, state: State, reason: str, samples: int) -> None:
-        """Count samples into a state; a negative number takes them out of it."""
+        """Add samples to a state. A negative number removes them."""
         if state is State.DROPPED:
             self.dropped[reason] += samples
         else:
@@ -54,7 +54,7 @@ class Ledger:
 
     @staticmethod
     def from_dict(found: dict[str, Any]) -> Ledger:
-        """The ledger that `as_dict` was called on."""
+        """Restore a ledger from `as_dict`."""
         plain = {name: found[name] for name in ("accepted", "held", "scheduled", "delivered", "committed")}
         return Ledger(
             **plain,

@@ -1,7 +1,7 @@
-"""The plane's loop: one thread that listens on all transports and lets engine and coordinator do the work.
+"""The plane's event loop: one thread that serves all transports and drives engine and coordinator.
 
-Each turn takes everything that has arrived, writes all of it with one sync, answers, plans what was asked for, and
-looks at the clock. Nothing is done on a timer that a message could have announced.
+Each turn handles every message that has arrived, writes all accepted groups with one sync, answers, plans the steps
+that ranks asked for, and checks timeouts. Nothing is polled on a timer that a message could announce.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded,
 from penstock.log import Log
 from penstock.plane.acceptance import Outcome
 from penstock.plane.damage import Damage, Look, look_at_frame
-from penstock.plane.durations import Marks
-from penstock.plane.effect_runner import EffectRunner
+from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
-from penstock.plane.failures import ends_plane, failure_in_words
 from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
-from penstock.plane.plane_sessions import admission_of, coordinator_of, sign_of_life
-from penstock.plane.plane_status import status_of
-from penstock.plane.recorder import run_at_once
-from penstock.plane.run_logger import RunLogger
+from penstock.plane.recorder import ends_plane, failure_text, run_at_once
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
-from penstock.plane.small_decisions import decide
+from penstock.plane.telemetry import Marks, RunLogger, status_of
 from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
 from penstock.protocol import (
@@ -71,11 +66,14 @@ from penstock.storage import Storage
 from penstock.transport import PlaneTransport
 
 logger = logging.getLogger("penstock.plane")
-_RETRY_S = _LOOK_S = 1.0
+_RETRY_S = 1.0
+"""Pause after the disk was full, before effects and steps that need it are tried again."""
+_LOOK_S = 1.0
+"""Interval of the check whether another plane has taken over the run."""
 
 
 class PlaneLoop:
-    """A plane at work. `run` in a process or thread of its own; `stop` from anywhere."""
+    """Runs a plane's event loop. `run` blocks; `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -90,8 +88,8 @@ class PlaneLoop:
         outside: Outside | None = None,
         look: Look = look_at_frame,
     ) -> None:
-        """`storage` holds the frames: by default what the settings say. `workers`,
-        `pipeline`, `outside` and `look` are for simulations."""
+        """`storage` holds the frames; the default follows from the settings. `workers`, `pipeline`, `outside` and
+        `look` are for simulations."""
         self.settings = settings
         self._storage = storage or storage_of(settings, log.folder)
         self.engine = Engine(settings, log, self._storage, outside)
@@ -108,7 +106,7 @@ class PlaneLoop:
         self._poller = _poller_of(self._transports, self._workers)
         self._stopping = threading.Event()
         self._early: list[tuple[Peer, Buffer, Frames]] = []
-        """What came while the log was away; handled in the next turn."""
+        """Messages that arrived while the log did not answer. The next turn handles them."""
         log.while_waiting = self._stay_alive
         self._marks = Marks()
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
@@ -119,14 +117,14 @@ class PlaneLoop:
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
-        """What ended the loop, if anything did."""
+        """The exception that ended the loop, if one did."""
 
     @property
     def urls(self) -> list[str]:
         return [transport.url for transport in self._transports]
 
     def run(self) -> None:
-        """Work until `stop`; whatever goes wrong beyond repair ends the plane and is told to every rank."""
+        """Serve until `stop`. An error beyond repair ends the plane; every rank is sent the reason."""
         try:
             while not self._stopping.is_set():
                 self._poller.poll(int(self._patience_s() * 1000))
@@ -141,34 +139,34 @@ class PlaneLoop:
             self._close()
 
     def _end_session(self, error: BaseException) -> None:
-        """Tell every rank, also those whose message was not read yet."""
+        """Send every rank the reason the plane ended, also ranks whose message was not read yet."""
         self._effects.carry_out(self.coordinator.fail(f"the plane ended: {type(error).__name__}: {error}"))
-        words = self.coordinator.failure
+        notice = self.coordinator.failure
         for transport in self._transports:
             for peer, _header, _frames in transport.receive():
-                if words is not None:
-                    self._send((transport, peer), words)
+                if notice is not None:
+                    self._send((transport, peer), notice)
 
     def last_words(self) -> tuple[bytes, PenstockError] | None:
-        """What a plane that ended answers to ranks that can still reach it, and what others raise; None if it ended in
-        order."""
-        words, error = self.coordinator.failure, self.failure
-        if error is None or words is None:
+        """Return the message for ranks that still reach a failed plane and the error for its other callers, or None if
+        the plane was stopped in order."""
+        notice, error = self.coordinator.failure, self.failure
+        if error is None or notice is None:
             return None
         known = type(error) if isinstance(error, PenstockError) else PlaneLost
-        return self._pack(words), known(f"the plane in this process ended: {failure_in_words(error)}")
+        return self._pack(notice), known(f"the plane in this process ended: {failure_text(error)}")
 
     def _close(self) -> None:
-        self._log.while_waiting = lambda: None  # there is nobody left to answer
+        self._log.while_waiting = lambda: None  # no client is left to answer
         for transport in self._transports:
             transport.close()
-        self._workers.close()  # first: what is being written has an end
+        self._workers.close()  # first: a write in progress must end before storage is closed
         self.engine.recorder.run_beside = run_at_once
         try:
             if self.failure is None:
                 self.engine.close()
         except PenstockError as error:
-            logger.warning("not written at the end, and found out again at the next start: %s", error)
+            logger.warning("could not be written at the end; the next start derives it from the log: %s", error)
         finally:
             self._storage.close()
             self._log.close()
@@ -180,15 +178,15 @@ class PlaneLoop:
             self._workers.wake.call()  # the loop may wait for a message, for up to a quarter of a second
 
     def _patience_s(self) -> float:
-        """How long to wait for a message: until the next look at the clock, or at a transport that cannot call."""
+        """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked."""
         looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
         return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
 
     def turn(self, now: float) -> None:
-        """One turn of the loop."""
+        """Run one turn of the loop."""
         self._now = now
         self._marks.begin()
-        self._tell_version()
+        self._set_version()
         for message in self._receive():
             self._on_message(*message, now)
         self._marks.mark("messages")
@@ -198,7 +196,7 @@ class PlaneLoop:
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._check_owner(outcomes, now)
-        self._marks.mark("groups that were accepted")
+        self._marks.mark("accepted groups")
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
@@ -210,7 +208,7 @@ class PlaneLoop:
         self._marks.mark("sessions and answers")
 
     def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
-        """What has arrived. The log is asked once about all groups that are named."""
+        """Receive and decode all messages, and query the log once for all groups they name."""
         arrived, self._early = self._early, []
         for transport in self._transports:
             arrived += [((transport, peer), header, frames) for peer, header, frames in transport.receive()]
@@ -218,36 +216,38 @@ class PlaneLoop:
         for peer, header, frames in arrived:
             try:
                 found.append((peer, read_from_client(header), header, frames))
-            except CorruptFrame as error:  # it is as if it had been lost: the sender asks again
+            except CorruptFrame as error:  # same as a lost message: the sender asks again
                 self.run_logger.count("messages_corrupt", f"dropped a message: {error}")
         named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
         self.engine.acceptance.look_up(named)
         return found
 
     def _stay_alive(self) -> None:
-        """While the log does not answer: send signs of life, and decide nothing. Messages wait for the next turn."""
+        """Send heartbeats while the log does not answer. Decides nothing: messages wait for the next turn."""
         now = self._now = time.monotonic()
         self.coordinator.remark = f"the log is slow or away: {self._log.where}"
         for transport in self._transports:
             for address, header, frames in transport.receive():
                 peer = (transport, address)
                 sign = sign_of_life(self.coordinator, peer, header, now)
-                if sign is not None:  # not with `_send`: a peer that is gone would change what is being written
+                if (
+                    sign is not None
+                ):  # `_send` would seal the segments of a peer that is gone, while the log is being written
                     transport.send(address, self._pack(sign), ())
                 if not isinstance(sign, Pulse) or not sign.number:
                     self._early.append((peer, header, frames))
         self._on_turn()
 
     def _unstage(self) -> None:
-        """Steps that are planned anew must be staged again; ranks at work hear of it when they ask for the next one."""
+        """Unstage steps that are planned again. Ranks of a running session learn it when they ask for the next step."""
         first, self._pipeline.replanned = self._pipeline.replanned, 0
         if first and self.coordinator.phase is not Phase.RUNNING:
             self.coordinator.unstage(first)
 
-    def _tell_version(self) -> None:
-        """Ranks and producers hear of the newest weights with every answer."""
+    def _set_version(self) -> None:
+        """Set the policy version that every answer to ranks and producers carries."""
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
-        self.coordinator.remark = self.run_logger.stale_words(self.engine)
+        self.coordinator.remark = self.run_logger.stale_remark(self.engine)
 
     def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
         try:
@@ -255,16 +255,16 @@ class PlaneLoop:
         except Exception as error:
             if ends_plane(error):
                 raise
-            words = f"a {type(message).__name__} could not be handled: {failure_in_words(error)}"
-            logger.debug("%s", words, exc_info=True)
-            self.run_logger.count("messages_failed", words)
+            text = f"a {type(message).__name__} could not be handled: {failure_text(error)}"
+            logger.debug("%s", text, exc_info=True)
+            self.run_logger.count("messages_failed", text)
 
     def _act_on(self, peer: Peer, message: FromClient, run_id: bytes, frames: Frames, now: float) -> None:
         if isinstance(message, Attach):
             self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
             self.run_logger.count(
-                "messages_foreign", f"refused a message of run {run_id.hex()[:12]}, an earlier one here"
+                "messages_foreign", f"rejected a message for run {run_id.hex()[:12]}, an earlier one at this address"
             )
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, Ask):
@@ -334,13 +334,13 @@ class PlaneLoop:
         self._effects.do(answer)
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
-        """What was put is written by now, or was refused, or never came."""
+        """Return whether a group is accepted, or None if it is still being checked and its put will be answered."""
         if self.engine.acceptance.follow(ticket, group, digest):
-            return None  # it is being checked and kept: answered when that is done
+            return None
         return self._log.digest_of(group) == digest
 
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
-        """A plane that was taken over must end, even if nobody makes it write."""
+        """End a plane that another one has taken over, even if no message makes it write."""
         for outcome in outcomes:
             if isinstance(outcome.error, (Fenced, LogAway)):
                 raise outcome.error
@@ -356,7 +356,7 @@ class PlaneLoop:
             self.engine.segments.seal_writer(_writer_of(peer))
 
     def _plan(self, now: float) -> bool:
-        """Plan, in order, the steps that ranks have asked for; False if the disk is full."""
+        """Plan the steps that ranks asked for, in order. Returns False if the disk is full."""
         coordinator, engine = self.coordinator, self.engine
         for step in range(coordinator.next_step, coordinator.wanted + 1):
             if coordinator.phase is not Phase.RUNNING:
@@ -368,10 +368,10 @@ class PlaneLoop:
             except DiskFull as error:
                 coordinator.waiting_for = f"disk space: {error}"
                 return False
-            except Exception as error:  # an error to ranks and a line in the log, not the end of the plane
+            except Exception as error:  # ends the session with an error, not the plane
                 if isinstance(error, (Fenced, LogAway)):
                     raise
-                self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_in_words(error)}", step=step))
+                self._effects.carry_out(coordinator.fail(f"cannot be built: {failure_text(error)}", step=step))
                 break
             if isinstance(staged, Staged):
                 self._pipeline.handed_over(step)
@@ -380,7 +380,9 @@ class PlaneLoop:
                 continue
             coordinator.waiting_for = staged
             if engine.is_full and engine.last_step < engine.next_step:
-                reason = f"can never be filled: {staged}, and all that may be held is; raise max_held_bytes or capacity"
+                reason = (
+                    f"can never be filled: {staged}, and no more groups may be held; raise max_held_bytes or capacity"
+                )
                 self._effects.carry_out(coordinator.fail(reason, step=step))
             break
         return True
@@ -393,7 +395,7 @@ class PlaneLoop:
 
 
 def _writer_of(peer: Peer) -> str:
-    """Names a client that writes segments, as long as its connection lasts."""
+    """Name a client as the writer of segments, for as long as its connection lasts."""
     assert isinstance(peer, tuple)  # as made in `turn`
     transport, address = peer
     return f"{transport.url} {address!r}"[:MAX_NAME]
@@ -406,7 +408,7 @@ def _may_write(peer: Peer) -> bool:
 
 
 def _poller_of(transports: Sequence[PlaneTransport], workers: Workers) -> zmq.Poller:
-    """Sees what comes from transports that can call, and what workers have done."""
+    """Make a poller for transports with a descriptor and for results of workers."""
     poller = zmq.Poller()
     for transport in transports:
         pollable = transport.pollable()

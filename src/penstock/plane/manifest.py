@@ -1,4 +1,4 @@
-"""What a step is made of, as the log keeps it."""
+"""The manifest of a step: its groups and its plan, as the log stores them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from penstock.log import GroupRow
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step is made of; with the log's frames, enough to make the very same bytes again."""
+    """What a step is made of. With the frames it is enough to make the same bytes again."""
 
     groups: tuple[int, ...]
-    """The groups, by op, in the order they were drawn."""
+    """The ops of its groups, in the order they were drawn."""
     rank_plans: tuple[bytes, ...] = ()
-    """Each rank's part of the plan; given back when the step can no longer be asked for."""
+    """Each rank's part of the plan; emptied once the step can no longer be asked for."""
     needs: tuple[bytes, ...] = ()
-    """Per rank the samples it is sent, by number within the step, as int32."""
+    """Per rank, the numbers of its samples within the step, as int32."""
     digests: tuple[str, ...] = ()
-    """Of each rank's plan and samples."""
+    """Per rank, the digest of its plan and samples."""
     policy_version: int
-    """The trainer's version when the step was drawn."""
+    """The published version when the step was drawn."""
     samples: int
     tokens: int
     loss_tokens: int = 0
     staleness: tuple[int, int, int] = (0, 0, 0)
-    """Smallest, summed and largest staleness of its groups that have a version."""
+    """Smallest, summed and largest staleness of the groups that have a version."""
     num_versions: int = 0
-    """How many of its groups have a version."""
+    """How many groups have a version."""
     one_by_one: bool = False
-    """Whether groups were drawn one at a time, until a target of samples or tokens was met."""
+    """Whether groups were drawn one at a time until a target of samples or tokens was met."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:
-        """Of a step that is drawn and not planned yet."""
+        """Make the manifest of a step that is drawn and not planned yet."""
         stale = [policy_version - row.policy_version for row in rows if row.policy_version is not None]
         return Manifest(
             groups=tuple(row.op for row in rows),

@@ -1,4 +1,4 @@
-"""A run's log and its storage, opened as the plane's settings say."""
+"""Open the log and the storage of a run as the plane's settings say."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _LISTENS_AT = "listens_at"
 
 
 def run_folder(where: str, settings: PlaneSettings) -> str | None:
-    """The folder of a run; None if it has none: it is in memory, or in a database and a storage."""
+    """Return the folder of a run, or None if the run is in memory, or in a database and a storage."""
     if where == "memory:" and settings.log is not None:
         raise ConfigError(f"log: {redacted(settings.log)} with memory:, which keeps nothing; give a folder, or none")
     return None if where in ("", "memory:") else where
 
 
 def open_log(folder: str | Path | None, settings: PlaneSettings) -> Log:
-    """The log of a run's folder; None: in memory. Refuses a log that does not belong to its storage, or is behind it.
+    """Open the log in a run's folder, or in memory if `folder` is None.
 
-    SQLite's write-ahead log shares memory between the processes of one host. On a filesystem that other hosts see, the
-    plane therefore has the log to itself.
+    Raises if the log does not belong to its storage or is older than it. SQLite's write-ahead log needs memory shared
+    between its processes, which only one host has. On a filesystem that other hosts see, the plane therefore opens the
+    log exclusively.
     """
     with folder_errors(folder or "memory:"):
-        if folder is not None:  # first: what is wrong with it should be said of it, not of what is inside
+        if folder is not None:  # first: an error should name the folder, not a file inside
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         if settings.log is not None and is_postgres(settings.log):
             return _open_postgres(folder, settings, settings.log)
@@ -68,14 +69,14 @@ def _open_postgres(folder: str | Path | None, settings: PlaneSettings, address: 
 
 
 def _guard_shared(storage: Storage, address: str) -> Guard:
-    """As `check_log`; and refuse the log of another run that has the same name in the same database."""
+    """Check as `check_log` does, and reject a log of another run that has the same name in the same database."""
     from penstock.log import reading_postgres
 
     def check(*, run_id: str, epoch: int, commits: int, held: int, is_new: bool) -> None:
         check_log(storage, run_id=run_id, epoch=epoch, commits=commits, held=held, is_new=is_new)
         if is_new or read_marker(storage) is not None:
             return
-        with reading_postgres(address) as log:  # a plane that registered a segment had marked its storage before
+        with reading_postgres(address) as log:  # a plane marks its storage before it registers a segment
             if log.segments():
                 raise Conflict(
                     f"{storage.url}: new, and the run in {log.where} has its frames elsewhere; give this run another "
@@ -86,7 +87,7 @@ def _guard_shared(storage: Storage, address: str) -> Guard:
 
 
 def note_listening(log: Log, urls: Sequence[str]) -> None:
-    """Write down where the plane listens now. Clients that were given the log's address find it after it moved."""
+    """Record where the plane listens. Clients that know the log's address find a plane that moved."""
     found = msgspec.json.encode(list(urls)).decode()
     if found != (log.text(_LISTENS_AT) or "[]"):
         with suppress(DiskFull), log.transaction():  # a plane on a full disk must start: only training makes room
@@ -94,13 +95,13 @@ def note_listening(log: Log, urls: Sequence[str]) -> None:
 
 
 def listens_at(log: LogReader) -> list[str]:
-    """Where the plane of a run listened last, sockets first."""
+    """Return the addresses where the plane of a run listened last."""
     found: list[str] = msgspec.json.decode(log.text(_LISTENS_AT) or "[]", type=list[str])
     return [url for url in found if url.startswith(("tcp://", "ipc://"))]
 
 
 def storage_of(settings: PlaneSettings, folder: str | Path | None) -> Storage:
-    """Where a plane's frames are: as the settings say, else in the folder of its log, or in memory as that is."""
+    """Return the storage for frames: of the settings, else in the folder of the log, or in memory like the log."""
     if settings.storage is not None:
         return open_storage(settings.storage)
     return MemoryStorage() if folder is None else FolderStorage(Path(folder).resolve() / "storage")

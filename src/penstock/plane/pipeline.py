@@ -1,12 +1,12 @@
-"""Groups in and steps out: decisions in the loop's thread, everything that weighs as much as the data beside it.
+"""Groups in, steps out: decisions run on the loop's thread, work that grows with the data on worker threads.
 
-    put      engine.offer    ->  [intake: check, make metadata, keep, sync]  ->  engine.arrive, flush     answered
-    stored   engine.offer    ->  look at its metadata                     ->  engine.arrive, flush     answered
-    step     engine.draw     ->  [steps: plan from metadata]                 ->  engine.record            durable
-                             ->  [steps: gather the payloads]             ->  staged                   delivered
+    put      engine.offer  ->  [intake: check, make metadata, write, sync]  ->  engine.arrive, flush    answered
+    stored   engine.offer  ->  check its metadata                           ->  engine.arrive, flush    answered
+    step     engine.draw   ->  [steps: plan from metadata]                  ->  engine.record           durable
+                           ->  [steps: gather the payloads]                 ->  staged                  delivered
 
-What stands in brackets runs on a worker's thread and touches nothing but storage. So no turn of the loop depends on
-the size of a group or of a step: heartbeats, puts and answers go on while a step is built.
+The parts in brackets run on a worker thread and touch nothing but storage. So no turn of the loop depends on the size
+of a group or a step: heartbeats, puts and answers continue while a step is built.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 from itertools import islice
 
 import xxhash
@@ -24,9 +26,8 @@ from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, Storage
 from penstock.frames import GroupMetadata
 from penstock.plane.acceptance import Claim, Outcome
 from penstock.plane.engine import Drawn, Engine
-from penstock.plane.failures import ends_plane, failure_in_words
-from penstock.plane.intake import Arrived, Dropped, Incoming, Intake, Refused, Stored
-from penstock.plane.over_length import metadata_for
+from penstock.plane.intake import Incoming, Intake, metadata_for
+from penstock.plane.recorder import ends_plane, failure_text
 from penstock.plane.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.plane.workers import Job, Then, Workers
 from penstock.protocol import NOTHING, Buffer, Put, Staged
@@ -34,41 +35,70 @@ from penstock.storage import DamagedFrame, parse_location
 
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
-"""Frames kept with one sync, at most: those that come later wait for the next."""
+"""Frames written with one sync, at most. Later ones wait for the next batch."""
 
 _PROBES = 64
-"""Groups that are tried before it is planning that is to blame, and not the groups of a step."""
+"""Groups to try before blaming the planner instead of the groups of a step."""
+
+
+class Making(Enum):
+    """Where the step is that is being made. There is one at a time; steps are made in order."""
+
+    IDLE = "no step is being made"
+    PLANNING = "drawn; a worker plans it"
+    PROBING = "none of its groups can be planned; a worker tries other groups"
+    PLANNED = "planned, and not recorded: the disk may be full"
+    BUILDING = "recorded; a worker builds it"
+
+
+MAKING = {
+    (Making.IDLE, "drawn"): Making.PLANNING,
+    (Making.PLANNING, "planned"): Making.PLANNED,
+    (Making.PLANNING, "unplannable"): Making.PROBING,
+    (Making.PLANNING, "undone"): Making.IDLE,
+    (Making.PLANNING, "failed"): Making.IDLE,
+    (Making.PROBING, "undone"): Making.IDLE,
+    (Making.PROBING, "failed"): Making.IDLE,
+    (Making.PLANNED, "recorded"): Making.IDLE,
+    (Making.PLANNED, "undone"): Making.IDLE,
+    (Making.IDLE, "asked for"): Making.BUILDING,
+    (Making.BUILDING, "built"): Making.IDLE,
+}
+"""What may happen to the step that is being made. Anything else is a bug and raises.
+
+A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. Once
+built it is staged, and the session delivers and commits it (`protocol.steps`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unplannable:
-    """A step that cannot be planned, and which groups are to blame."""
+    """A step that cannot be planned, with the groups that cannot be planned even alone."""
 
     error: Exception
     bad: dict[int, str]
 
 
 class Pipeline:
-    """An engine, and the workers that do the heavy part of what it decides."""
+    """Moves groups and steps between the engine, which decides, and the workers, which do the heavy work."""
 
     def __init__(self, engine: Engine, intake: Intake, builder: Builder, workers: Workers) -> None:
         self._engine, self._intake, self._builder, self._workers = engine, intake, builder, workers
-        self._incoming: deque[tuple[bytes, Incoming]] = deque()
-        """Groups that were offered and wait to be checked, with their digests as they were sent."""
+        self._acceptance, self._segments, self._recorder = engine.acceptance, engine.segments, engine.recorder
+        self._incoming: deque[Incoming] = deque()
+        """Offered groups whose frames wait to be checked."""
         self._outcomes: list[Outcome] = []
-        self._busy = False
-        """Whether a step is being planned or built."""
+        self.making = Making.IDLE
         self._to_record: tuple[Drawn, PlannedStep] | None = None
-        """Planned and not written down yet: there may be no room for it now."""
+        """Planned and not recorded yet, because the disk may be full."""
         self._staged: dict[int, Staged] = {}
         self._inline: frozenset[int] = frozenset()
-        """Ranks whose samples are sent with a step."""
+        """Ranks whose samples are sent with the step."""
         self._failure: Exception | None = None
-        """What the session that asks next is told."""
+        """Raised when a step is asked for next."""
         self._session = self._asked_by = 0
-        """Counts the sessions that began, and which of them asked for what is being made."""
+        """The number of the current session, and of the one that asked for what is being made."""
         self.replanned = 0
-        """The first of the steps that were planned anew: what was staged of them is no more; 0 if there is none."""
+        """The first step that must be planned and staged again; 0 if there is none."""
 
     # -------------------------------------------------------------- groups
 
@@ -83,165 +113,169 @@ class Pipeline:
         claim: Claim = lambda _: NOTHING,
         priority: float = 1.0,
     ) -> Outcome | None:
-        """Offer a group; an outcome is returned only if it is known at once."""
+        """Offer a group that came with its frame. Returns an outcome only if the put is decided at once."""
+        incoming = Incoming(
+            id=group,
+            digest=digest,
+            size=len(frame),
+            tickets=[ticket],
+            frame=frame,
+            is_evaluation=evaluation,
+            priority=priority,
+        )
         try:
-            run = self._run_of(frame)
-            found = self._engine.acceptance.offer(
-                ticket, group, digest, len(frame), run, evaluation=evaluation, priority=priority, claim=claim
-            )
+            run = self._intake.run_of(frame) if self._has_tenants else ""
         except CorruptFrame as error:
             return Outcome(ticket, error)
+        found = self._acceptance.offer(incoming, run, claim=claim)
         if isinstance(found, Outcome):
             return found
         if found:
-            self._incoming.append((digest, Incoming(group, frame, evaluation)))
+            self._incoming.append(incoming)
             self._workers.submit("intake", self._take_in, self._taken_in)
         return None
 
     def put_stored(self, ticket: object, put: Put, writer: str, *, claim: Claim = lambda _: NOTHING) -> Outcome | None:
-        """Offer a group whose frame its sender has written to storage."""
-        segments = self._engine.segments
+        """Offer a group whose frame the client has written to storage."""
         try:
             size = parse_location(put.location).size
-            run = self._run_in(put.metadata)
+            run = GroupMetadata.from_bytes(put.metadata).run if self._has_tenants else ""
         except CorruptFrame as error:
             return Outcome(ticket, error)
-        found = self._engine.acceptance.offer(
-            ticket, put.group, put.digest, size, run, evaluation=put.evaluation, priority=put.priority, claim=claim
+        group = Incoming(
+            id=put.group,
+            digest=put.digest,
+            size=size,
+            tickets=[ticket],
+            location=put.location,
+            raw_metadata=put.metadata,
+            raw_eval_metadata=put.shown,
+            is_evaluation=put.evaluation,
+            priority=put.priority,
         )
+        found = self._acceptance.offer(group, run, claim=claim)
         if isinstance(found, Outcome):
             if found.duplicate:
                 self._free_repeat(put, writer)
             return found
         if found:
             try:
-                read_back = segments.expect(put.location, writer)
+                group.read_back = self._segments.expect(put.location, writer)
             except PenstockError as error:
-                self._outcomes += self._engine.acceptance.refuse(put.group, error)
+                self._outcomes += self._acceptance.refuse(group, error)
                 return None
-            stored = Stored(
-                put.group, put.digest, put.location, put.metadata, put.shown, put.evaluation, read_back=read_back
-            )
-            looked_at = None if read_back else self._intake.look_at(stored, may_read=False)
-            if looked_at is None:
-                self._workers.submit("intake", lambda: self._intake.look_at(stored), self._looked_at)
-            else:  # metadata of a kilobyte: a thread would cost more than looking at it
-                self._looked_at(looked_at)
+            # A kilobyte of metadata: handing it to a thread would cost more than checking it.
+            if not group.read_back and self._intake.look_at(group, may_read=False):
+                self._looked_at(group)
+            else:
+                self._workers.submit("intake", lambda: self._intake.look_at(group), partial(self._looked_at, group))
         return None
 
     def _free_repeat(self, put: Put, writer: str) -> None:
-        """A group was put again. Where it was written a second time, those bytes are free; the accepted ones stay."""
-        if self._engine.log.location_of(put.group) == put.location:
+        """Free the second copy of a group that was written and put again. The accepted copy stays."""
+        if self._recorder.log.location_of(put.group) == put.location:
             return
-        with suppress(PenstockError):  # sealed, or not theirs: it goes with its segment
-            self._engine.segments.expect(put.location, writer)
-            self._engine.segments.reject(put.location)
+        with suppress(PenstockError):  # sealed, or of another writer: it is deleted with its segment
+            self._segments.expect(put.location, writer)
+            self._segments.reject(put.location)
 
-    def _run_in(self, metadata: bytes) -> str:
-        """The run a group belongs to, where that decides whether there is room."""
-        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
-            return ""
-        return GroupMetadata.from_bytes(metadata).run
+    @property
+    def _has_tenants(self) -> bool:
+        """Whether a group's tenant decides if there is room for it."""
+        tables = self._recorder.run_tables
+        return bool(tables.members or tables.evicted)
 
-    def _looked_at(self, result: Arrived | Dropped | Refused | Exception | None) -> None:
+    def _looked_at(self, group: Incoming, result: object = None) -> None:
+        """Handle a group that a client wrote to storage, once it is checked."""
         if isinstance(result, Exception):
             raise result
-        assert result is not None, "None is returned only where nothing may be read"
-        if isinstance(result, Arrived):
-            self._engine.segments.verified(result.location)
-            self._engine.counts["groups_direct"] += 1
-            self._engine.acceptance.arrive(
-                result.group,
-                result.metadata,
-                result.location,
-                result.eval_metadata,
-                result.over_length,
-                result.raw_metadata,
-            )
+        if group.error is None and not group.is_dropped:
+            self._segments.verified(group.location)
+            self._recorder.counts["groups_direct"] += 1
+            self._acceptance.arrive(group)
             return
-        self._engine.segments.reject(result.location)
-        if isinstance(result, Dropped):
-            self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
-            return
-        self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
+        self._segments.reject(group.location)
+        self._refused(group)
 
-    def _run_of(self, frame: Buffer) -> str:
-        """The run a group belongs to, where that decides whether there is room; found without reading the body."""
-        if not self._engine.run_tables.members and not self._engine.run_tables.evicted:
-            return ""
-        return self._intake.run_of(frame)
+    def _refused(self, group: Incoming) -> None:
+        """Drop or reject a group that was checked."""
+        if group.error is not None:
+            self._outcomes += self._acceptance.refuse(group, group.error)
+        else:
+            self._outcomes += self._acceptance.drop(group)
 
-    def _take_in(self) -> list[Arrived | Dropped | Refused]:
-        """On a worker's thread: what has come since the last time, with one sync for all of it."""
+    def _take_in(self) -> list[Incoming]:
+        """Check and store the groups that wait, with one sync. Runs on the intake thread."""
+        taken: list[Incoming] = []
         batch: list[Incoming] = []
-        refused: list[Arrived | Dropped | Refused] = []
         size = 0
         while self._incoming and size < _BATCH_BYTES:
-            digest, incoming = self._incoming.popleft()
-            group = incoming.group
-            if xxhash.xxh3_128_digest(incoming.frame) != digest:
-                refused.append(Refused(group, AlteredOnTheWay(f"group {group!r}: not the bytes that were sent")))
+            group = self._incoming.popleft()
+            taken.append(group)
+            if xxhash.xxh3_128_digest(group.frame) != group.digest:
+                group.error = AlteredOnTheWay(f"group {group.id!r}: not the bytes that were sent")
                 continue
-            batch.append(incoming)
-            size += len(incoming.frame)
+            batch.append(group)
+            size += len(group.frame)
         try:
             with self._engine.durations.timed("write", f"{len(batch)} groups, {size:,} bytes"):
-                return refused + self._intake.take(batch)
+                self._intake.take(batch)
         except Exception as error:
-            logger.exception("%d groups could not be kept", len(batch))
-            words = f"{failure_in_words(error)}; the plane could not keep it"
-            return refused + [Refused(one.group, StorageError(f"group {one.group!r}: {words}")) for one in batch]
+            logger.exception("%d groups could not be stored", len(batch))
+            for group in batch:
+                text = f"group {group.id!r}: {failure_text(error)}; the plane could not store it"
+                group.error = StorageError(text)
+        for group in taken:
+            group.frame = b""  # it is in storage; the record must not keep it in memory until it is answered
+        return taken
 
-    def _taken_in(self, results: list[Arrived | Dropped | Refused] | Exception) -> None:
-        if isinstance(results, Exception):
-            raise results
-        for result in results:
-            if isinstance(result, Arrived):
-                self._engine.segments.expect_own(result.location)
-                self._engine.acceptance.arrive(
-                    result.group, result.metadata, result.location, result.eval_metadata, result.over_length
-                )
-            elif isinstance(result, Dropped):
-                self._outcomes += self._engine.acceptance.drop(result.group, result.over_length)
-            else:
-                self._outcomes += self._engine.acceptance.refuse(result.group, result.error)
-                if isinstance(result.error, DiskFull):
-                    self._engine.acceptance.make_room()
+    def _taken_in(self, groups: list[Incoming] | Exception) -> None:
+        if isinstance(groups, Exception):
+            raise groups
+        for group in groups:
+            if group.error is None and not group.is_dropped:
+                self._segments.expect_own(group.location)
+                self._acceptance.arrive(group)
+                continue
+            self._refused(group)
+            if isinstance(group.error, DiskFull):
+                self._acceptance.make_room()
 
     def collect(self) -> list[Outcome]:
-        """Accept what was checked and kept since the last time; what is returned without error is durable."""
-        finished = self._engine.segments.take_finished()  # before `finish`: what was written to them is known after it
+        """Handle results of workers and accept groups that were checked and stored. Outcomes without error are
+        durable."""
+        finished = self._segments.take_finished()  # before `finish`, which reports every frame written to them
         self._workers.finish()
-        with suppress(DiskFull):  # a step that is planned is written down, whether or not anybody still waits for it
+        with suppress(DiskFull):  # record a planned step even if no rank waits for it any longer
             self._record()
-        outcomes = self.refused() + self._engine.acceptance.flush()
-        self._engine.tidy(finished)
+        outcomes = self.refused() + self._acceptance.flush()
+        self._segments.tidy(finished)
         return outcomes
 
     def refused(self) -> list[Outcome]:
-        """What became of groups that were not accepted since the last time."""
+        """Return and clear the outcomes of groups that were rejected or dropped."""
         refused, self._outcomes = self._outcomes, []
         return refused
 
     # -------------------------------------------------------------- steps
 
     def begin_session(self) -> None:
-        """Other ranks ask from now on: what failed for those before them is no news to these, and may go well now."""
+        """Begin a session. A failure of the last one does not concern its ranks: building may succeed now."""
         self._session += 1
         self._failure = None
 
     def step(self, step: int, inline: Collection[int] | None = None) -> Staged | str:
-        """A step, once it is built; until then, in words, what it waits for. `inline` are the ranks whose samples are
+        """Return a step once it is built, and what it waits for until then. `inline` are the ranks whose samples are
         sent with it; None: all.
 
-        Raises DiskFull while it cannot be written down, and whatever makes it impossible to plan or build."""
+        Raises DiskFull while the step cannot be recorded, and any error that keeps it from being planned or built."""
         self._inline = frozenset(range(self._engine.settings.packing.ranks) if inline is None else inline)
         self._record()
         staged = self._staged.get(step)
         if staged is not None and staged.serves(self._inline):
             return staged
         self._raise_failure()
-        if self._busy:
+        if self.making is not Making.IDLE:
             return f"step {self._engine.last_step} to be built"
         if step <= self._engine.last_step:
             self._build(step)
@@ -250,11 +284,11 @@ class Pipeline:
         drawn = self._engine.draw_step(step)
         if isinstance(drawn, str):
             return drawn
-        self._submit(lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
+        self._submit("drawn", lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
         return f"step {step} to be planned"
 
     def handed_over(self, step: int) -> None:
-        """The step is staged: nothing is kept of it here."""
+        """Forget a step that the coordinator has staged."""
         self._staged.pop(step, None)
 
     def _raise_failure(self) -> None:
@@ -263,27 +297,35 @@ class Pipeline:
             raise failure
 
     def _fail(self, error: Exception) -> None:
-        """Tell those who asked, if they are still there."""
+        """Raise an error to the session that asked, if it has not ended."""
         if self._asked_by == self._session:
             self._failure = error
 
-    def _submit(self, job: Job, then: Then) -> None:
-        self._busy, self._asked_by = True, self._session
+    def _move(self, event: str) -> None:
+        """Look up what becomes of the step that is being made."""
+        found = MAKING.get((self.making, event))
+        assert found is not None, f"a step was {event!r} while: {self.making.value}"
+        self.making = found
+
+    def _submit(self, event: str, job: Job, then: Then) -> None:
+        self._move(event)
+        self._asked_by = self._session
 
         def done(result: object) -> None:
-            self._busy = False
             try:
                 then(result)
             except Exception as error:
                 if ends_plane(error):
                     raise
-                logger.exception("step %d: what became of its plan could not be decided", self._engine.last_step)
+                if (self.making, "failed") in MAKING:  # else it moved on before the error
+                    self._move("failed")
+                logger.exception("step %d: the result of a worker could not be handled", self._engine.last_step)
                 self._fail(error)
 
         self._workers.submit("steps", job, done)
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
-        """On a worker's thread."""
+        """Plan a drawn step. Runs on the steps thread."""
         metadata = self._fitting(drawn)
         try:
             return self._builder.plan(metadata)
@@ -291,7 +333,7 @@ class Pipeline:
             return _Unplannable(error, self._builder.unpackable(metadata))
 
     def _fitting(self, drawn: Drawn) -> list[GroupMetadata]:
-        """Metadata made for another `seq_len`, which cuts some of their samples, are made anew."""
+        """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
         found: list[GroupMetadata] = []
         for data, at in zip(drawn.metadata, drawn.groups, strict=True):
             found.append(self._fit(data, at.location))
@@ -305,6 +347,7 @@ class Pipeline:
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
+            self._move("planned")
             self._to_record = (drawn, found)
             return
         error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
@@ -312,14 +355,17 @@ class Pipeline:
         if len(bad) < len(drawn.groups):
             self._blame(drawn, error, bad)
             return
-        # Every group of the step fails alone. Either all of them are bad, or planning itself is: another group tells.
+        # Every group fails even alone. Either all are bad or the planner is: trying other groups tells. If those plan,
+        # the step's groups are quarantined. If none does, quarantining would empty the tables for a bug of ours.
         others = _others(self._engine, drawn)
         self._submit(
-            lambda: self._plans_any(others), lambda works: self._blame(drawn, error, bad if works is True else {})
+            "unplannable",
+            lambda: self._plans_any(others),
+            lambda works: self._blame(drawn, error, bad if works is True else {}),
         )
 
     def _plans_any(self, groups: Sequence[tuple[bytes, str]]) -> bool:
-        """On a worker's thread: whether a step can be planned of any of these groups alone."""
+        """Return whether any of these groups can be planned alone. Runs on the steps thread."""
         for data, location in groups:
             with suppress(Exception):
                 if not self._builder.unpackable([self._fit(data, location)]):
@@ -327,8 +373,9 @@ class Pipeline:
         return False
 
     def _blame(self, drawn: Drawn, error: Exception, bad: Mapping[int, str]) -> None:
-        """Set the bad groups aside; where no group is to blame it is the plane's failure, and ranks must know. While
-        storage is away they wait."""
+        """Quarantine the bad groups. If there are none the plane failed and ranks get the error, except while storage
+        does not answer: then they wait."""
+        self._move("undone")
         self._engine.undo_draw(drawn, bad)
         if not bad and not isinstance(error, Away):
             self._fail(error)
@@ -341,19 +388,21 @@ class Pipeline:
             except Exception as error:
                 if isinstance(error, DiskFull) or ends_plane(error):
                     raise
+                self._move("undone")
                 self._to_record = None
                 logger.exception("step %d cannot be recorded", drawn.step)
                 self._engine.undo_draw(drawn, {})
                 self._fail(error)
                 return
+            self._move("recorded")
             self._to_record = None
             self._build(drawn.step)
 
     def _build(self, step: int) -> None:
-        """Start building a planned step on a worker's thread."""
+        """Start building a planned step on the steps thread."""
         try:
             planned, groups = self._engine.planned(step)
-        except Exception as error:  # a damaged frame, or whatever its row provokes
+        except Exception as error:  # a damaged frame, or anything else its row provokes
             if ends_plane(error):
                 raise
             self._asked_by = self._session
@@ -361,39 +410,42 @@ class Pipeline:
             return
 
         def built(found: Staged | Exception) -> None:
+            self._move("built")
             if self._engine.is_planned(step, planned):
                 self._built(step, found)
 
         inline = sorted(self._inline)
-        self._submit(lambda: self._builder.build(step, planned, groups, inline), built)
+        self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline), built)
 
     def unplanned(self, first: int) -> None:
-        """Steps from this one on are planned again."""
+        """Forget staged steps from this one on: they are planned again."""
         self._staged = {step: staged for step, staged in self._staged.items() if step < first}
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
             self._staged[step] = replace(found, numbers=self._engine.acceptance.generated.of_step(step))
             return
-        if isinstance(found, Away):  # ranks wait; whoever asks for the step next has it built again
+        if isinstance(found, Away):  # ranks wait; the next request builds it again
             logger.warning("step %d cannot be built yet: %s", step, found)
             return
         logger.error("step %d cannot be built: %s: %s", step, type(found).__name__, found)
         last = self._engine.last_step
         try:
             again = isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))
-        except DiskFull as error:  # of two decisions the second may be missing: then the group is found damaged again
+        except (
+            DiskFull
+        ) as error:  # the steps are removed, the group is not quarantined: the next build finds it damaged again
             found, again = error, self._engine.last_step < step
         if not again:
             self._fail(found)
-        elif step < last:  # ranks of any session may have those behind it, which are no more
+        elif step < last:  # ranks of any session may have later steps, which no longer exist
             self._staged.clear()
             self.replanned = step
-            self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned anew")
+            self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned again")
 
 
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
-    """Metadata and locations of some held groups that are not in a step."""
+    """Return metadata and locations of some held groups that are not in a step."""
     taken = {place.group for place in drawn.groups}
     rows = (engine.state.row_of(key) for key in engine.run_tables if key not in taken)
     found = ((engine.log.metadata(row.op), row.location) for row in islice(rows, _PROBES))
@@ -401,10 +453,10 @@ def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
 
 
 class AlteredOnTheWay(CorruptFrame):
-    """A frame is not what was sent: it must be sent again."""
+    """A frame arrived altered. The client must send it again."""
 
 
 def pipeline_of(engine: Engine, workers: Workers) -> Pipeline:
-    """The pipeline of a real plane."""
+    """Make the pipeline of a real plane."""
     intake = Intake(engine.settings, engine.writer)
     return Pipeline(engine, intake, StepBuilder(engine.settings.packing, engine.storage), workers)

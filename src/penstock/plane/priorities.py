@@ -1,10 +1,15 @@
-"""Priorities that ranks report: combined per step, so that it does not matter which rank is heard first.
+"""Priorities that ranks report, combined per step so that the order of reports does not matter.
 
-Each rank reports the samples it trained, and a group's samples may be on several ranks. The rule is: **a group's
-priority is the largest value that any rank reported for it, or for one of its samples, in the last step that reported
-it.** Reports of a step wait in the log until the step is committed and take effect with the commit. One that arrives
+Each rank reports the samples it trained, and a group's samples may be on several ranks. The rule: **a group's priority
+is the largest value that any rank reported for it, or for one of its samples, in the last step that reported it.**
+Reports of a step wait in the log until the step is committed and take effect with the commit. A report that arrives
 later, because it was lost and sent again, is combined with what took effect, unless a later step has reported the group
-since.
+since:
+
+    step 4, rank 0 reports g/0 = 0.2    step 4, rank 1 reports g/3 = 0.7    commit of step 4    g has priority 0.7
+    a lost report of step 4, g/1 = 0.9, arrives after the commit of step 5:
+        g was not reported in step 5    g has priority 0.9
+        g was reported as 0.1 there     g keeps 0.1
 """
 
 from __future__ import annotations
@@ -24,20 +29,20 @@ if TYPE_CHECKING:
     from penstock.plane.recorder import Recorder
 
 KEPT_STEPS = 8
-"""Committed steps for which a late report still counts."""
+"""Late reports count for this many committed steps."""
 Values = dict[str, float]
 
 
 class Reports(msgspec.Struct, array_like=True):
-    """What ranks reported, by step and group."""
+    """Reported priorities, by step and group."""
 
     waiting: dict[int, Values] = msgspec.field(default_factory=dict)
-    """Of steps that are not committed yet."""
+    """Reports of steps that are not committed yet."""
     applied: dict[int, Values] = msgspec.field(default_factory=dict)
-    """Of the last steps that are."""
+    """Reports of the last committed steps, which took effect."""
 
     def follow(self, record: Report | ForgetReports) -> None:
-        """Combine a report with the others of its step; or forget steps that are trained, and reported, again."""
+        """Combine a report with the others of its step, or forget steps that will be trained and reported again."""
         if isinstance(record, Report):
             merge(self.waiting.setdefault(record.step, {}), record.priorities)
         else:
@@ -45,7 +50,7 @@ class Reports(msgspec.Struct, array_like=True):
             self.applied = {step: values for step, values in self.applied.items() if step < record.first}
 
     def apply(self, step: int, values: Mapping[str, float]) -> None:
-        """The priorities of a step take effect."""
+        """Note that the priorities of a step took effect."""
         self.waiting.pop(step, None)
         merge(self.applied.setdefault(step, {}), values)
         for old in [s for s in self.applied if s <= step - KEPT_STEPS]:
@@ -55,7 +60,7 @@ class Reports(msgspec.Struct, array_like=True):
         return any(step >= first for step in (*self.waiting, *self.applied))
 
     def late(self, step: int, values: Mapping[str, float]) -> Values:
-        """What a report of a committed step changes."""
+        """Return what a late report of a committed step changes."""
         if step not in self.applied:
             return {}
         later = {group for other, found in self.applied.items() if other > step for group in found}
@@ -69,7 +74,7 @@ def merge(into: Values, values: Mapping[str, float]) -> None:
 
 
 def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None) -> None:
-    """Write down what a rank reported of a step; None: it takes effect at once."""
+    """Record the priorities that a rank reported for a step. Without a step they take effect at once."""
     state = recorder.state
     if step is not None and step > state.last_step:
         raise InvalidInput(f"priorities of step {step}: the last step that was planned is {state.last_step}")
@@ -85,9 +90,10 @@ def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None
 
 
 def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
-    """The largest value for each group that is held, of ids of groups and of samples.
+    """Return the largest value for each held group, from ids of groups and of samples.
 
-    An id such as GROUP/3 tells its group. Other ids are looked up among the samples of the reported step's groups."""
+    An id such as GROUP/3 names its group. Other ids are looked up among the samples of the step's groups, which needs
+    their metadata from the log."""
     held, rows = recorder.run_tables, recorder.state.rows
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}
@@ -108,7 +114,7 @@ def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence
 
 
 class _Names(msgspec.Struct, array_like=True):
-    """The beginning of `GroupMetadata`, up to what is wanted of them here."""
+    """The first fields of `GroupMetadata`, up to the ids. The rest is not decoded, which is most of the work."""
 
     format: int
     group: str
@@ -123,7 +129,7 @@ class _Names(msgspec.Struct, array_like=True):
 
 
 def _groups_of(metadata: Iterable[bytes]) -> dict[str, list[str]]:
-    """Sample id -> the groups that have such a sample."""
+    """Map sample ids to the groups that have such a sample."""
     found: dict[str, list[str]] = defaultdict(list)
     for data in metadata:
         names = msgspec.msgpack.decode(zlib.decompress(data), type=_Names)

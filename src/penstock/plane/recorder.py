@@ -1,4 +1,7 @@
-"""A decision is written to the log, then entered in memory: the one way in which anything changes."""
+"""The only code that changes the plane's state: write a decision to the log, then apply it to memory.
+
+After a failure or a restart, memory is rebuilt from the log: the last snapshot, then every later decision in order.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,23 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from penstock.errors import Fenced, PenstockError
-from penstock.log import Discard, Log, Record, Shorten
-from penstock.plane.counted import COUNTS
-from penstock.plane.rebuild import rebuild
+from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
+from penstock.frames import EvalMetadata
+from penstock.log import Discard, Log, Record, Shorten, State
+from penstock.plane.evaluations import Evaluations
+from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
 from penstock.plane.run_tables import RunTables
 from penstock.plane.segments import Segments
-from penstock.plane.settings import PlaneSettings
+from penstock.plane.settings import PlaneSettings, Replay
+from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState
+from penstock.plane.telemetry import COUNTS
+from penstock.storage import Away
 
 logger = logging.getLogger("penstock.plane")
 Job: TypeAlias = Callable[[], Any]
@@ -26,19 +34,19 @@ Then: TypeAlias = Callable[[Any], None]
 
 
 class Recorder:
-    """The log, and what memory makes of it."""
+    """The log, and the state in memory that follows from it."""
 
     def __init__(self, settings: PlaneSettings, log: Log, segments: Segments) -> None:
         self._settings, self.log, self.segments = settings, log, segments
         self.keeps_all = log.disk.keeps_all = keeps_all(settings, log)
-        """Whether no frame, metadata or plan of an accepted group is ever freed."""
+        """Whether the run never frees a frame, metadata or plan (`retain="all"`)."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        """What happened since this plane started, for `penstock top`."""
+        """Counters since this plane started, for `penstock top`."""
         self.run_beside: Callable[[Job, Then], None] = run_at_once
-        """Runs a job and passes its result on; a server does that beside its loop."""
+        """Runs a job and passes on its result. The event loop sets this to a worker thread."""
         self.state: PlaneState
         self.saved_op = 0
-        """The last decision that is in the snapshot."""
+        """The last decision in the snapshot."""
         self.rebuild()
 
     @property
@@ -46,7 +54,7 @@ class Recorder:
         return self.state.run_tables
 
     def rebuild(self) -> None:
-        """Make memory anew from the log: what was not written down did not happen."""
+        """Rebuild memory from the log. What is not in the log did not happen."""
         settings = self._settings
         self.state = rebuild(
             self.log,
@@ -54,11 +62,12 @@ class Recorder:
             retain_steps=settings.retain_steps,
             keeps_all=self.keeps_all,
         )
-        self.state.give_back_evaluations(settings.retain_eval_bytes)
+        self.state.free_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
 
     def decide(self, record: Record) -> None:
+        """Record a decision, then apply it."""
         op = self.state.op + 1
         with self.transaction():
             self.log.add_record(op, record)
@@ -68,6 +77,10 @@ class Recorder:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
+        """Run a block as one transaction, which also writes what earlier decisions left to be written.
+
+        In this order: the log forgets frames, the transaction is durable, storage deletes them. A crash in between
+        leaves bytes that the log still lists as free; the other order could delete what the log still needs."""
         with self.log.transaction():
             yield
             self.state.write(self.log)
@@ -79,7 +92,7 @@ class Recorder:
         self.delete_freed()
 
     def delete_freed(self) -> None:
-        """Have storage delete what the log says is free. What fails stays in the log and is tried again."""
+        """Let storage delete what the log lists as free. A failed deletion stays listed and is tried again."""
         names = self.segments.take_deletions()
         if names:
             op = self.log.commits
@@ -97,9 +110,82 @@ class Recorder:
 
 
 def run_at_once(job: Job, then: Then) -> None:
+    """Run a job in this thread and pass on its result."""
     try:
         result = job()
-    except Exception as error:  # noqa: BLE001 - the receiver decides what to make of it
+    except Exception as error:  # noqa: BLE001 - the receiver handles it
         then(error)
     else:
         then(result)
+
+
+def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> PlaneState:
+    """Restore the last snapshot and apply the decisions recorded since, in order."""
+    state = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all)
+    found = log.snapshot()
+    saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
+    try:
+        rows = {} if saved is None else state.load(saved, log)
+    except CorruptFile:  # the snapshot is of another version: start from the beginning
+        state, rows = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all), {}
+    since, recorded = state.op, list(log.steps(first=state.oldest_step))
+    records = dict(log.records(after=since))
+    steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
+    rows |= {row.op: row for row in log.groups(after=since)}
+    for op in sorted([*(op for op in rows if op > since), *records, *steps]):
+        if op in rows and rows[op].state is State.EVALUATION:
+            state.take_evaluation(rows[op], None)
+        elif op in rows:
+            state.take_in(replace(rows[op], state=State.HELD, reason=""))
+        elif op in records:
+            state.redo(op, records[op])
+        else:
+            _draw_again(state, op, *steps[op])
+    evaluated = log.groups_in(State.EVALUATION)
+    metadata = log.metadata_of([row.op for row in evaluated])
+    state.evaluations = Evaluations((row, _eval_metadata(metadata.get(row.op))) for row in evaluated)
+    state.begin_at(log.meta("next_step", 1))
+    state.retire(log.meta("oldest_step", 1))
+    # A run with retain="all" frees nothing. Do not read the list of its frames, which grows with the run.
+    frames = set() if keeps_all else log.with_frames()
+    state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, frames)
+    _free_left(state, log, frames)
+    return state
+
+
+def _free_left(state: PlaneState, log: Log, frames: set[int]) -> None:
+    """Free frames of ended groups. A run that kept everything until `penstock storage forget` has them."""
+    known = state.freeing.ops
+    for row in log.groups_of(sorted(frames.difference(state.rows, state.quarantined, state.evaluations.ops, known))):
+        state.freeing.add(row)
+
+
+def _eval_metadata(data: bytes | None) -> EvalMetadata | None:
+    return None if data is None else EvalMetadata.from_bytes(data)
+
+
+def _draw_again(state: PlaneState, op: int, step: int, data: bytes, recorded: State) -> None:
+    manifest = read_manifest(data)
+    try:
+        counts = Counter(state.rows[group].run for group in manifest.groups)
+        drawn = state.draw(op, step, counts, one_by_one=manifest.one_by_one).groups
+    except (WaitTimeout, KeyError):
+        drawn = ()
+    if drawn != manifest.groups:
+        raise ConfigError(
+            f"step {step}: drawing it again takes other groups than were recorded; the replay settings (sampler, "
+            "seed, capacity, max_times_sampled, max_staleness) are not those the run began with"
+        )
+    state.planned(step, manifest)
+    state.set_step(step, recorded)
+
+
+def ends_plane(error: BaseException) -> bool:
+    """Return whether the plane must end: another plane has taken over the run, or the log failed or is closed.
+
+    A full volume does not end it: training makes room again. Unreachable storage does not either: it comes back."""
+    return isinstance(error, (Fenced, StorageError)) and not isinstance(error, (Away, DiskFull))
+
+
+def failure_text(error: BaseException) -> str:
+    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

@@ -1,28 +1,37 @@
-"""What a run's folder remembers of earlier planes: whether today's settings go with it, and whether it can be read."""
+"""Settings of earlier starts, which the log remembers: check that today's settings fit, log what changed.
+
+Also here: what else a restart finds out, such as damage to the log and ranks that left the session.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config import template
 from penstock.errors import ConfigError, CorruptFile, PenstockError
-from penstock.log import Log, State
+from penstock.frames import GroupMetadata
+from penstock.log import Log, Shorten, State
+from penstock.plane.intake import NONE, OverLength, metadata_for
 from penstock.plane.settings import PlaneSettings
-from penstock.storage import address_of
+from penstock.storage import Storage, address_of
+
+if TYPE_CHECKING:
+    from penstock.plane.recorder import Recorder
 
 logger = logging.getLogger("penstock.plane")
 SETTINGS = "settings "
-"""Begins the names under which a log remembers settings; the first decision they hold for follows."""
+"""Prefix of the log's names for settings. The number of the first decision made with them follows."""
 
 
 def check_settings(settings: PlaneSettings, log: Log) -> None:
-    """Refuse settings that cannot be applied to what is held or planned, with both values; remember the others."""
+    """Reject settings that do not fit what is held or planned, with both values. Remember the others."""
     replay, ranks = repr(settings.replay), settings.packing.ranks
     began, planned = log.text("replay"), log.meta("ranks", ranks)
     if began and began != replay and log.has_steps:
@@ -34,7 +43,7 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
         _check_capacity(settings.replay.capacity, log)
     if planned != ranks and log.steps_from(log.meta("next_step", 1)):
         raise ConfigError(
-            f"ranks: {ranks}, and steps are planned for {planned} that are not trained yet; train and commit them with "
+            f"ranks: {ranks}, and steps that are not trained yet are planned for {planned}; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
         )
     _log_changes(settings, log)
@@ -42,7 +51,7 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
 
 
 def _remember(log: Log, values: dict[str, int | str], settings: str) -> None:
-    """Write down what changed. Settings are kept with the first decision they hold for: a rerun needs all of them."""
+    """Record what changed. Settings are stored with the number of the next decision, for `penstock rerun`."""
     changed = {name: value for name, value in values.items() if log.text(name) != str(value)}
     known = log.texts(SETTINGS)
     if not known or known[max(known)] != settings:
@@ -54,27 +63,28 @@ def _remember(log: Log, values: dict[str, int | str], settings: str) -> None:
 
 
 def _storage(settings: PlaneSettings) -> str:
-    """Where readers of the run's folder find its frames; empty: in that folder."""
+    """Return where readers of the run's folder find its frames, or "" if in that folder."""
     return "" if settings.storage is None else address_of(settings.storage)
 
 
 def as_toml(settings: PlaneSettings) -> str:
-    """Every setting of the plane with its value, without comments; not those of the process around it, nor where the
-    log is: whoever decides the run again does not write there."""
+    """Return every setting of the plane as TOML without comments.
+
+    Settings of the server process are left out, and so is the log's address: a rerun must not write there."""
     plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)} | {"log": None})
     lines = template(plane, title="", all_values=True).splitlines()
     return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
 
 
 def keeps_all(settings: PlaneSettings, log: Log) -> bool:
-    """Whether the run frees nothing. Remembered: a plane that is started without `retain="all"` goes on with it."""
+    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` continues so."""
     known = log.text("retain") == "all"
     if settings.retain == "all" and not known:
         with log.transaction():
             log.set_meta("retain", "all")
     elif settings.retain != "all" and known:
         logger.warning(
-            '%s: this run keeps everything (retain="all") since an earlier start, and goes on with that; '
+            '%s: this run keeps everything (retain="all") since an earlier start and continues to; '
             "`penstock storage forget` ends it",
             log.where,
         )
@@ -82,7 +92,7 @@ def keeps_all(settings: PlaneSettings, log: Log) -> bool:
 
 
 def _log_changes(settings: PlaneSettings, log: Log) -> None:
-    """Log settings that may change from one start to the next and change what is trained, with both values."""
+    """Log settings that changed since the last start and affect training, with both values."""
     now = {"run": settings.run, "seq_len": str(settings.packing.seq_len), "step": str(settings.target)}
     text = log.text("opened")
     before = msgspec.json.decode(text, type=dict[str, str]) if text else {}
@@ -97,12 +107,12 @@ def _log_changes(settings: PlaneSettings, log: Log) -> None:
 def _check_capacity(capacity: int, log: Log) -> None:
     held = max(Counter(row.run for row in log.groups_in(State.HELD)).values(), default=0)
     if held > capacity:
-        raise ConfigError(f"capacity: {capacity}, and more groups are held than that ({held}); raise it")
+        raise ConfigError(f"capacity: {capacity}, but {held} groups are held; raise it")
 
 
 @contextmanager
 def damage_named(log: Log) -> Iterator[None]:
-    """Whatever a damaged log provokes while it is read is said as what it is."""
+    """Turn any error that a damaged log provokes into CorruptFile with the log's location."""
     try:
         yield
     except PenstockError:
@@ -115,7 +125,7 @@ def damage_named(log: Log) -> Iterator[None]:
 
 
 def members_left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int]:
-    """Who left the session that an earlier life of this plane served, and the last step each of them committed."""
+    """Return the members that left the session before this plane started, each with its last committed step."""
     session, found = log.meta("session", 0), {}
     for rank in range(settings.packing.ranks):
         for replica in range(settings.replicas):
@@ -127,3 +137,37 @@ def members_left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int
 
 def left_name(session: int, rank: int, replica: int) -> str:
     return f"left {session} {rank} {replica}"
+
+
+def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> None:
+    """Count and log what a smaller `seq_len` than before cuts off groups that wait for training.
+
+    They were accepted with the larger one, so they are truncated, or dropped if `over_length` says so; never
+    rejected."""
+    log, seq_len = recorder.log, settings.packing.seq_len
+    before = log.meta("seq_len", seq_len)
+    found = OverLength.total(_further_cuts(settings, recorder, storage)) if seq_len < before else NONE
+    op = recorder.state.op + 1
+    if before != seq_len or not log.text("seq_len"):
+        with recorder.transaction():
+            log.set_meta("seq_len", seq_len)
+            if found:
+                log.add_record(op, Shorten(**asdict(found)))
+    if found:
+        recorder.state.redo(op, Shorten(**asdict(found)))
+        recorder.counts.update(asdict(found))
+        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, found)
+
+
+def _further_cuts(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> Iterator[OverLength]:
+    """Yield what each waiting group loses beyond what it lost before."""
+    for row in map(recorder.state.row_of, recorder.run_tables):
+        data = recorder.log.metadata(row.op)
+        if data is None:
+            continue
+        metadata = GroupMetadata.from_bytes(data)
+        if not metadata.fits(settings.packing.seq_len):
+            # A damaged frame is found when a step is planned with it; its group is quarantined then.
+            with suppress(PenstockError):
+                again = metadata_for(settings, metadata, storage.read(row.location)[0])
+                yield OverLength.of(again).since(OverLength.of(metadata))

@@ -1,34 +1,96 @@
-"""The runs that share a trainer: a replay table for each, and whose groups the next step takes.
+"""The tenants that share a trainer: a replay table for each, and which of them the next step draws from.
 
-A plane that was given no shares has one table for everything. With shares, the groups of each run wait in a table of
-their own; a step takes tokens from every run that has groups waiting, in proportion to the shares, and whatever one
-run leaves free goes to the others. A run that is evicted loses what it has waiting and is refused from then on.
+Without shares there is one table for everything. With shares, the groups of each tenant wait in their own table. A step
+takes tokens from every tenant that has groups waiting, in proportion to the shares; what one tenant leaves free goes to
+the others. An evicted tenant loses its waiting groups, and its puts are rejected from then on.
 
-A step that is undone puts its groups back, and others may have taken their room since. Those stand in line before their
-table until there is room; nothing is put while anybody stands there.
+Undoing a step puts its groups back, and other groups may have taken their room since. Returned groups then queue before
+their table until there is room, and no put is accepted into a table with a queue.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
+from penstock.errors import ConfigError, Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
 from penstock.log import GroupRow
-from penstock.plane.fair_share import FairShare
 from penstock.plane.settings import Target
 from penstock.plane.snapshot import SavedTables
 from penstock.replay import Drawing, Key, OnEvict, Replay, Table
 
+
+class FairShare:
+    """Deficit counters: how much each name is owed.
+
+    A name that takes something is charged for it. The total taken is then credited to all names that wanted some, in
+    proportion to their weights. So each name's share follows its weight to within one or two pieces, however large the
+    pieces are, and the counters always sum to 0.
+
+    >>> shares = FairShare()
+    >>> shares.weigh("a", 3.0)
+    >>> taken = []
+    >>> for _ in range(8):
+    ...     taken.append(shares.most_owed(["a", "b"]))
+    ...     shares.charge(taken[-1], 10)
+    ...     shares.settle(["a", "b"])
+    >>> "".join(taken)
+    'abaaabaa'
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, float] = {}
+        """Weights other than 1."""
+        self.owed: dict[str, float] = {}
+        """How far each name is behind its share; negative if ahead."""
+
+    def weigh(self, name: str, weight: float) -> None:
+        """Set the weight of a name. The default is 1."""
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"weight of run {name!r}: {weight}; must be a positive number")
+        self.weights[name] = weight
+
+    def weight(self, name: str) -> float:
+        return self.weights.get(name, 1.0)
+
+    def most_owed(self, names: Iterable[str]) -> str:
+        """Return the name that is furthest behind its share; the first of equals."""
+        return max(names, key=lambda name: self.owed.get(name, 0.0) / self.weight(name))
+
+    def charge(self, name: str, amount: float) -> None:
+        self.owed[name] = self.owed.get(name, 0.0) - amount
+
+    def settle(self, names: Collection[str]) -> None:
+        """Credit the total taken to these names. The sum returns to 0, so a new name starts level with the rest.
+
+        Weights a: 3, b: 1. After a took 40: owed a = -40, b = 0, so 40 is credited, 30 to a and 10 to b: a = -10,
+        b = 10, and it is b's turn."""
+        total = sum(self.weight(name) for name in names)
+        # The counters sum to minus what was taken, plus what names that left since took with them.
+        debt = -sum(self.owed.get(name, 0.0) for name in names)
+        for name in names:
+            self.owed[name] = self.owed.get(name, 0.0) + debt * self.weight(name) / total
+
+    def forget(self, name: str) -> None:
+        """Reset the counter of a name that has nothing waiting. Its weight stays."""
+        self.owed.pop(name, None)
+
+    def copy(self) -> FairShare:
+        """Copy the counters, to try a draw."""
+        other = FairShare()
+        other.weights, other.owed = dict(self.weights), dict(self.owed)
+        return other
+
+
 Look = Callable[[Key], GroupRow]
-"""The group that waits under a key."""
+"""Returns the row of the group with a key."""
 
 
 class Waiting(NamedTuple):
-    """A group that stands in line before its table."""
+    """A group that queues before its table."""
 
     key: str
     op: int
@@ -39,36 +101,36 @@ class Waiting(NamedTuple):
 
 
 class RunTables:
-    """A table per run, or one for all of them."""
+    """One table per tenant, or one for everything."""
 
     def __init__(self, replay: Replay, on_evict: OnEvict) -> None:
         self.shares = FairShare()
-        """In tokens, between the runs that are members."""
+        """What each tenant is owed, in tokens."""
         self.members: set[str] = set()
-        """Runs that were given a share; empty as long as runs are not kept apart."""
+        """Tenants that have a share; empty without tenants."""
         self.evicted: dict[str, str] = {}
-        """Runs that lost theirs, with the reason."""
+        """Evicted tenants, with the reason."""
         self.taken: Counter[str] = Counter()
-        """Tokens that steps took of each run."""
+        """Tokens that steps took from each tenant."""
         self.tables: dict[str, Table] = {}
         self.lines: dict[str, list[Waiting]] = {}
-        """Table -> the groups that are held and for which it has no room."""
+        """Table -> held groups that queue because it has no room."""
         self.given: dict[str, float] = {}
-        """Priorities of groups that are accepted next, where they have one of their own."""
+        """Priorities other than 1 of groups that are about to be inserted."""
         self._replay, self._on_evict = replay, on_evict
         self._policy_version = 0
-        self.table("")  # settings that cannot hold together are found now
+        self.table("")  # raises now if the replay settings contradict each other
 
     # -------------------------------------------------------------- members
 
     def admit(self, run: str, weight: float) -> None:
-        """Give a run a share, or another one, or let it in again."""
+        """Set the share of a tenant. Admits a new tenant, or an evicted one again."""
         self.shares.weigh(run, weight)
         self.evicted.pop(run, None)
         self.members.add(run)
 
     def evict(self, run: str, reason: str) -> None:
-        """Let go of all a run has waiting, and refuse it from now on."""
+        """Drop all waiting groups of a tenant, and reject its puts from now on."""
         self.members.discard(run)
         self.shares.forget(run)
         self.evicted[run] = reason
@@ -78,7 +140,7 @@ class RunTables:
             self._on_evict(waiting.key, "cleared")
 
     def table_for(self, run: str) -> str:
-        """Where the groups of a run wait; raises Evicted, UnknownKey or InvalidInput."""
+        """Return the table for groups of a run. Raises Evicted, UnknownKey or InvalidInput."""
         if run in self.evicted:
             raise Evicted(
                 f"run {run!r}: evicted: {self.evicted[run]}; "
@@ -86,7 +148,7 @@ class RunTables:
             )
         if self.members and not run:
             raise InvalidInput(
-                f"no run is named, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
+                f"no run is given, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
                 "one the samples belong to: Trajectory(..., run=NAME) or Sample(..., run=NAME)"
             )
         if self.members and run not in self.members:
@@ -97,16 +159,17 @@ class RunTables:
         return run if self.members else ""
 
     def part(self, run: str) -> float:
-        """The part of the whole that is a run's: its weight among those of all members."""
+        """Return a tenant's fraction of the trainer: its weight over the weights of all."""
         if run not in self.members:
             return 1.0
-        # fsum, because members are a set: another order must not give another last bit, after a restart or anywhere.
+        # fsum, because members are a set: a plain sum in another order may differ in the last bit, and a restarted
+        # plane would decide differently.
         return self.shares.weight(run) / math.fsum(map(self.shares.weight, self.members))
 
     # -------------------------------------------------------------- tables
 
     def table(self, table_name: str) -> Table:
-        """The table of a table_name, made when it is first needed."""
+        """Return a table. Creates it on first use."""
         found = self.tables.get(table_name)
         if found is None:
             found = self.tables[table_name] = Table.from_settings(self._replay, on_evict=self._on_evict)
@@ -114,7 +177,7 @@ class RunTables:
         return found
 
     def insert(self, row: GroupRow, policy_version: int) -> bool:
-        """Hold a group, in line if its table has no room; False if it is too old ever to be sampled."""
+        """Insert a group, or queue it if its table has no room. Returns False if it is too stale to be sampled."""
         priority = self.given.pop(row.id, 1.0)
         waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority)
         table = self.table(row.run)
@@ -125,7 +188,7 @@ class RunTables:
         return True
 
     def let_in(self) -> list[Key]:
-        """Groups that stand in line enter their tables while there is room; those that are too old by now."""
+        """Move queued groups into their tables while there is room. Returns the groups that became too stale."""
         stale: list[Key] = []
         for name in sorted(self.lines):
             line, table = self.lines[name], self.table(name)
@@ -141,7 +204,7 @@ class RunTables:
         return stale
 
     def remove(self, row: GroupRow) -> bool:
-        """Let go of one group, wherever it waits; False if it does not."""
+        """Remove a group from its table or queue. Returns False if it is in neither."""
         line = self.lines.pop(row.run, [])
         others = [waiting for waiting in line if waiting.op != row.op]
         if others:
@@ -151,7 +214,7 @@ class RunTables:
         return self.table(row.run).remove([row.id]) > 0
 
     def is_waiting(self, row: GroupRow) -> bool:
-        """Whether a group is in a table, or in line before one."""
+        """Return whether a group is in its table or queue."""
         return row.id in self or any(waiting.op == row.op for waiting in self.lines.get(row.run, ()))
 
     def __len__(self) -> int:
@@ -167,7 +230,7 @@ class RunTables:
             yield from (waiting.key for waiting in line)
 
     def oldest_version(self) -> int | None:
-        """The oldest policy version of the groups that wait; None if none does."""
+        """Return the oldest policy version of all waiting groups, or None."""
         versions = [table.oldest_version for table in self.tables.values()]
         versions += [waiting.policy_version for line in self.lines.values() for waiting in line]
         return min((version for version in versions if version is not None), default=None)
@@ -178,16 +241,18 @@ class RunTables:
             table.advance(policy_version)
 
     def update_priorities(self, priorities: Mapping[str, float]) -> None:
-        """New priorities by key."""
+        """Set priorities by key. Keys that are not held are ignored."""
         for table in self.tables.values():
             table.update_priorities({key: value for key, value in priorities.items() if key in table})
 
     # -------------------------------------------------------------- steps
 
     def apportion(self, target: Target, held: int, look: Look) -> Mapping[str, int] | Target | None:
-        """What `draw` is to take to fill a step, of so much that is held; None when those that may be drawn do not.
+        """Return what `draw` should take to fill a step, or None if there is not enough.
 
-        How many groups make so many samples or tokens is known only when they are drawn."""
+        A target of groups becomes a number of groups per table. A target of samples or tokens is returned as it is:
+        how many groups fill it is known only when they are drawn. `held` is what all tables and queues hold, in the
+        unit of the target."""
         if target.groups is None:
             in_line = [look(waiting.key) for line in self.lines.values() for waiting in line]
             apart = sum(target.measure(row.samples, row.tokens) for row in in_line)
@@ -212,13 +277,13 @@ class RunTables:
         return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
 
     def draw(self, what: Mapping[str, int] | Target, look: Look, *, one_by_one: bool = False) -> tuple[int, ...]:
-        """Take groups for a step; raises WaitTimeout when they are not there. `one_by_one`: as a target took them."""
+        """Take groups for a step. Raises WaitTimeout if there are too few. `one_by_one` repeats a draw by target."""
         if isinstance(what, Target):
             return self._draw_until(what, look)
         return self._draw_again(what, look) if one_by_one else self._draw(what, look)
 
     def _draw(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
-        """Take so many groups of each table_name."""
+        """Take a number of groups from each table."""
         busy = self._busy()
         taken: dict[str, list[tuple[Key, Any]]] = {}
         for table_name in sorted(counts):
@@ -227,10 +292,11 @@ class RunTables:
         return self._charge(taken, busy, look)
 
     def _draw_until(self, target: Target, look: Look) -> tuple[int, ...]:
-        """Take groups one at a time, each of the run that is owed most, until they fill a step. Enough must be held.
-        Raises WaitTimeout, with everything as it was, when the limiter allows too few."""
+        """Take groups one at a time from the tenant that is owed most, until they fill a step. Enough must be held.
+
+        Raises WaitTimeout and undoes the draw if the limiter allows too few."""
         busy = self._busy()
-        # Where everything may be drawn the target is met for certain, and nothing has to be undone.
+        # Enough is held, so if everything may be drawn the target is met and nothing needs to be undone.
         undoable = not all(self.tables[name].may_sample_all for name in busy)
         drawings = {name: self.tables[name].drawing(undoable=undoable) for name in busy}
         shares, have = self.shares.copy(), 0
@@ -253,7 +319,10 @@ class RunTables:
         return self._take(drawings, look)
 
     def _draw_again(self, counts: Mapping[str, int], look: Look) -> tuple[int, ...]:
-        """Take what `_draw_until` took when it took so many groups of each table_name."""
+        """Repeat a draw of `_draw_until` from the number of groups it took from each table.
+
+        The order across tables depends on sizes and shares; the order within one table only on the sampler. So the
+        numbers are enough."""
         drawings = {name: self.tables[name].drawing(undoable=False) for name in self._busy()}
         for table_name, count in counts.items():
             if None in [drawings[table_name].pick() for _ in range(count)]:
@@ -278,7 +347,7 @@ class RunTables:
                 self.shares.forget(table_name)
         return tuple(int(op) for groups in taken.values() for _, op in groups)
 
-    # -------------------------------------------------------------- keeping
+    # -------------------------------------------------------------- snapshots
 
     def save(self) -> SavedTables:
         return SavedTables(
@@ -293,7 +362,7 @@ class RunTables:
         )
 
     def load(self, saved: SavedTables) -> None:
-        """Become what was saved, with the same replay settings."""
+        """Restore what `save` returned, with the same replay settings."""
         for table_name, data in saved.tables.items():
             self.tables[table_name] = Table.restore(
                 data, load=_op_from_bytes, on_evict=self._on_evict, **self._replay.parts
@@ -306,14 +375,14 @@ class RunTables:
     # -------------------------------------------------------------- looking
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of all tables as if they were one: sums, largest values, means over items."""
+        """Return the metrics of all tables as if they were one: sums, maxima, means over items."""
         all_of = [table.metrics() for table in self.tables.values()]
         if len(all_of) == 1:
             return all_of[0]
         return {name: _joined(name, all_of) for name in all_of[0]}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """What `penstock tenants` shows of each member and each run that was evicted."""
+        """Return what `penstock tenants` shows of each tenant, evicted ones included."""
         found: dict[str, dict[str, Any]] = {}
         for run in sorted(self.members | self.evicted.keys()):
             found[run] = {

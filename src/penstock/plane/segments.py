@@ -1,13 +1,13 @@
-"""Segments as the plane decides about them: registered, sealed, freed. No clock and no guess decides what is deleted.
+"""Register, seal and free segments. Only decisions in the log delete anything, never a timeout or a guess.
 
     register    in the log, before the first byte is written
-    accept      a frame, only inside a registered segment of its sender that is not sealed, overlapping no other
-    seal        the segment gets no more frames: it is full, old, or its writer is gone
-    free        by name, as a decision in the log, kept there until storage has deleted it
+    accept      a frame, only in a registered unsealed segment of its sender, and overlapping no other frame
+    seal        the segment takes no further frames: it is full, old, or its writer is gone
+    free        by name, as a decision in the log, listed there until storage has deleted it
 
 Nothing is deleted because it is unknown. A segment that the log never registered stops all deletion until an operator
-decides. What an earlier epoch left unaccepted stays for a day, because the log may have been restored from a copy that
-is a moment too old.
+decides. Frames that an earlier epoch left unaccepted stay for a day, because the log may have been restored from a copy
+that is slightly too old to list them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -35,49 +36,52 @@ from penstock.storage import (
 
 logger = logging.getLogger("penstock.storage")
 OWN = "plane"
-"""The writer of segments that the plane itself writes."""
+"""The writer's name of segments that the plane itself writes."""
 KEEP_UNACCEPTED_S = 24 * 3600.0
+"""How long sealed segments of earlier epochs keep frames that were never accepted."""
 _SPARE = 4
-"""Own segments that are registered ahead, so that a thread beside the loop never waits for the log."""
+"""Own segments registered ahead, so that the intake thread never waits for the log."""
 _SPARE_S = 30.0
+"""How long the intake thread waits for a registered segment."""
 _MOST_NAMED = 20
 _LATE_S = 3600.0
+"""Interval for deleting segments again that may still receive a late write."""
 _MAX_OPEN = 4096
-"""Unsealed segments of one writer."""
+"""Unsealed segments that one writer may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What segments take from outside; simulations have their own."""
+    """Clocks and names. Simulations bring their own."""
 
     wall: Callable[[], float] = time.time
     steady: Callable[[], float] = time.monotonic
-    """Only tells how old something is."""
+    """Used only for ages."""
     new_name: Callable[[], str] = new_segment_name
 
 
 class Sealed(Conflict):
-    """The segment takes no more frames: write the frame again, to a new one."""
+    """The segment takes no further frames. The client writes the frame again, to a new segment."""
 
 
 @dataclass(slots=True)
 class _Segment:
     row: SegmentRow
     registered_s: float
-    """On the monotonic clock; only tells how old it is."""
+    """On the monotonic clock, for its age."""
     live: int = 0
-    """Frames that the log holds."""
+    """Accepted frames that are not freed."""
     pending: int = 0
-    """Frames that were put and are not accepted or rejected yet."""
+    """Frames that were put and are neither accepted nor rejected yet."""
     accepted_bytes: int = 0
     taken: list[tuple[int, int]] = field(default_factory=list)
-    """What was accepted in this epoch, or is being looked at, in order of offset; locations are never used twice."""
+    """Extents accepted or being checked in this epoch, by offset. A location is never used twice."""
     rejected: list[tuple[int, int]] = field(default_factory=list)
-    """What was freed in this epoch without being accepted: a put that is repeated must not bring it back."""
+    """Extents rejected and freed in this epoch. A repeated put must not accept bytes that are being deleted."""
     is_begun: bool = False
-    """Whether it is known to have been created."""
+    """Whether the segment is known to exist in storage."""
     verified: bool = False
-    """Whether the plane has read a frame of it back."""
+    """Whether the plane has read a frame of it."""
     is_freed: bool = False
 
 
@@ -87,7 +91,7 @@ class Segments:
     def __init__(
         self, log: Log, storage: Storage, custody: Custody, outside: Outside | None = None, *, keeps: str = ""
     ) -> None:
-        """`keeps` says why nothing may be deleted in this storage; empty: it may."""
+        """`keeps` is the reason that nothing may be deleted in this storage, or ""."""
         self._log, self._storage, self._custody, self._outside = log, storage, custody, outside or Outside()
         self.keeps = keeps
         self._all = {row.name: _Segment(row, 0.0) for row in log.segments()}
@@ -100,16 +104,16 @@ class Segments:
                 self._all[at.segment].is_begun = True
         found = storage.segments()
         self.unregistered = sorted(found.keys() - self._all.keys())
-        """Segments in storage that this log never registered: while there are any, nothing is deleted."""
+        """Segments in storage that this log never registered. While there are any, nothing is deleted."""
         self.missing = sorted(name for name, one in self._all.items() if one.live and name not in found)
-        """Segments that hold frames and are not in storage."""
+        """Segments with accepted frames that are missing in storage."""
         self.dead_bytes = max(sum(found.values()) - self.live_bytes, 0)
         """Bytes in storage that no group needs: freed and not deleted yet, or never accepted."""
         self._frees: list[str] = log.frees()
-        """Decided and not deleted yet."""
+        """Freed by decision and not deleted yet."""
         self._under_way: set[str] = set()
         self._late: list[str] = []
-        """Freed segments that are not in storage, and may still be created, or get what was written before."""
+        """Freed segments that a slow writer may still create or write to. Deleted again every hour."""
         self._late_at = 0.0
         self._to_free: list[str] = []
         self._to_seal: dict[str, bool] = {}
@@ -122,7 +126,7 @@ class Segments:
         """Unsealed segments of this epoch, by writer."""
         self._tick_at = 0.0
         self._maybe_empty = dict.fromkeys(self._all)
-        """Segments that may hold no frame: looked at when something changes."""
+        """Segments that may hold no frame, to be checked when something changes."""
         if storage.lands_late:
             self._late = [name for name in self._frees if is_segment_name(name) and name not in found]
             self._put_aside(self._late)
@@ -131,14 +135,15 @@ class Segments:
         self._report(found)
 
     def _seal_earlier_epochs(self) -> None:
-        """A writer that still has one of them writes its frame again: that costs one write, and no lease."""
+        """Seal the segments of earlier epochs. A writer that still uses one writes its frame again to a new segment:
+        that costs one write, where leases would cost a protocol."""
         for name, one in self._all.items():
             if not one.row.sealed_at:
                 self._to_seal[name] = False
         self._look_for_empty()
 
     def _put_aside(self, late: Iterable[str]) -> None:
-        """Only the names of segments that were deleted are kept, as long as something may land in them."""
+        """Forget everything but the names of deleted segments that may still receive a late write."""
         for name in late:
             self._all.pop(name, None)
             self._maybe_empty.pop(name, None)
@@ -150,7 +155,7 @@ class Segments:
             size = sum(found[name] for name in self.unregistered)
             logger.error(
                 "%s: %d segments (%d bytes) that this log never registered, the first %s; nothing is deleted until "
-                "they are dealt with: see `penstock storage check`",
+                "you decide about them: see `penstock storage check`",
                 self._storage.url,
                 len(self.unregistered),
                 size,
@@ -166,7 +171,7 @@ class Segments:
 
     @property
     def num_bytes(self) -> int:
-        """What the run takes in storage, dead bytes included."""
+        """Bytes of the run in storage, dead ones included."""
         return self.live_bytes + self.dead_bytes
 
     def status(self) -> dict[str, Any]:
@@ -186,7 +191,7 @@ class Segments:
     # -------------------------------------------------------------- registering
 
     def register(self, writer: str, count: int = 1) -> list[str]:
-        """New segments for a writer, in the log when this returns."""
+        """Register new segments for a writer. They are in the log when this returns."""
         if self._open[writer] + count > _MAX_OPEN:
             raise InvalidInput(f"writer {writer[:80]!r}: {_MAX_OPEN} segments are open; finish some first")
         rows = [SegmentRow(self._outside.new_name(), writer, self._log.epoch) for _ in range(count)]
@@ -198,7 +203,7 @@ class Segments:
         return [row.name for row in rows]
 
     def stock_up(self) -> None:
-        """Register own segments ahead; from the loop's thread. Raises DiskFull."""
+        """Register own segments ahead, on the loop's thread. Raises DiskFull."""
         if self._own.qsize() > 1:
             return
         self._is_full = True
@@ -207,21 +212,30 @@ class Segments:
         self._is_full = False
 
     def finished(self, name: str, end: int) -> None:
-        """The plane's writer is done with a segment; from any thread."""
+        """Note that the plane's writer has finished a segment. May be called from any thread."""
         self._finished.append((name, end))
 
     def take_finished(self) -> list[tuple[str, int]]:
-        """Segments that the plane's writer is done with. Seal them after everything written to them before this call
-        was accepted or rejected."""
+        """Return segments that the plane's writer has finished, with their sizes.
+
+        Seal them only after every frame written to them is accepted or rejected."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
+    def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
+        """Seal finished segments of the plane's own writer and old ones of clients, and register new ones."""
+        for name, end in finished:
+            self.seal(name, end=end)
+        self.tick()
+        with suppress(DiskFull):  # the writer has a spare one, and every turn tries again
+            self.stock_up()
+
     def close(self) -> None:
-        """Own segments that were never begun hold nothing: the next epoch need not keep them."""
+        """Seal own segments that were never begun, as empty, so that the next epoch can free them at once."""
         while self._own.qsize():
             self.seal(self._own.get(), end=0)
 
     def next_own(self) -> str:
-        """A registered segment for the plane's own writer; from any thread."""
+        """Return a registered segment for the plane's own writer. May be called from any thread."""
         try:
             return self._own.get(timeout=0 if self._is_full else _SPARE_S)
         except Empty:
@@ -232,9 +246,10 @@ class Segments:
     # -------------------------------------------------------------- accepting
 
     def expect(self, location: str, writer: str) -> bool:
-        """A put names a frame. Raises Sealed or InvalidInput; True if the frame must be read back before it counts.
+        """Expect a frame that a put names. Returns True if the plane must read it before it counts.
 
-        The plane reads back the first frame of every segment: a wrong mount or a copied folder is found at once.
+        Raises Sealed or InvalidInput. The plane reads the first frame of every segment, to find a wrong mount or a
+        copied folder at once.
         """
         at = parse_location(location)
         one = self._open_for(at.segment, writer)
@@ -259,7 +274,7 @@ class Segments:
         self._open_for(segment, writer)
 
     def expect_own(self, location: str) -> None:
-        """The plane itself has written a frame."""
+        """Expect a frame that the plane itself has written."""
         at = parse_location(location)
         one = self._all[at.segment]
         one.verified = one.is_begun = True
@@ -270,12 +285,12 @@ class Segments:
         insort(one.taken, (at.offset, at.end))
 
     def verified(self, location: str) -> None:
-        """The plane has read this frame and it is what was put."""
+        """Note that the plane has read this frame and it is the one that was put."""
         one = self._all[parse_location(location).segment]
         one.verified = one.is_begun = True
 
     def settle(self, location: str, *, accepted: bool) -> None:
-        """A frame that was expected is in the log, or is not going to be."""
+        """Note that an expected frame was accepted, or will not be."""
         at = parse_location(location)
         one = self._all.get(at.segment)
         if one is None:
@@ -291,7 +306,7 @@ class Segments:
             self._maybe_empty[at.segment] = None
 
     def reject(self, location: str) -> None:
-        """A frame that was expected is not wanted: free it."""
+        """Free an expected frame that was rejected."""
         self.settle(location, accepted=False)
         at = parse_location(location)
         if at.segment in self._all:
@@ -301,13 +316,15 @@ class Segments:
     # -------------------------------------------------------------- sealing and freeing, with the next transaction
 
     def seal(self, name: str, *, end: int | None = None) -> None:
-        """No more frames are accepted from it. `end`: how many bytes were written, where the plane knows that."""
+        """Accept no further frames from a segment. `end` is its size in bytes, if the plane knows it.
+
+        A segment whose accepted frames fill it up to `end` is clean: it holds nothing of unknown fate."""
         one = self._all.get(name)
         if one is not None and not one.row.sealed_at:
             self._to_seal[name] = end is not None and one.accepted_bytes == end
 
     def seal_writer(self, writer: str) -> None:
-        """A writer is gone. If it comes back, it writes what was not accepted again."""
+        """Seal all segments of a writer that is gone. If it returns, it writes unaccepted frames again."""
         if not self._open[writer]:
             return
         for name, one in self._all.items():
@@ -315,11 +332,11 @@ class Segments:
                 self.seal(name)
 
     def free(self, names: Iterable[str]) -> None:
-        """Frames that the log is about to forget, or that were put and not accepted."""
+        """Free frames with the next transaction."""
         self._to_free += names
 
     def tick(self) -> None:
-        """Seal what is old; free segments that hold nothing. Looks once a second at most."""
+        """Seal old segments and free empty ones. Does nothing if called again within a second."""
         now = self._outside.steady()
         if now < self._tick_at:
             return
@@ -332,7 +349,7 @@ class Segments:
         self._look_for_empty()
 
     def _look_for_empty(self) -> None:
-        """Sealed segments without a frame are freed as a whole."""
+        """Free sealed segments that hold no frame."""
         now = self._outside.wall()
         for name in list(self._maybe_empty):
             one = self._all.get(name)
@@ -343,12 +360,12 @@ class Segments:
                 self._to_free.append(name)
 
     def _is_known(self, one: _Segment, now: float) -> bool:
-        """Whether everything in a segment was decided upon; what an earlier epoch left is kept for a day."""
+        """Return whether every frame in a segment was decided about. Segments of earlier epochs wait a day."""
         known = one.row.clean or one.row.epoch == self._log.epoch
         return known or now - one.row.sealed_at > KEEP_UNACCEPTED_S
 
     def write(self, freed: Sequence[str] = ()) -> None:
-        """Inside a transaction: what was decided. `freed`: frames that this transaction makes the log forget."""
+        """Write decisions to the log, inside a transaction. `freed` are frames that the transaction makes it forget."""
         at = self._outside.wall()
         for name, clean in self._to_seal.items():
             self._log.seal_segment(name, at=at, clean=clean)
@@ -356,7 +373,7 @@ class Segments:
         self._log.remove_frees(self._deleted)
 
     def written(self, freed: Sequence[str] = ()) -> None:
-        """The transaction went through."""
+        """Apply what `write` wrote, after the transaction was committed."""
         at = self._outside.wall()
         for name, clean in self._to_seal.items():
             one = self._all[name]
@@ -381,11 +398,12 @@ class Segments:
 
     @property
     def is_deleting(self) -> bool:
-        """Whether storage is at work on a deletion."""
+        """Whether a deletion is in progress."""
         return bool(self._under_way)
 
     def take_deletions(self) -> list[str]:
-        """What may be deleted now, by name; then `deleted` or `not_deleted`. Nothing while an operator must decide."""
+        """Return names to delete now. Call `deleted` or `not_deleted` afterwards. Empty while an operator must
+        decide."""
         if self.unregistered or self._under_way or self.keeps:
             return []
         names, self._frees = self._frees, []
@@ -393,12 +411,13 @@ class Segments:
         return names
 
     def delete(self, names: Sequence[str], op: int) -> tuple[list[str], dict[str, int]]:
-        """From any thread: move the marker, then delete. Returns what is deleted for good, and what storage holds
-        afterwards. A segment that was not there may still be created by a writer that stood still, and an object may
-        land in one that was deleted: these stay listed, and are deleted again every hour."""
+        """Move the marker, then delete. Returns what is deleted for good and the sizes of all segments left in storage.
+
+        May be called from any thread. A writer that was suspended may still create a segment that was not there, and
+        an object may still land in a deleted one. These stay listed and are deleted again every hour."""
         segments = set(filter(is_segment_name, names))
         missing = segments - self._storage.segments().keys() if segments else set()
-        if self._storage.lands_late:  # what is not there now costs a request for each name, every hour
+        if self._storage.lands_late:  # one request per name and hour is too much for names that are not there
             self._custody.delete([name for name in names if name not in missing], op)
             late = segments
         else:
@@ -407,12 +426,12 @@ class Segments:
         return [name for name in names if name not in late], self._storage.segments()
 
     def _may_begin(self, name: str) -> bool:
-        """Whether a writer elsewhere may still create a segment; own ones that were not begun never will be."""
+        """Return whether a client may still create a segment. Own segments that were not begun never will be."""
         one = self._all.get(name)
         return one is not None and not one.is_begun and one.row.writer != OWN
 
     def deleted(self, names: Sequence[str], held: dict[str, int]) -> None:
-        """Storage has deleted these; the next transaction says so."""
+        """Note that storage has deleted these. The next transaction records it."""
         late = sorted(self._under_way.difference(names))
         self._late += late
         if self._storage.lands_late:
@@ -422,12 +441,15 @@ class Segments:
         self.dead_bytes = max(sum(held.values()) - self.live_bytes, 0)
 
     def not_deleted(self, names: Sequence[str]) -> None:
-        """Storage did not delete these: they stay listed, and are tried again."""
+        """List names again that storage failed to delete."""
         self._under_way = set()
         self._frees = [*names, *self._frees]
 
 
 def _overlaps(extents: Sequence[tuple[int, int]], at: Location) -> bool:
-    """Whether a place has bytes in common with one of these, which are in order and apart from each other."""
+    """Return whether a location overlaps one of these extents, which are sorted and disjoint.
+
+    Extents (0, 10) and (20, 30), location (8, 12): bisect gives k = 1. The extent before it ends at 10 > 8, so they
+    overlap. Location (10, 20) touches both and overlaps neither."""
     k = bisect_left(extents, (at.offset, at.end))
     return bool(k and extents[k - 1][1] > at.offset) or bool(k < len(extents) and extents[k][0] < at.end)

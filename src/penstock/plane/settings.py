@@ -1,7 +1,7 @@
-"""The settings of a plane, and of the process that serves one: each declared once, here or in the records inside.
+"""The settings of a plane and of the process that serves one, each declared once.
 
-`penstock.config` makes the rest of these declarations: the keyword arguments of `penstock.open`, `plane.toml` and its
-template, the flags of `penstock serve`, the tables in docs/settings.md.
+`penstock.config` derives the rest from these declarations: the keyword arguments of `penstock.open`, `plane.toml` and
+its template, the flags of `penstock serve`, the tables in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.replay import Replay as Replay
 from penstock.storage import SIGNED_SCHEMES, address_of
 
 _BESIDE_BYTES = 1 << 20
-"""What a message has beside its largest part."""
+"""Bytes of a message beside its largest part."""
 
 _SIGNED = tuple(f"{scheme}://" for scheme in SIGNED_SCHEMES)
 
@@ -38,7 +38,7 @@ Listen = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """When a step is full: exactly one of the three is given."""
+    """When a step is full. Exactly one of the three is set."""
 
     groups: Annotated[
         int | None, Meta(ge=1, description="groups that make a step", extra={"keyword": "groups_per_step"})
@@ -47,7 +47,7 @@ class Target:
         int | None,
         Meta(
             ge=1,
-            description="samples that make a step: whole groups are drawn until there are so many",
+            description="samples that make a step: complete groups are drawn until there are that many",
             extra={"keyword": "samples_per_step"},
         ),
     ] = None
@@ -55,7 +55,7 @@ class Target:
         int | None,
         Meta(
             ge=1,
-            description="tokens that make a step: whole groups are drawn until there are so many",
+            description="tokens that make a step: complete groups are drawn until there are that many",
             extra={"keyword": "tokens_per_step"},
         ),
     ] = None
@@ -71,19 +71,19 @@ class Target:
 
     @property
     def unit(self) -> Literal["groups", "samples", "tokens"]:
-        """What is counted."""
+        """What the target counts."""
         if self.groups is not None:
             return "groups"
         return "tokens" if self.samples is None else "samples"
 
     @property
     def amount(self) -> int:
-        """How many of them fill a step."""
+        """How many units fill a step."""
         amount: int = getattr(self, self.unit)
         return amount
 
     def measure(self, samples: int, tokens: int) -> int:
-        """What a group of so many samples and tokens counts."""
+        """Return what a group with these samples and tokens counts towards the target."""
         return {"groups": 1, "samples": samples, "tokens": tokens}[self.unit]
 
     def __str__(self) -> str:
@@ -101,18 +101,18 @@ ReplaySection = Annotated[
         description="how groups wait for training; a run keeps the replay settings it began with", extra={"flat": True}
     ),
 ]
-TimeoutsSection = Annotated[Timeouts, Meta(description="how long anybody may be silent")]
+TimeoutsSection = Annotated[Timeouts, Meta(description="how long a process may be silent")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneSettings:
-    """Everything a plane is told when it starts."""
+    """The settings of a plane."""
 
     packing: PackingSection
     target: StepTarget
     run: Annotated[
         str,
-        Meta(min_length=1, description="the run's name; ranks and workers that name another are refused"),
+        Meta(min_length=1, description="the run's name; ranks and workers that name another are rejected"),
     ] = "run"
     listen: Listen = ()
     keys: Annotated[
@@ -213,15 +213,15 @@ class PlaneSettings:
         int,
         Meta(
             ge=0,
-            description="bytes of evaluation groups that are kept; beyond, the oldest are given back, and while the "
-            "disk is full too",
+            description="bytes of evaluation groups that are kept; beyond, and while the disk "
+            "is full, the oldest are freed",
         ),
     ] = 1 << 30
     retain: Annotated[
         Literal["steps", "all"],
         Meta(
             description='what is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every '
-            "plan, for good, so that the run is its own archive; a run that began to keep everything goes on with it "
+            "plan, forever, so that the run is its own archive; a run that began to keep everything continues to "
             "until `penstock storage forget`"
         ),
     ] = "steps"
@@ -229,8 +229,8 @@ class PlaneSettings:
         int,
         Meta(
             ge=1,
-            description="decisions (groups, steps, reports) after which the plane's memory is written down; a restart "
-            "does again only what came later",
+            description="decisions (groups, steps, reports) between snapshots of the plane's memory; a restart applies "
+            "only the decisions after the last one",
         ),
     ] = 20_000
     evict_after: Annotated[
@@ -243,7 +243,7 @@ class PlaneSettings:
         dict[str, Annotated[float, Meta(gt=0)]],
         Meta(
             description="runs that share the trainer, as named in their samples' `run`, each with its weight; groups "
-            "of other runs are refused; empty: runs are not kept apart"
+            "of other runs are rejected; empty: runs are not kept apart"
         ),
     ] = field(default_factory=dict)
     replay: ReplaySection = field(default_factory=Replay)
@@ -276,18 +276,18 @@ class PlaneSettings:
 
     @property
     def max_message_bytes(self) -> int:
-        """Bytes of the largest message that the plane has use for: a group that may be held, or a header."""
+        """Bytes of the largest message that the plane accepts: a group that may be held, or a header."""
         return max(min(self.max_group_bytes or 2 << 30, self.max_held_bytes), MAX_HEADER) + _BESIDE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """When the second process ends the plane: its stacks go to the log, then SIGKILL."""
+    """When the watchdog process ends the plane: it logs the plane's stacks, then sends SIGKILL."""
 
     stall_s: Annotated[
         float | None, Meta(gt=0, description="seconds without a turn of the loop; none: no watchdog")
     ] = 300.0
-    end_s: Annotated[float, Meta(gt=0, description="seconds from SIGTERM until the plane is given up")] = 7.0
+    end_s: Annotated[float, Meta(gt=0, description="seconds from SIGTERM until the plane is killed")] = 7.0
     grace_s: Annotated[float, Meta(gt=0, description="seconds for writing the stacks, before SIGKILL")] = 2.0
 
     def __post_init__(self) -> None:
@@ -296,7 +296,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(PlaneSettings):
-    """Everything a server process is told: the plane's settings, and where it keeps and shows things."""
+    """The settings of a server process: those of its plane, and where it stores and serves things."""
 
     folder: Annotated[
         str,
@@ -348,16 +348,16 @@ class ServerSettings(PlaneSettings):
         if not self.folder and (self.log is None or self.storage is None):
             raise ConfigError("folder: missing; give the run's folder, or both log=postgresql://... and storage=...")
         if not self.listen:
-            raise ConfigError("listen: empty; without an address nobody could connect")
+            raise ConfigError("listen: empty; give at least one address where clients can connect")
 
 
 CLUSTER_TIMEOUTS = Timeouts(plane_s=120.0)
-"""Ray takes 20 s to find out that a node is gone; then the plane is started on another one."""
+"""Ray takes 20 s to notice that a node is gone, and then starts the plane on another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings(ServerSettings):
-    """Everything a plane of a Ray cluster is told: the settings of a server process, with defaults for a cluster."""
+    """The settings of a plane on a Ray cluster: those of a server process, with defaults for a cluster."""
 
     folder: Annotated[
         str,
@@ -388,7 +388,7 @@ class ClusterSettings(ServerSettings):
 
 
 EXAMPLE = ServerSettings(folder="runs/demo", packing=Packing(ranks=1, seq_len=4096), target=Target(groups=4))
-"""What `penstock serve --write-config` writes down."""
+"""What `penstock serve --write-config` writes."""
 TITLE = """\
 The settings of a plane. Start it with:  penstock serve --config plane.toml
 Values in comments are the defaults. An unknown name is an error. "none" switches off what may be off.
@@ -397,12 +397,12 @@ Sizes are bytes, or text such as "4 GiB". Relative paths start at this file's fo
 
 
 def read_settings(path: str | Path) -> Given:
-    """The tables of plane.toml, its paths made absolute; check them with `build`."""
+    """Read the tables of plane.toml and make its paths absolute. `build` checks them."""
     return Given.read(path, hint="write one with `penstock serve --write-config PATH`", paths_of=ServerSettings)
 
 
 def server_settings(given: Given | Mapping[str, Any], where: str = "settings") -> ServerSettings:
-    """The settings that tables describe; ConfigError names the key's path and `where` it stands.
+    """Make settings from tables. ConfigError names the path of the key, and `where`.
 
     >>> packing = {"ranks": 2, "seq_len": 4096}
     >>> settings = server_settings({"folder": "runs/demo", "packing": packing, "target": {"groups": 4}})

@@ -1,7 +1,7 @@
-"""What a plane's memory holds, in a form that can be kept: so that a restart need not do again all a long run ever did.
+"""Snapshots of a plane's memory, so that a restart need not apply every decision of a long run again.
 
-It is never the truth, only a shorter way to it. One that cannot be read, or was made with other replay settings, is
-left aside, and everything is done again from the log.
+A snapshot is only a shortcut: the log is the truth. One that cannot be read, or was made with other replay settings, is
+ignored, and all decisions are applied again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORMAT = 3
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of `RunTables`."""
+    """A snapshot of `RunTables`."""
 
     tables: dict[str, bytes]
     policy_version: int
@@ -27,15 +27,15 @@ class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     evicted: dict[str, str]
     taken: dict[str, int]
     lines: dict[str, list[tuple[str, int, int, int, int, float]]] = {}
-    """Table -> key, op, bytes, tokens, policy version and priority of the groups that wait before it."""
+    """Table -> key, op, bytes, tokens, policy version and priority of the groups that queue before it."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Of `PlaneState`; rows and manifests are not repeated, the log has them."""
+    """A snapshot of `PlaneState`, without rows and manifests, which are in the log."""
 
     format: int = FORMAT
     replay: str
-    """The settings of the tables, in words; others would have drawn something else."""
+    """`repr` of the replay settings. Other settings would have drawn other groups."""
     op: int
     ledger: dict[str, Any]
     policy_version: int
@@ -46,23 +46,23 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     bytes_of: dict[str, int]
     unpackable: dict[str, int]
     rows: list[int]
-    """The groups that memory knows, by op."""
+    """Ops of the groups in memory."""
     quarantined: list[int]
     last_step_of: dict[int, int]
     steps: dict[int, tuple[int, list[int]]]
-    """Step -> (state, the groups whose last use it is)."""
+    """Step -> (state, groups whose last use it is)."""
     run_tables: SavedTables
     reports: Reports = msgspec.field(default_factory=Reports)
     """Priorities that ranks reported."""
 
     def to_bytes(self) -> bytes:
-        """A checksum and the content."""
+        """Encode as a checksum and the content."""
         data = msgspec.msgpack.encode(self)
         return xxhash.xxh3_64_digest(data) + data
 
     @staticmethod
     def from_bytes(data: bytes, replay: str) -> Saved | None:
-        """What was saved; None if it is of no use here."""
+        """Decode a snapshot. Returns None if it is damaged, of another version, or of other replay settings."""
         if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
             return None
         try:

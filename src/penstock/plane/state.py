@@ -1,22 +1,22 @@
-"""Where every group and every step is, made by doing what the log says, in the same order.
+"""The plane's memory: where every group and step is. It follows from the log's decisions, applied in order.
 
-Each decision is written to the log first and then entered here, by the same methods that enter it again after a
-restart; so a plane that was killed continues exactly where it was. `op` numbers decisions. A step is the one decision
-that takes time: it is drawn under its number, planned beside the loop, and written down when that is done. Groups that
-arrive meanwhile have later numbers, so a restart does both in the order in which they happened:
+A decision is written to the log first and then applied here, by the same methods that apply it again after a restart.
+So a plane that was killed continues exactly where it was. `op` numbers decisions. Only a step takes time: it is drawn
+under its number, planned on a worker thread, and recorded when that is done. Groups accepted meanwhile have later
+numbers, so a restart applies both in the order in which they happened:
 
     op 7   step 3 is drawn            in memory
-    op 8   a group is accepted        in memory, in the log
-    op 7   step 3 is planned          in the log: after a crash before this, step 3 was never drawn
+    op 8   a group is accepted        in memory and in the log
+    op 7   step 3 is planned          in the log: after a crash before this line, step 3 was never drawn
 
-A group is
+States of a group:
 
     held                  while the replay table has it
     scheduled, delivered,
-    committed             with the last step that uses it, once the table has let go of it
-    dropped               if the table let go of it unused
-    quarantined           if no step could be made with it
-    evaluation            from the beginning, and for good: it is in no table
+    committed             as the last step that uses it, once it has left the table
+    dropped               left the table unused
+    quarantined           no step can be planned with it
+    evaluation            from the start and forever: it is in no table
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.frames import EvalMetadata
+from penstock.frames import WITH, WITHOUT, EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
@@ -49,10 +49,8 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.evaluations import Evaluations
-from penstock.plane.freeing import Freeing
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
-from penstock.plane.mixed_columns import count_kinds
 from penstock.plane.priorities import Reports
 from penstock.plane.run_tables import RunTables
 from penstock.plane.settings import Replay, Target
@@ -62,32 +60,32 @@ from penstock.replay import Key
 
 
 class PlaneState:
-    """Groups, steps, the replay table and the ledger."""
+    """Groups, steps, replay tables and the ledger."""
 
     def __init__(self, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
-        """The trainer's published version."""
+        """The policy version that the trainer published last."""
         self.next_step = 1
         """The first step that is not committed."""
         self.last_step = 0
-        """The last step that was planned."""
+        """The last step that was drawn."""
         self.oldest_step = 1
         """The first step that can still be served."""
         self.bytes_of: Counter[str] = Counter()
-        """Encoded bytes of groups that wait for training, by table_name."""
+        """Encoded bytes of groups that wait for training, by table."""
         self.held_tokens = 0
-        """Tokens of groups in the table."""
+        """Tokens of held groups."""
         self.op = 0
-        """The last decision's number."""
+        """The number of the last decision."""
         self.unpackable: Counter[str] = Counter()
-        """Groups that were set aside, by table, since their run was admitted."""
+        """Quarantined groups by tenant, since the tenant was admitted."""
         self.kinds: dict[str, Counter[str]] = {}
-        """Column -> what held groups ask of the others in their step -> how many of them do."""
+        """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
         self.quarantined: dict[int, GroupRow] = {}
-        """Groups that were set aside and not decided upon since."""
+        """Groups in quarantine, by op."""
         self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
@@ -98,34 +96,35 @@ class PlaneState:
         self._ends: dict[int, list[int]] = {}
         """Step -> the groups whose last use it is."""
         self._left: list[tuple[str, str]] = []
-        """What the table let go of and is not settled yet."""
+        """Keys of groups that left their table and are not settled yet, with the reason."""
         self._unwritten: dict[int, tuple[State, str]] = {}
         self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
-        """Whether the log and the storage forget nothing; memory forgets all the same."""
+        """Whether log and storage forget nothing. Memory forgets all the same."""
         self.freeing = Freeing(keeps_all=keeps_all)
         self._to_slim: list[int] = []
-        """Steps whose plans are given back."""
+        """Retired steps whose plans the log is about to forget."""
         self.slim: dict[int, Manifest] = {}
         self._unfilled = -1
-        """The decision after which a limiter allowed too few groups for a step; nothing changes before the next."""
+        """The decision after which a limiter allowed too few groups. Until the next one, drawing again is pointless."""
         self._drawn: tuple[int, ...] = ()
-        """Groups of the step that is drawn and not planned yet: the log does not hear of them before."""
+        """Groups of the step that is drawn and not planned yet. The log must not record their new state before the
+        step."""
 
     @property
     def held_bytes(self) -> int:
         return self.bytes_of.total()
 
     def held(self, target: Target) -> int:
-        """What is held, counted as the target counts."""
+        """Return what is held, in the unit of the target."""
         return {"groups": len(self.run_tables), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
 
     def row_of(self, key: Key) -> GroupRow:
-        """What is known of a group that is held."""
+        """Return the row of a held group."""
         return self.rows[self.by_id[str(key)]]
 
     def take_in(self, row: GroupRow) -> bool:
-        """A group was accepted; False if it was too old to be kept."""
+        """Apply the acceptance of a group. Returns False if it was too stale and dropped."""
         self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
         self.ledger.accepted += row.samples
@@ -138,22 +137,21 @@ class PlaneState:
         return kept
 
     def take_evaluation(self, row: GroupRow, metadata: EvalMetadata | None) -> None:
-        """An evaluation group was accepted."""
+        """Apply the acceptance of an evaluation group."""
         self.op = max(self.op, row.op)
         self.ledger.accepted += row.samples
         self.ledger.add(State.EVALUATION, "", row.samples)
         self.evaluations.add(row, metadata)
 
-    def give_back_evaluations(self, most_bytes: int) -> None:
+    def free_evaluations(self, most_bytes: int) -> None:
         """Free the frames of the oldest evaluation groups, until at most `most_bytes` of them are kept."""
         if self.keeps_all:
             return
-        for row in self.evaluations.give_back(most_bytes):
+        for row in self.evaluations.free_oldest(most_bytes):
             self.freeing.add(row)
 
     def _insert(self, row: GroupRow) -> bool:
-        # A group that does not say which policy made it counts as of the present one; where staleness is limited it is
-        # not accepted at all.
+        # A group without a policy version counts as made by the current one. With max_staleness it is rejected earlier.
         version = self.policy_version if row.policy_version is None else row.policy_version
         kept = self.run_tables.insert(row, version)
         if not kept:
@@ -161,16 +159,16 @@ class PlaneState:
         return kept
 
     def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
-        """What `draw` is to take for the next step: so many groups of each table_name, or groups until a target is met;
-        None if they are not there."""
+        """Return what `draw` should take for the next step: a number of groups per table, or groups until a target is
+        met. None if there is not enough."""
         if self.held(target) < target.amount or self._unfilled == self.op:
             return None
         return self.run_tables.apportion(target, self.held(target), self.row_of)
 
     def draw(self, op: int, step: int, what: Mapping[str, int] | Target, *, one_by_one: bool = False) -> Manifest:
-        """Take groups for a step out of the tables; raises WaitTimeout when they are not there. Then `planned`.
+        """Draw a step. Raises WaitTimeout if there are too few groups. Call `planned` afterwards.
 
-        `one_by_one`: as a target took them that took so many."""
+        `one_by_one`: repeat a draw by target, from the number of groups that it took."""
         try:
             groups = self.run_tables.draw(what, self.row_of, one_by_one=one_by_one)
         except WaitTimeout:
@@ -187,7 +185,7 @@ class PlaneState:
         return manifest
 
     def planned(self, step: int, manifest: Manifest) -> None:
-        """The step that was drawn is planned, and written down."""
+        """Note that the drawn step is planned and recorded."""
         self.steps[step], self._drawn = manifest, ()
 
     @property
@@ -196,7 +194,7 @@ class PlaneState:
         return bool(self._drawn)
 
     def redo(self, op: int, record: Record) -> None:
-        """Something else was decided."""
+        """Apply any other decision."""
         self.op = max(self.op, op)
         if isinstance(record, Advance):
             self.policy_version = record.policy_version
@@ -212,7 +210,7 @@ class PlaneState:
         elif isinstance(record, Quarantine):
             self._set_aside(record.groups)
         elif isinstance(record, Discard):
-            # Bounded where it enters; a log of an earlier version may hold any number.
+            # New records are bounded; the log of an earlier version may hold any number.
             self.ledger.discarded[record.reason] = bounded_sum(self.ledger.discarded[record.reason] + record.samples)
         elif isinstance(record, Shorten):
             self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
@@ -252,7 +250,7 @@ class PlaneState:
         self._insert(row)
 
     def set_step(self, step: int, state: State) -> None:
-        """A step was received or trained by every rank, or counts as not trained after all."""
+        """Set the state of a step: received or trained by every rank, or to be trained again."""
         old = self.states[step]
         if old is state:
             return
@@ -263,18 +261,18 @@ class PlaneState:
                 self.bytes_of[row.run] += row.size if old is State.COMMITTED else -row.size
         self.states[step] = self._unwritten_steps[step] = state
 
-    def begin_at(self, step: int, *, anew: bool = False) -> None:
-        """Steps before this one are trained, the others are not; `anew`: and no rank has any of them."""
+    def begin_at(self, step: int, *, resend: bool = False) -> None:
+        """Mark steps before this one as trained and the others as not. `resend`: no rank has any of the others."""
         self.next_step = step
         for number, state in list(self.states.items()):
-            if anew and number >= step:
+            if resend and number >= step:
                 self.set_step(number, State.SCHEDULED)
             elif (state is State.COMMITTED) != (number < step):
                 self.set_step(number, State.COMMITTED if number < step else State.SCHEDULED)
         self.retire()
 
     def save(self) -> Saved:
-        """All of it, to be kept in the transaction that writes the rest."""
+        """Return a snapshot, to be written in the same transaction as everything else that is unwritten."""
         return Saved(
             replay=repr(self._replay),
             op=self.op,
@@ -295,7 +293,7 @@ class PlaneState:
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
-        """Become what was saved, and follow what became of its steps since; the rows as they are recorded now."""
+        """Restore a snapshot and apply the current states of its steps. Returns the rows as the log has them now."""
         self.op, self.policy_version, self.held_tokens = saved.op, saved.policy_version, saved.held_tokens
         self.next_step, self.last_step, self.oldest_step = saved.next_step, saved.last_step, saved.oldest_step
         self.ledger = Ledger.from_dict(saved.ledger)
@@ -318,9 +316,9 @@ class PlaneState:
         return self.rows | self.quarantined
 
     def write(self, log: Log) -> None:
-        """Bring what the log says of groups and steps up to date; inside a transaction. Then `written`.
+        """Update states of groups and steps in the log, inside a transaction. Call `written` after its commit.
 
-        This follows from the decisions, so it may wait for the next transaction: a rebuild finds it out again."""
+        States follow from decisions, so they may wait for any later transaction: a rebuild derives them again."""
         held_back = set(self._drawn)
         changed: dict[tuple[State, str], list[int]] = {}
         for op, to in self._unwritten.items():
@@ -339,14 +337,15 @@ class PlaneState:
             log.set_meta("oldest_step", self.oldest_step)
 
     def written(self) -> None:
-        """The transaction went through."""
+        """Note that the transaction was committed."""
         held_back = set(self._drawn)
         self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
 
     def _settle(self) -> None:
-        """Groups the table let go of end as the last step that used them, or are dropped; others take their place."""
+        """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move
+        up."""
         self._left += [(str(key), "stale") for key in self.run_tables.let_in()]
         if not self._left:
             return
@@ -377,7 +376,7 @@ class PlaneState:
         self._unwritten[row.op] = (new, reason)
 
     def _finish(self, op: int, state: State, reason: str) -> None:
-        """A held group comes to its end, and its frame is given back (one in quarantine is kept, to be looked at)."""
+        """End a held group and free its frame. A quarantined group keeps it, for inspection."""
         self._move(op, State.HELD, state, reason)
         self.bytes_of[self.rows[op].run] -= self.rows[op].size
         self._forget(op, frame=state is not State.QUARANTINED)
@@ -390,7 +389,7 @@ class PlaneState:
             self.freeing.add(row)
 
     def retire(self, oldest: int = 1) -> None:
-        """Forget steps that can no longer be asked for, and the groups that ended with them."""
+        """Forget steps that can no longer be served, and the groups that ended with them."""
         self.oldest_step = max(self.oldest_step, oldest, self.next_step - self._retain_steps)
         for step in [s for s in self.steps if s < self.oldest_step]:
             self.slim[step] = self.steps.pop(step)
@@ -400,8 +399,9 @@ class PlaneState:
                 self._forget(op, frame=True)
 
     def keep_differences(self, rows: Iterable[GroupRow], steps: Mapping[int, State], frames: Container[int]) -> None:
-        """After a rebuild, write only what is recorded differently: a crash may have kept it from being written, or
-        the step that a group was recorded with is no more."""
+        """After a rebuild, write only states that the log records differently.
+
+        A crash may have prevented a write, or the step that a group was recorded with may have been removed."""
         for row in rows:
             if self._unwritten.get(row.op) == (row.state, row.reason):
                 del self._unwritten[row.op]
@@ -409,3 +409,74 @@ class PlaneState:
                 self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
         self.freeing.keep_differences(frames)
+
+
+class Freeing:
+    """Frames that nothing needs any longer: the next transaction makes the log forget them, then storage deletes
+    them."""
+
+    def __init__(self, *, keeps_all: bool = False) -> None:
+        """`keeps_all`: free nothing (`retain="all"`)."""
+        self._keeps_all = keeps_all
+        self.ops: list[int] = []
+        """Groups whose frame and metadata the log is about to forget."""
+        self._locations: list[str] = []
+
+    def add(self, row: GroupRow) -> None:
+        """Free the frame of a group."""
+        if self._keeps_all:
+            return
+        self.ops.append(row.op)
+        if row.location:
+            self._locations.append(row.location)
+
+    def keep_differences(self, frames: Container[int]) -> None:
+        """After a rebuild, keep only groups that the log has not forgotten yet."""
+        self.ops = [op for op in self.ops if op in frames]
+
+    @property
+    def locations(self) -> list[str]:
+        """Frames that the next transaction frees."""
+        return list(self._locations)
+
+    def done(self) -> None:
+        """Note that the transaction was committed."""
+        self._locations, self.ops = [], []
+
+
+def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
+    """Return the held groups that cannot be in a step with the majority, by op, with the reason.
+
+    What a step needs from its groups is best declared (`requires`) and then checked when they are put. Where it is not,
+    groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
+    groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
+    held groups by column and kind."""
+    chosen = {
+        name: max(counts, key=lambda kind: (counts[kind], kind != WITHOUT, kind))
+        for name, counts in kinds.items()
+        if len(counts) > 1
+    }
+    if not chosen:
+        return {}
+    found: dict[int, str] = {}
+    for row in held:
+        for name, kind in row.kinds:
+            if kind != chosen.get(name, kind):
+                found[row.op] = (
+                    f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
+                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `requires`"
+                )
+    return found
+
+
+def _kind_text(kind: str) -> str:
+    return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
+
+
+def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
+    """Count the kinds of a held group. A negative sign removes it."""
+    for name, kind in row.kinds:
+        counts = kinds.setdefault(name, Counter())
+        counts[kind] += sign
+        if counts[kind] <= 0:
+            del counts[kind]

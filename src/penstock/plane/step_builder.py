@@ -1,7 +1,7 @@
-"""From metadata to a plan, and from a plan to the bytes each rank is sent.
+"""Plan a step from metadata, and build what each rank is sent from the plan.
 
-Nothing here remembers anything, so it may run beside the loop that answers: the same metadata and settings give the
-same plan and digests, in any process, at any time; the same frames give the same samples.
+Nothing here keeps state, so it runs on a worker thread. The same metadata and settings give the same plan and digests
+in any process at any time, and the same frames give the same samples.
 """
 
 from __future__ import annotations
@@ -22,49 +22,50 @@ from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
 PIECE_BYTES = 1 << 30
-"""A payload travels in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
+"""Payloads are sent in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A group of a step, and where its frame is kept."""
+    """A group of a step, and where its frame is stored."""
 
     group: str
     location: str
     num_samples: int
     metadata: bytes = b""
-    """As the log has it."""
+    """Its metadata, as the log stores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """What every rank is to train, in lengths and indices."""
+    """The plan of a step, in lengths and indices."""
 
     rank_plans: tuple[bytes, ...]
-    """As ranks are sent them: each counts only the samples that it receives."""
+    """The plan of each rank, as it is sent. It numbers only the samples that the rank receives."""
     needs: tuple[bytes, ...]
-    """Per rank the samples it receives, ascending, as int32 numbers within the step."""
+    """Per rank, the ascending numbers of its samples within the step, as int32."""
     digests: tuple[str, ...]
-    """Per rank, of its plan and of the samples it receives."""
+    """Per rank, the digest of its plan and samples."""
     loss_tokens: int = 0
 
 
 class Builder(Protocol):
-    """Plans and builds steps. `StepBuilder` is the one; simulations use a smaller one."""
+    """Plans and builds steps. Planes use `StepBuilder`, simulations a smaller one."""
 
     def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
         """Plan a step of these groups."""
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
-        """Which of these cannot be planned even alone, with the reason."""
+        """Return the groups that cannot be planned even alone, by position, with the reason."""
 
     def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
-        """Say where the samples of a planned step are, and gather those of ranks that cannot read them there."""
+        """Build a planned step: locations of all samples, and the bytes for ranks that cannot read storage
+        (`inline`)."""
 
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Joins metadata to plan, gathers frames to build."""
+    """Plans with the packer, builds from storage."""
 
     packing: Packing
     storage: Storage
@@ -90,7 +91,7 @@ class StepBuilder:
                 plan(join_metadata([group]), self.packing)
             except PenstockError as error:
                 found[i] = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever a group provokes is its own fault
+            except Exception as error:  # noqa: BLE001 - whatever a group provokes, it is that group that is bad
                 found[i] = f"{type(error).__name__}: {error}"
         return found
 
@@ -111,7 +112,7 @@ class StepBuilder:
 
 
 def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> StepPicks:
-    """What one rank reads, with what it must find."""
+    """Return what one rank reads, with the digests it must find."""
     groups = []
     for pick in request:
         metadata = known[pick.location]
@@ -123,14 +124,17 @@ def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> 
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
-    """For each rank which samples of which group it is sent."""
+    """Return for each rank which samples of which group it gets.
+
+    Groups of 3 and 2 samples have the edges 0, 3, 5. A rank that needs samples 1, 2, 4 of the step gets rows 1, 2 of
+    the first group (group_of is 0, 0, 1) and row 4 - 3 = 1 of the second."""
     edges = np.concatenate([[0], np.cumsum([place.num_samples for place in groups])])
     requests = []
     for need in needs:
         group_of = np.searchsorted(edges, need, side="right") - 1
         starts = np.flatnonzero(np.diff(group_of, prepend=-1)).tolist()
         request = []
-        for a, b in pairwise([*starts, len(need)]):  # a rank that only keeps step may need none at all
+        for a, b in pairwise([*starts, len(need)]):  # a rank with only dummy micro-batches needs no sample
             k = int(group_of[a])
             rows = tuple((need[a:b] - edges[k]).tolist())
             request.append(Pick(groups[k].location, groups[k].group, rows))
@@ -139,5 +143,5 @@ def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> lis
 
 
 def pieces_of(payload: Buffer) -> Frames:
-    """A payload, as it travels."""
+    """Split a payload into message parts. An empty payload is one empty part."""
     return [payload[at : at + PIECE_BYTES] for at in range(0, max(len(payload), 1), PIECE_BYTES)]

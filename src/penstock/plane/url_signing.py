@@ -11,7 +11,7 @@ from functools import partial
 
 from penstock.errors import InvalidInput, PenstockError, StorageError
 from penstock.plane.engine import Engine
-from penstock.plane.failures import failure_in_words
+from penstock.plane.recorder import failure_text
 from penstock.plane.workers import Workers
 from penstock.protocol import MAX_NAME, Admission, Send, SignedUrls, SignFor, SignUrls
 from penstock.storage import MARKER, ObjectStorage, segment_in
@@ -53,5 +53,5 @@ class UrlSigning:
             signed = SignedUrls(ticket=effect.ticket[1], urls=tuple(result), seconds=self._seconds)
             self._send(Send(effect.ticket[0], signed))
             return
-        error = result if isinstance(result, PenstockError) else StorageError(f"not signed: {failure_in_words(result)}")
+        error = result if isinstance(result, PenstockError) else StorageError(f"not signed: {failure_text(result)}")
         self._send(self._admission.answer(effect.ticket, error))

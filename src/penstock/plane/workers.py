@@ -1,7 +1,7 @@
-"""Work beside the loop that answers: what takes as long as the data is large is done on other threads.
+"""Worker threads for jobs that grow with the data, so that the loop always answers quickly.
 
-The loop submits a job with what is to be done with its result; the result is handled in the loop's own thread, so
-nothing the loop owns is ever touched by two threads. Jobs of one queue are done in order, one at a time.
+The loop submits a job and a callback for its result. The callback runs on the loop's thread, so nothing that the loop
+owns is touched by two threads. Jobs of one queue run in order, one at a time.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock.transport import Wake
 
 Job: TypeAlias = Callable[[], Any]
 Then: TypeAlias = Callable[[Any], None]
-"""Is given what the job returned, or the exception it raised."""
+"""Receives what the job returned, or the exception it raised."""
 
 
 class Workers(Protocol):
-    """Where jobs are done."""
+    """Runs jobs. Planes use `Threads`, simulations `Inline`."""
 
     def submit(self, queue: str, job: Job, then: Then) -> None:
-        """Do a job, and call `then` with its result in a later `finish`."""
+        """Run a job, and call `then` with its result in a later `finish`."""
 
     def finish(self) -> bool:
-        """Handle the results that are there, in the caller's thread; whether there were any."""
+        """Handle finished jobs on the caller's thread. Returns whether there were any."""
 
     def close(self) -> None:
-        """Let what is being done end; what has not begun is never done."""
+        """Wait for running jobs. Jobs that have not begun are dropped."""
 
 
 class Inline:
-    """Every job at once, in the loop's own thread: for simulations, where nothing may depend on timing."""
+    """Runs every job immediately on the loop's thread: for simulations, where nothing may depend on timing."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[Then, Any]] = deque()
@@ -53,11 +53,11 @@ class Inline:
 
 
 class Threads:
-    """One thread for each queue, begun when it is first needed."""
+    """One thread per queue, started on first use."""
 
     def __init__(self) -> None:
         self.wake = Wake()
-        """Becomes readable when there is a result."""
+        """Becomes readable when a job has finished."""
         self._queues: dict[str, SimpleQueue[tuple[Job, Then] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: deque[tuple[Then, Any]] = deque()
@@ -93,12 +93,12 @@ class Threads:
         while (found := queue.get()) is not None and not self._closed:
             job, then = found
             self._done.append((then, _result(job)))
-            del found, job, then  # what a job holds on to must not live until the next one comes
+            del found, job, then  # a frame that a job holds must not live until the next job arrives
             self.wake.call()
 
 
 def _result(job: Job) -> Any:
     try:
         return job()
-    except Exception as error:  # noqa: BLE001 - whoever submitted it decides what to make of it
+    except Exception as error:  # noqa: BLE001 - the callback handles it
         return error

@@ -32,7 +32,7 @@ from penstock.log import (
     State,
     read_record,
 )
-from penstock.plane import Dropped, Engine, Incoming, Intake, PlaneSettings, Refused, StepBuilder, storage_of
+from penstock.plane import Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
 from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry
 from penstock.storage import Gone
 
@@ -168,15 +168,16 @@ class _Life:
     def _put_frame(self, entry: GroupRow, frame: bytes) -> None:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
-        outcomes = [acceptance.offer(None, entry.id, digest, len(frame), entry.run)]
+        group = Incoming(id=entry.id, digest=digest, size=len(frame), tickets=[None], frame=frame)
+        outcomes = [acceptance.offer(group, entry.run)]
         if outcomes[0] is True:
-            found = self._intake.take([Incoming(entry.id, frame)])[0]
-            if isinstance(found, Refused):
-                self._refused(entry, found.error)
-            elif isinstance(found, Dropped):
-                self._refused(entry, InvalidInput(f"group {found.group!r}: {found.over_length}"))
+            self._intake.take([group])
+            if group.error is not None:
+                self._refused(entry, group.error)
+            elif group.is_dropped:
+                self._refused(entry, InvalidInput(f"group {group.id!r}: {group.over_length}"))
             else:
-                acceptance.arrive(found.group, found.metadata, found.location, over_length=found.over_length)
+                acceptance.arrive(group)
                 outcomes = list(acceptance.flush())
         for outcome in outcomes:
             if not isinstance(outcome, bool) and outcome.error is not None:
