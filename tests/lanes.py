@@ -15,7 +15,7 @@ PROCESS = {
     "benchmarks/test_plane_benches.py",
     "benchmarks/test_plane_work.py",
     "demo/test_demo.py",
-    "demo/test_memory.py",
+    "benchmarks/test_memory.py",
     "demo/test_refusals.py",
     "commands/test_train_command.py",
     "integrations/test_transformers_trainer.py",

@@ -17,8 +17,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.client import Plane
-from penstock.demo.chat_model import save_model
-from penstock.demo.endpoint import Endpoint, Engine
+from penstock.demo.endpoint import Endpoint, Engine, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKSETS = Path(__file__).parent.parent / "integrations" / "tasksets"

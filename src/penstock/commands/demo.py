@@ -27,9 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.demo.launch import Chaos, Launcher, Metrics
-from penstock.demo.live_page import watched
-from penstock.demo.screen import killed, screen
+from penstock.demo.launch import Chaos, Launcher
+from penstock.demo.run_files import Metrics
+from penstock.demo.screen import killed, screen, watched
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
 from penstock.extras import EXTRAS, install

@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.demo.chat_model import save_model
-    from penstock.demo.endpoint import Endpoint, Engine
+    from penstock.demo.endpoint import Endpoint, Engine, save_model
 
     _no_progress_bars()
     if args.write_model:
