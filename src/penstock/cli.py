@@ -1,4 +1,4 @@
-"""The command line: one small module per command, imported only when it is called."""
+"""The command line. Each command is a module of `penstock.commands`, imported when it is called."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from penstock.extras import missing
 from penstock.version import __version__
 
 COMMANDS = {
-    "demo": "a complete RL run on this machine, in one command",
+    "demo": "a complete RL run on this machine",
     "train": "run a configuration file",
-    "serve": "run a plane: workers put groups in, ranks take steps out",
-    "rollouts": "make rollouts with verifiers' environments, and put them into a plane",
-    "top": "watch a plane at work: rates, buffer, staleness, who waits for whom",
-    "runs": "the runs in a database, a bucket or a folder: list them, delete one",
-    "tenants": "who shares a plane: what each has and had, give or take away a share",
+    "serve": "run a plane: workers put groups, ranks take steps",
+    "rollouts": "generate rollouts with verifiers environments",
+    "top": "watch a running plane: rates, buffer, staleness, waits",
+    "runs": "list the runs in a database, bucket or folder; delete one",
+    "tenants": "show a plane's tenants; change their shares",
     "view": "look at every token of a run in the browser",
-    "tokens": "means and maxima over the trained tokens of finished steps",
-    "diff": "where two recorded runs first differ: step, sample, token and column",
-    "rerun": "put a run into a plane again, or decide it again and compare its steps",
-    "copy": "copy a run to another folder, or keep the copy up to date beside training",
-    "quarantine": "the groups that no step could be made with: list, release, drop",
-    "storage": "compare a run's log with its storage; put back what the log has lost; let a run forget",
-    "inspect": "show what a frame or a run's folder holds",
-    "convert": "samples from one file format to another: frames, Parquet, what other trainers use",
-    "assets": "look after the images of a run: list, verify, sweep",
-    "keys": "make the keys that let other hosts connect to a plane",
-    "doctor": "check this installation and this machine, in plain words",
+    "tokens": "means and maxima over the trained tokens of each step",
+    "diff": "find where two recorded runs first differ",
+    "rerun": "put a run into a plane again, or verify its decisions",
+    "copy": "copy a run to another folder, once or continuously",
+    "quarantine": "groups that no step can use: list, release, drop",
+    "storage": "compare a run's log and storage; recover; forget",
+    "inspect": "show the contents of a frame or a run",
+    "convert": "convert samples between file formats",
+    "assets": "the images of a run: list, verify, sweep",
+    "keys": "create keys that let other hosts connect to a plane",
+    "doctor": "check this installation and this machine",
     "bench": "measure against rivals on this machine",
 }
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser; with `only`, just that command's module is imported."""
+    """Build the parser. With `only`, import just that command's module."""
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
@@ -58,12 +58,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors of ours become one line on stderr and exit code 1."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if removed := removed_words(words):
+    """Run one command. A PenstockError or OSError becomes one line on stderr and exit code 1."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if removed := removed_words(arguments):
         print(removed, file=sys.stderr)
         return 2
-    args = build_parser(words[0] if words and words[0] in COMMANDS else "").parse_args(words)
+    args = build_parser(arguments[0] if arguments and arguments[0] in COMMANDS else "").parse_args(arguments)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shown(text: str) -> str:
-    """The text without anything that a terminal would act on: errors quote names and ids from elsewhere.
+    """Escape control characters, except newlines: errors quote names and ids that others chose.
 
     >>> _shown("a\\x1b[31m")
     'a\\\\x1b[31m'
@@ -94,7 +94,7 @@ def _shown(text: str) -> str:
 
 
 def _reader_is_gone() -> bool:
-    """Whether it is our own output that nobody reads any more, and not some other pipe that broke."""
+    """Check that the broken pipe is our standard output, and not some other pipe."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def _reader_is_gone() -> bool:
 
 
 def _sentence(error: PenstockError | OSError) -> str:
-    """The error in words: what the system says of a file or an address names it first, and has no number.
+    """Return the error as one sentence. An OSError names its file first and has no errno.
 
     >>> _sentence(FileNotFoundError(2, "No such file or directory", "runs/x"))
     'runs/x: No such file or directory'

@@ -147,7 +147,7 @@ def test_formats_are_listed_and_each_is_documented(folder: Path, capsys: pytest.
         (["none.penstock", "out.jsonl"], "none.penstock: No such file or directory"),
         (
             ["in.penstock", "in.penstock"],
-            "in.penstock: is there already; choose another name, or pass --force to replace it",
+            "in.penstock: already exists; choose another name, or pass --force to overwrite it",
         ),
         (["in.penstock", "out.xyz"], "out.xyz: no format has this ending; say which one with --to, see --formats"),
         (["in.penstock", "x", "--to", "tokens"], "format 'tokens': not one to write; there are frames, trl, slime,"),

@@ -64,7 +64,7 @@ def test_an_address_that_another_process_has_is_refused_before_anything_starts(
     assert train(tmp_path, f'{setting} = "{address}"') == 1
     said = capsys.readouterr()
     assert said.err == f"penstock train: {setting}: '{address}': another process listens there; use another port\n"
-    assert "Groups are taken" not in said.out
+    assert "Groups are accepted" not in said.out
     assert not (tmp_path / "run").exists()
 
 
