@@ -23,7 +23,7 @@ PROCESS = {
     "commands/test_rollouts_command.py",
     "commands/test_rollouts_command.py::test_an_interrupt_ends_it_with_130_and_says_what_was_put",
     "integrations/test_call_store.py::test_killed_writers_lose_no_call_that_they_acknowledged",
-    "integrations/test_column_store.py::test_a_killed_unit_loses_nothing_it_acknowledged_and_the_line_finds_the_next",
+    "integrations/test_column_store.py::test_a_killed_unit_loses_nothing_it_acknowledged_and_the_client_finds_the_next",
     "log/test_logs.py",
     "log/test_outages.py",
     "log/test_postgres.py",
