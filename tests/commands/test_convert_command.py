@@ -98,9 +98,7 @@ def test_a_folder_of_steps_is_written_for_prime_rl(folder: Path, capsys: pytest.
     files = sorted(str(path) for path in Path("outputs/rollouts").rglob("*.bin"))
     assert files == [f"outputs/rollouts/step_{n}/rank_{r}.bin" for n in (5, 6) for r in (0, 1)]
     capsys.readouterr()
-    assert "step_5: already exists; pass --first-step" in said(
-        capsys, *words, "--advantages=rewards", "--first-step=5"
-    )
+    assert "step_5: already exists; pass --first-step" in said(capsys, *words, "--advantages=rewards", "--first-step=5")
     assert main(["convert", "outputs/rollouts", "back.penstock"]) == 0
     assert "3 samples" in capsys.readouterr().out
 
